@@ -1,0 +1,47 @@
+"""What passes from the data to the encoders and the loss: one micro-batch of token ids, and the ids of its passages."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+NO_PASSAGE = -1  # padding in RowIds.positives; no passage has this id
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Padded token ids of n texts."""
+
+    input_ids: Tensor  # (n, length) int64
+    attention_mask: Tensor  # (n, length) int64, 0 at padding
+
+    def to(self, device: torch.device) -> "Tokens":
+        return Tokens(self.input_ids.to(device, non_blocking=True), self.attention_mask.to(device, non_blocking=True))
+
+
+@dataclass(frozen=True)
+class RowIds:
+    """Which passages stand in the columns, and which passages are relevant for each row, as numbers."""
+
+    columns: Tensor  # (b, 1 + H) int64: each row's positive, then its hard negatives
+    positives: Tensor  # (b, P) int64: every passage known to be relevant for the row, padded with NO_PASSAGE
+
+    def to(self, device: torch.device) -> "RowIds":
+        return RowIds(self.columns.to(device, non_blocking=True), self.positives.to(device, non_blocking=True))
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward pass of one process: B queries with 1 + H passages each.
+
+    ``ids`` covers the rows of all W processes (b = W * B, in rank order): every process derives the whole step's order from
+    (seed, step), so ids need no communication. ``query_ids`` names this process's rows in messages.
+    """
+
+    queries: Tokens  # (B, length)
+    passages: Tokens  # (B * (1 + H), length), pair after pair, the positive first
+    ids: RowIds  # (W * B, ...)
+    query_ids: list[str]
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        return MicroBatch(self.queries.to(device), self.passages.to(device), self.ids.to(device), self.query_ids)

