@@ -1,0 +1,157 @@
+"""Validates a data set of any form by reading all of it, and says what is in it."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+
+from contaccum.data.arrow import PASSAGE_COLUMNS, column_batches
+from contaccum.data.examples import load_examples
+from contaccum.data.formats import kind_of_data, read_qrels, read_questions
+from contaccum.data.hub import local_path
+from contaccum.data.tables import (
+    keep_answerable,
+    load_corpus,
+    load_qrels,
+    load_queries,
+    qrels_file,
+    splits_of,
+)
+from contaccum.errors import InputError
+
+Stats = dict[str, Any]
+
+
+def check(path: str | Path, split: str | None = None, strict: bool = False, repair: bool = False) -> Stats:
+    """Read all of a data set and return its statistics; ``split`` names one split of a BEIR folder, None means all.
+
+    Whatever training or evaluation would refuse raises the same InputError here, whatever they would warn of gives the
+    same warning; ``strict`` and ``repair`` as in ``load_retrieval_set``. Lengths are in words (between white space).
+    """
+    source, path = path, local_path(path, split or "train")
+    kind = kind_of_data(path)
+    if kind == "beir":
+        about = _beir(path, split, strict, repair)
+    elif kind == "corpus":
+        about = _passages(load_corpus(path, repair))
+    elif kind == "queries":
+        about = _queries(load_queries(path, repair=repair).values())
+    elif kind == "questions":
+        about = _questions(path)
+    else:
+        about = _examples(path, strict, repair)
+    return {"path": str(source), "kind": kind, **about}
+
+
+def _beir(path: str | Path, split: str | None, strict: bool, repair: bool) -> Stats:
+    splits = [split] if split else splits_of(path)
+    if not splits:
+        raise InputError(f"{path}: holds no qrels/<split>.tsv, expected at least one split")
+    passages = _passages(load_corpus(path, repair))
+    texts = load_queries(path, repair=repair)
+    grades = {name: load_qrels(path, name, repair) for name in splits}
+    named = Counter(query for judged in grades.values() for query in judged)
+    return {
+        **passages,
+        **_queries(texts.values()),
+        "queries without a judgement": len(texts.keys() - named.keys()),
+        "queries in several splits": sum(count > 1 for count in named.values()),
+        "splits": {name: _split(path, name, judged, strict) for name, judged in grades.items()},
+    }
+
+
+def _split(path: str | Path, name: str, qrels: dict[str, dict[str, int]], strict: bool) -> Stats:
+    source = qrels_file(path, name)
+    kept = keep_answerable(source, qrels, strict)
+    counts = Counter(grade for grades in qrels.values() for grade in grades.values())
+    return {
+        "queries": len(qrels),
+        "queries without a positive": len(qrels) - len(kept),
+        "judgements": counts.total(),
+        "repeated judgements": sum(1 for _ in read_qrels(source)) - counts.total(),
+        "judgements by grade": {str(grade): counts[grade] for grade in sorted(counts)},
+        "positives per query": _spread([sum(grade > 0 for grade in grades.values()) for grades in kept.values()]),
+    }
+
+
+def _examples(path: str | Path, strict: bool, repair: bool) -> Stats:
+    examples = load_examples(path, strict, repair)
+    lengths = examples.positives.lengths
+    return {
+        "examples": len(lengths),
+        "queries without a positive": int(np.count_nonzero(lengths == 0)),
+        "words per query": _spread(_words(examples.queries["text"])),
+        **_passages(examples.passages),
+        "positives per query": _spread(lengths),
+        "hard negatives per query": _spread(examples.negatives.lengths),
+        "other negatives per query": _spread(examples.further.lengths),
+    }
+
+
+def _passages(corpus: Dataset) -> Stats:
+    words: list[int] = []
+    untitled = 0
+    contents: set[int] = set()
+    for batch in column_batches(corpus, PASSAGE_COLUMNS):
+        words += _words(batch["text"])
+        untitled += batch["title"].count("")
+        contents.update(map(hash, zip(batch["title"], batch["text"], strict=True)))
+    return {
+        "passages": len(corpus),
+        "words per passage": _spread(words),
+        "passages without a title": untitled,
+        "passages that repeat another's text": len(corpus) - len(contents),
+    }
+
+
+def _queries(texts: Iterable[str]) -> Stats:
+    words = _words(texts)
+    return {"queries": len(words), "words per query": _spread(words)}
+
+
+def _questions(path: str | Path) -> Stats:
+    questions = list(read_questions(path))
+    if not questions:
+        raise InputError(f"{path}: is empty, expected at least one question")
+    return {
+        "questions": len(questions),
+        "words per question": _spread(_words(question.text for question in questions)),
+        "answers per question": _spread([len(question.answers) for question in questions]),
+    }
+
+
+def _words(texts: Iterable[str]) -> list[int]:
+    return [len(text.split()) for text in texts]
+
+
+def _spread(values: Sequence[int] | np.ndarray) -> Stats:
+    return {
+        "min": int(np.min(values)),
+        "median": float(np.median(values)),
+        "mean": round(float(np.mean(values)), 2),
+        "max": int(np.max(values)),
+    }
+
+
+def render(stats: Stats) -> str:
+    """The statistics of ``check`` as lines for people."""
+    return "\n".join([f"{stats['path']}: {stats['kind']}", *_lines(stats, "  ")])
+
+
+def _lines(stats: Stats, indent: str) -> list[str]:
+    lines = []
+    for name, value in stats.items():
+        if name in ("path", "kind"):
+            continue
+        if not isinstance(value, dict):
+            lines.append(f"{indent}{name:<38}{value:>12,}")
+        elif all(isinstance(part, dict) for part in value.values()):
+            for key, part in value.items():
+                lines += [f"{indent}split {key}", *_lines(part, indent + "  ")]
+        else:
+            parts = "   ".join(f"{key} {part:,g}" for key, part in value.items())
+            lines.append(f"{indent}{name:<38}{parts}")
+    return lines

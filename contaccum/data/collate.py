@@ -1,0 +1,150 @@
+"""From the rows of a step to padded micro-batches, and a thread that has the next steps ready in time."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Generic, Literal, TypeVar
+
+import numpy as np
+import torch
+
+from contaccum.batch import MicroBatch, RowIds, Tokens
+from contaccum.data.dataset import StepRows, StepSampler, TrainSet
+from contaccum.data.tokens import TokenTable
+
+Item = TypeVar("Item")
+Side = Literal["right", "left"]
+
+
+def pad(rows: Sequence[np.ndarray], pad_id: int, side: Side = "right") -> Tokens:
+    """Bring n lists of token ids to the longest one's length, (n, length)."""
+    length = max(map(len, rows))
+    ids = np.full((len(rows), length), pad_id, dtype=np.int64)
+    mask = np.zeros((len(rows), length), dtype=np.int64)
+    for number, row in enumerate(rows):
+        place = slice(0, len(row)) if side == "right" else slice(length - len(row), length)
+        ids[number, place] = row
+        mask[number, place] = 1
+    return Tokens(torch.from_numpy(ids), torch.from_numpy(mask))
+
+
+class BatchSource:
+    """Gives the micro-batches of a step that one process computes: K = N / (B * W) of them.
+
+    Micro-batch k of process r holds rows [k*W*B + r*B, +B) of the step's N, and the ids of all processes' rows of that
+    micro-batch, [k*W*B, (k+1)*W*B). ``pad_ids`` are the padding tokens of queries and of passages.
+    """
+
+    def __init__(
+        self,
+        train_set: TrainSet,
+        sampler: StepSampler,
+        query_tokens: TokenTable,
+        passage_tokens: TokenTable,
+        micro_batch_size: int,
+        *,
+        pad_ids: tuple[int, int],
+        side: Side = "right",
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        assert len(query_tokens) == len(train_set.queries)
+        assert len(passage_tokens) == len(train_set.passages)
+        assert 0 <= rank < world
+        self._names = train_set.queries["id"]
+        self._sampler = sampler
+        self._query_tokens, self._passage_tokens = query_tokens, passage_tokens
+        self._size, self._pad_ids, self._side = micro_batch_size, pad_ids, side
+        self._rank, self._world = rank, world
+
+    def step(self, step: int) -> list[MicroBatch]:
+        """The micro-batches of optimizer step ``step``, in their order."""
+        rows = self._sampler(step)
+        width = self._size * self._world
+        assert len(rows.queries) % width == 0, "the configuration divides the global batch evenly"
+        return [self._micro_batch(rows, start) for start in range(0, len(rows.queries), width)]
+
+    def _micro_batch(self, rows: StepRows, start: int) -> MicroBatch:
+        everyone = slice(start, start + self._size * self._world)
+        own = slice(start + self._rank * self._size, start + (self._rank + 1) * self._size)
+        queries = rows.queries[own]
+        return MicroBatch(
+            pad(self._query_tokens.rows(queries), self._pad_ids[0], self._side),
+            pad(self._passage_tokens.rows(rows.passages[own].reshape(-1)), self._pad_ids[1], self._side),
+            RowIds(torch.from_numpy(rows.passages[everyone]), torch.from_numpy(rows.positives[everyone])),
+            [self._names[int(query)] for query in queries],
+        )
+
+
+class Prefetch(Generic[Item]):
+    """Iterates over ``items`` in a background thread that stays at most ``depth`` items ahead.
+
+    An error of ``items`` is raised in the consumer, behind the items that came before it. ``waited`` counts the seconds
+    for which the consumer had to wait. Close it (or leave its ``with`` block) to end the thread early.
+    """
+
+    def __init__(self, items: Iterable[Item], depth: int = 2) -> None:
+        self.waited = 0.0
+        self._items, self._depth = items, depth
+        self._ready: deque[Item] = deque()
+        self._error: BaseException | None = None
+        self._done = self._closed = False
+        self._change = threading.Condition()
+        self._thread = threading.Thread(target=self._fill, name="prefetch", daemon=True)
+        self._thread.start()
+
+    def _fill(self) -> None:
+        try:
+            for item in self._items:
+                with self._change:
+                    self._change.wait_for(lambda: self._closed or len(self._ready) < self._depth)
+                    if self._closed:
+                        return
+                    self._ready.append(item)
+                    self._change.notify_all()
+        except BaseException as error:
+            self._error = error
+        finally:
+            with self._change:
+                self._done = True
+                self._change.notify_all()
+
+    def __iter__(self) -> Iterator[Item]:
+        return self
+
+    def __next__(self) -> Item:
+        start = time.perf_counter()
+        with self._change:
+            self._change.wait_for(lambda: self._ready or self._done)
+            self.waited += time.perf_counter() - start
+            if self._ready:
+                item = self._ready.popleft()
+                self._change.notify_all()
+                return item
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        raise StopIteration
+
+    def close(self) -> None:
+        """End the thread; waits for the item it is working on."""
+        with self._change:
+            self._closed = True
+            self._ready.clear()
+            self._change.notify_all()
+        self._thread.join()
+
+    def __enter__(self) -> "Prefetch[Item]":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def prefetch(items: Iterable[Item], depth: int = 2) -> Prefetch[Item]:
+    """Start a ``Prefetch`` over ``items``."""
+    return Prefetch(items, depth)

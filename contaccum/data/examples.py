@@ -1,0 +1,143 @@
+"""Files of training examples as tables: each passage once, each query with the numbers of its passages.
+
+The first reading checks the file and writes the tables into the cache; later readings map them.
+"""
+
+import warnings
+from array import array
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from datasets import Dataset
+from tqdm import tqdm
+
+from contaccum.data.arrow import (
+    PASSAGE_COLUMNS,
+    QUERY_COLUMNS,
+    Ragged,
+    TableWriter,
+    cached_folder,
+    file_key,
+    open_table,
+)
+from contaccum.data.formats import numbered_examples
+from contaccum.data.lines import Place
+from contaccum.data.records import Example, Passage
+from contaccum.errors import InputError
+from contaccum.files import read_json, write_json
+
+_LISTS = ("positives", "negatives", "further")
+
+
+@dataclass(frozen=True)
+class ExampleTable:
+    """The examples of one file; the numbers in the lists are rows of ``passages``."""
+
+    queries: Dataset  # columns id, text
+    passages: Dataset  # columns id, title, text; every passage that any example names, once
+    positives: Ragged  # one list a query, any of which may be empty; a query's lists share no passage
+    negatives: Ragged
+    further: Ragged
+    fingerprint: str
+
+
+def load_examples(path: str | Path, strict: bool = False, repair: bool = False) -> ExampleTable:
+    """Open a DPR JSON, a JSONL of query, pos and neg, or a Tevatron JSONL.
+
+    A positive of a query is never its negative, and none of its hard negatives is among the further ones.
+
+    Raises InputError, naming line and record, for an empty text and for a query id that stands twice. Warns, with
+    their number, of queries without a positive and of passages whose id stood already with another text (the first
+    text is kept); both are refused when ``strict``. ``repair``, which is for BEIR folders, has no effect but a warning.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise InputError(f"{path}: no such file or folder")
+    if repair:
+        warnings.warn(f"{path}: repair has no effect on a file of examples", stacklevel=4)
+    folder = cached_folder("examples", file_key(path), lambda folder: _Builder(path, folder).build())
+    about = read_json(folder / "about.json")
+    for problem in about["problems"]:
+        if strict:
+            raise InputError(problem["first"])
+        warnings.warn(f"{path}: {problem['count']} {problem['text']}", stacklevel=4)
+    if not about["answerable"]:
+        raise InputError(f"{path}: no query has a positive, expected at least one")
+    lists = {name: Ragged(*(_load(folder, f"{name}_{part}") for part in ("offsets", "values"))) for name in _LISTS}
+    tables = open_table(folder / "queries.arrow"), open_table(folder / "passages.arrow")
+    return ExampleTable(*tables, **lists, fingerprint=about["fingerprint"])
+
+
+def _load(folder: Path, name: str) -> np.ndarray:
+    return np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+
+
+class _Problem:
+    """Counts what is no reason to stop, and keeps the sentence of the first case."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.count, self.first = text, 0, ""
+
+    def add(self, place: Place, sentence: str) -> None:
+        self.count += 1
+        self.first = self.first or str(place.error(sentence))
+
+
+class _Builder:
+    def __init__(self, path: Path, folder: Path) -> None:
+        self.path, self.folder = path, folder
+        self.queries = TableWriter(folder / "queries.arrow", QUERY_COLUMNS)
+        self.passages = TableWriter(folder / "passages.arrow", PASSAGE_COLUMNS)
+        self.rows: dict[str, int] = {}  # passage id -> row
+        self.contents = array("q")  # hash of each row's title and text
+        self.places: dict[str, Place] = {}  # query id -> where it stands
+        self.unanswerable = _Problem("queries without a positive are left out")
+        self.conflicts = _Problem("passages have an id that stood already with another text; the first text is kept")
+        self.ends: dict[str, array] = {name: array("q", [0]) for name in _LISTS}
+        self.values: dict[str, array] = {name: array("q") for name in _LISTS}
+
+    def build(self) -> None:
+        examples = numbered_examples(self.path)
+        for place, example in tqdm(examples, desc=f"reading {self.path.name}", unit=" examples", disable=None):
+            self._add(place, example)
+        for name in _LISTS:
+            np.save(self.folder / f"{name}_offsets.npy", np.array(self.ends[name], dtype=np.int64))
+            np.save(self.folder / f"{name}_values.npy", np.array(self.values[name], dtype=np.int64))
+        problems = [problem for problem in (self.unanswerable, self.conflicts) if problem.count]
+        about = {
+            "fingerprint": self.queries.close() + self.passages.close(),
+            "answerable": len(self.places) - self.unanswerable.count,
+            "problems": [vars(problem) for problem in problems],
+        }
+        write_json(self.folder / "about.json", about)
+
+    def _add(self, place: Place, example: Example) -> None:
+        query = example.query
+        if not query.text.strip():
+            raise place.error(f"the text of query {query.id!r} is empty, expected a query")
+        if (first := self.places.setdefault(query.id, place)) is not place:
+            where = str(first).removeprefix(f"{self.path}, ")
+            raise place.error(f"query id {query.id!r} stood already in {where}, expected every id once")
+        if not example.positives:
+            self.unanswerable.add(place, f"query {query.id!r} has no positive, expected at least one")
+        self.queries.add(query)
+        rows: dict[int, None] = {}  # in order, each once
+        for name in _LISTS:
+            known = len(rows)
+            rows.update(dict.fromkeys(self._row_of(passage, place) for passage in getattr(example, name)))
+            self.values[name].extend(islice(rows, known, None))
+            self.ends[name].append(len(self.values[name]))
+
+    def _row_of(self, passage: Passage, place: Place) -> int:
+        content = hash((passage.title, passage.text))
+        row = self.rows.get(passage.id)
+        if row is None:
+            if not passage.text or passage.text.isspace():
+                raise place.error(f"the text of passage {passage.id!r} is empty, expected some text")
+            row = self.rows[passage.id] = self.passages.add(passage)
+            self.contents.append(content)
+        elif self.contents[row] != content:
+            self.conflicts.add(place, f"passage id {passage.id!r} stood already with another text, expected one text")
+        return row

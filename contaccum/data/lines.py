@@ -1,0 +1,91 @@
+"""Text files read line by line, plain or gzipped; every error names its file and line.
+
+Files are UTF-8. Lines end at ``\\n`` alone, so that U+2028 and its like stay inside a text; ``\\r\\n`` is accepted,
+a byte order mark is dropped, blank lines are skipped.
+"""
+
+import gzip
+import io
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from contaccum.errors import InputError
+
+CHUNK = 1 << 20  # bytes read at a time
+_BOM = b"\xef\xbb\xbf"
+_GZIP = b"\x1f\x8b"
+
+
+class Place(NamedTuple):
+    """Where something stands in a file; ``line`` and ``record`` count from 1, ``record`` is 0 in line formats."""
+
+    path: Path
+    line: int
+    record: int = 0
+    inside: str = ""
+
+    def __str__(self) -> str:
+        record = f" (record {self.record})" if self.record else ""
+        return f"{self.path}, line {self.line}{record}" + (f", {self.inside}" if self.inside else "")
+
+    def error(self, found_and_expected: str) -> InputError:
+        """An InputError that starts with this place."""
+        return InputError(f"{self}: {found_and_expected}")
+
+
+@contextmanager
+def open_bytes(path: Path) -> Iterator[io.BufferedReader]:
+    """Open a plain or gzipped file (told by its first bytes), behind its byte order mark."""
+    try:
+        with open(path, "rb") as raw:
+            zipped = raw.read(2) == _GZIP
+            raw.seek(0)
+            with _unzipped(raw) if zipped else raw as file:
+                if file.peek(3)[:3] == _BOM:
+                    file.read(3)
+                yield file
+    except FileNotFoundError as error:
+        raise InputError(f"{path}: no such file") from error
+    except IsADirectoryError as error:
+        raise InputError(f"{path}: is a folder, expected a file") from error
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise InputError(f"{path}: the gzip stream is damaged or cut short ({error})") from error
+    except OSError as error:
+        raise InputError(f"{path}: could not be read ({error.strerror or error})") from error
+
+
+def _unzipped(raw: io.BufferedReader) -> io.BufferedReader:
+    # GzipFile has all that a BufferedReader reads from, though its type does not say so
+    return io.BufferedReader(cast(Any, gzip.GzipFile(fileobj=raw)), CHUNK)
+
+
+def first_character(path: Path) -> str:
+    """The first character of a file that is no white space, "" in an empty file; tells the formats apart."""
+    with open_bytes(path) as file:
+        while chunk := file.read(CHUNK):
+            if text := chunk.decode("utf-8", errors="replace").lstrip():
+                return text[0]
+    return ""
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Every line that is not blank, without its line end, and its number from 1."""
+    with open_bytes(path) as file:
+        for number, raw in enumerate(file, 1):
+            try:
+                line = raw.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise Place(path, number).error(not_utf8(error)) from error
+            if "\0" in line:
+                raise Place(path, number).error("found a NUL byte, expected text")
+            line = line.removesuffix("\n").removesuffix("\r")
+            if line and not line.isspace():
+                yield number, line
+
+
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """What was found and expected, for an error's sentence."""
+    return f"byte 0x{error.object[error.start]:02x} is not UTF-8, expected UTF-8 text"

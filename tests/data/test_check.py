@@ -1,0 +1,89 @@
+"""The statistics of hand-made data sets, counted by hand."""
+
+import json
+
+import pytest
+from tiny_data import beir, context, dpr, lines, write
+
+from contaccum.data.check import check, render
+from contaccum.errors import InputError
+
+
+def test_a_beir_folder_is_counted(tmp_path):
+    beir(tmp_path, "q0\tp0\t1\nq0\tp0\t1\nq0\tp1\t2\nq1\tp1\t0\n")
+    with pytest.warns(UserWarning, match="1 queries"):
+        found = check(tmp_path)
+    assert (found["passages"], found["queries"], found["queries without a judgement"]) == (6, 3, 1)
+    assert found["words per passage"] == {"min": 2, "median": 2.0, "mean": 2.0, "max": 2}
+    split = found["splits"]["train"]
+    assert (split["queries"], split["judgements"], split["repeated judgements"]) == (2, 3, 1)
+    assert split["judgements by grade"] == {"0": 1, "1": 1, "2": 1}
+    assert split["queries without a positive"] == 1
+    assert split["positives per query"] == {"min": 2, "median": 2.0, "mean": 2.0, "max": 2}
+    assert "6" in render(found)
+
+
+def test_one_split_is_checked_alone(tmp_path):
+    beir(tmp_path, split="test")
+    beir(tmp_path, "q0\tpX\t1\n")
+    assert list(check(tmp_path, "test")["splits"]) == ["test"]
+    with pytest.raises(InputError, match="'pX'"):
+        check(tmp_path)
+
+
+def test_queries_in_two_splits_are_counted(tmp_path):
+    beir(tmp_path, "q0\tp0\t1\nq1\tp0\t1\n", "train")
+    beir(tmp_path, "q1\tp1\t1\n", "test")
+    assert check(tmp_path)["queries in several splits"] == 1
+
+
+def test_strict_refuses_what_is_otherwise_counted(tmp_path):
+    beir(tmp_path, "q0\tp0\t1\nq1\tp1\t0\n")
+    with pytest.raises(InputError, match="'q1'"):
+        check(tmp_path, strict=True)
+
+
+def test_a_folder_without_splits_is_refused(tmp_path):
+    (beir(tmp_path) / "qrels" / "train.tsv").unlink()
+    with pytest.raises(InputError, match="at least one split"):
+        check(tmp_path)
+
+
+def test_examples_are_counted(tmp_path):
+    records = [
+        dpr("one two?", [context(1), context(2)], [context(3)], [context(4)]),
+        dpr("three?", [{"title": "", "text": "text 1", "passage_id": 5}, {"text": "text 1", "passage_id": 6}]),
+    ]
+    found = check(write(tmp_path / "t.json", json.dumps(records)))
+    assert (found["kind"], found["examples"], found["passages"]) == ("dpr", 2, 6)
+    assert found["passages without a title"] == 2
+    assert found["passages that repeat another's text"] == 1
+    assert found["words per query"] == {"min": 1, "median": 1.5, "mean": 1.5, "max": 2}
+    assert found["positives per query"]["mean"] == 2.0
+    assert found["hard negatives per query"] == {"min": 0, "median": 0.5, "mean": 0.5, "max": 1}
+    assert found["other negatives per query"]["max"] == 1
+
+
+def test_a_corpus_queries_and_questions_are_counted(tmp_path):
+    assert check(write(tmp_path / "c.tsv", "1\ta b c\tT\n2\td\tT\n"))["words per passage"]["mean"] == 2.0
+    assert check(write(tmp_path / "q.jsonl", lines({"_id": 1, "text": "a b"})))["words per query"]["max"] == 2
+    found = check(write(tmp_path / "qa.csv", "who is it?\t['a', 'b']\n"))
+    assert (found["questions"], found["answers per question"]["max"]) == (1, 2)
+
+
+def test_repair_lets_a_flawed_set_be_counted(tmp_path):
+    beir(tmp_path)
+    write(tmp_path / "corpus.jsonl", (tmp_path / "corpus.jsonl").read_text() + lines({"_id": "p0", "text": "new"}))
+    with pytest.raises(InputError, match="'p0'"):
+        check(tmp_path)
+    with pytest.warns(UserWarning, match="1 passages"):
+        assert check(tmp_path, repair=True)["passages"] == 6
+
+
+def test_render_has_a_line_for_every_figure(tmp_path):
+    found = check(beir(tmp_path))
+    shown = render(found)
+    assert shown.startswith(f"{tmp_path}: beir\n")
+    for name in [*found, *found["splits"]["train"]]:
+        if name not in ("path", "kind", "splits"):
+            assert name in shown

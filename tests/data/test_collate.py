@@ -1,0 +1,144 @@
+"""Micro-batches against the sampler's rows and a plain padding, and the background thread's manners."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from tiny_data import beir
+
+from contaccum.batch import NO_PASSAGE
+from contaccum.data.collate import BatchSource, pad, prefetch
+from contaccum.data.dataset import StepSampler, load_train_set
+
+
+class Rows:
+    """Stands where a TokenTable stands: text n is the token n + 1, n % 3 + 1 times."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def rows(self, indices):
+        return [np.full(n % 3 + 1, n + 1, dtype=np.int32) for n in indices]
+
+
+@pytest.fixture
+def parts(tmp_path):
+    qrels = "".join(f"q{n}\tp{n}\t1\nq{n}\tp{n + 1}\t1\nq{n}\tp{n + 2}\t0\n" for n in range(0, 20, 2))
+    train_set = load_train_set(beir(tmp_path, qrels, passages=22, queries=20), hard_negatives=1)
+    sampler = StepSampler(train_set, seed=1, global_batch_size=8, hard_negatives=1)
+    return train_set, sampler, Rows(len(train_set.queries)), Rows(len(train_set.passages))
+
+
+def test_padding_on_both_sides():
+    rows = [np.array([5, 6, 7], dtype=np.int32), np.array([8], dtype=np.int32)]
+    right, left = pad(rows, 9), pad(rows, 9, "left")
+    assert right.input_ids.tolist() == [[5, 6, 7], [8, 9, 9]]
+    assert right.attention_mask.tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert left.input_ids.tolist() == [[5, 6, 7], [9, 9, 8]]
+    assert left.attention_mask.tolist() == [[1, 1, 1], [0, 0, 1]]
+    assert right.input_ids.dtype == right.attention_mask.dtype == torch.int64
+
+
+def test_one_process_gets_the_rows_of_the_step_in_order(parts):
+    train_set, sampler, *tables = parts
+    rows = sampler(3)
+    batches = BatchSource(train_set, sampler, *tables, micro_batch_size=2, pad_ids=(0, 0)).step(3)
+    assert len(batches) == 4
+    names = [name for batch in batches for name in batch.query_ids]
+    assert names == [train_set.queries["id"][n] for n in rows.queries]
+    assert torch.cat([batch.ids.columns for batch in batches]).tolist() == rows.passages.tolist()
+    for k, batch in enumerate(batches):
+        assert batch.queries.input_ids[:, 0].tolist() == (rows.queries[2 * k : 2 * k + 2] + 1).tolist()
+        assert batch.passages.input_ids[:, 0].tolist() == (rows.passages[2 * k : 2 * k + 2].reshape(-1) + 1).tolist()
+        positives = rows.positives[2 * k : 2 * k + 2]
+        assert batch.ids.positives.tolist() == positives.tolist()
+        assert NO_PASSAGE not in positives[:, :2]
+
+
+def test_processes_share_out_each_micro_batch_and_know_all_its_ids(parts):
+    train_set, sampler, *tables = parts
+    rows = sampler(0)
+    for rank in range(2):
+        source = BatchSource(train_set, sampler, *tables, micro_batch_size=2, pad_ids=(0, 0), rank=rank, world=2)
+        batches = source.step(0)
+        assert len(batches) == 2
+        for k, batch in enumerate(batches):
+            own = slice(4 * k + 2 * rank, 4 * k + 2 * rank + 2)
+            assert batch.queries.input_ids[:, 0].tolist() == (rows.queries[own] + 1).tolist()
+            assert batch.ids.columns.tolist() == rows.passages[4 * k : 4 * k + 4].tolist()
+
+
+def test_each_side_has_its_own_padding_token(parts):
+    train_set, sampler, *tables = parts
+    (batch,) = BatchSource(train_set, sampler, *tables, micro_batch_size=8, pad_ids=(77, 88), side="left").step(0)
+    for tokens, padding in ((batch.queries, 77), (batch.passages, 88)):
+        assert set(tokens.input_ids[tokens.attention_mask == 0].tolist()) == {padding}
+        assert tokens.attention_mask[:, -1].all()
+
+
+def test_prefetch_gives_all_items_in_order():
+    with prefetch(range(50), depth=3) as items:
+        assert list(items) == list(range(50))
+        assert list(items) == []
+
+
+def test_prefetch_runs_ahead_by_its_depth_and_no_further():
+    made = []
+    third = threading.Event()
+
+    def produce():
+        for number in range(10):
+            made.append(number)
+            if number == 3:
+                third.set()
+            yield number
+
+    with prefetch(produce(), depth=2) as items:
+        assert next(items) == 0
+        # one taken, two waiting, one in the thread's hand
+        assert third.wait(timeout=10)
+        assert made == [0, 1, 2, 3]
+
+
+def test_prefetch_raises_the_error_behind_the_items_before_it():
+    def produce():
+        yield 1
+        raise KeyError("broken")
+
+    with prefetch(produce()) as items:
+        assert next(items) == 1
+        with pytest.raises(KeyError, match="broken"):
+            next(items)
+        with pytest.raises(StopIteration):
+            next(items)
+
+
+def test_prefetch_can_be_closed_early():
+    before = threading.active_count()
+
+    def endless():
+        while True:
+            yield 0
+
+    items = prefetch(endless(), depth=2)
+    next(items)
+    items.close()
+    assert threading.active_count() == before
+
+
+def test_prefetch_counts_the_time_that_the_consumer_waits():
+    asked = threading.Event()
+
+    def produce():
+        asked.wait(timeout=10)
+        yield 1
+
+    with prefetch(produce()) as items:
+        assert items.waited == 0
+        asked.set()
+        next(items)
+        assert items.waited > 0

@@ -1,0 +1,304 @@
+"""Tables against the plain lists they were written from, and every refusal of a whole data set."""
+
+import json
+import subprocess
+import sys
+import warnings
+from array import array
+
+import numpy as np
+import pytest
+from tiny_data import beir, context, dpr, lines, write, write_gzip
+
+from contaccum.data import tables
+from contaccum.data.arrow import Ragged, cached_folder
+from contaccum.data.examples import load_examples
+from contaccum.data.tables import (
+    find_rows,
+    load_corpus,
+    load_qrels,
+    load_queries,
+    load_retrieval_set,
+    repeated_ids,
+)
+from contaccum.errors import InputError
+from contaccum.files import cache_folder
+
+
+def refusal(call, *arguments, **options) -> str:
+    with pytest.raises(InputError) as caught:
+        call(*arguments, **options)
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    leftovers = [path.name for path in cache_folder().rglob("*") if path.name.endswith((".part", ".old"))]
+    assert not leftovers
+    return sentence
+
+
+def passage(key: str, text: str = "x", title: str = "") -> dict:
+    return {"_id": key, "title": title, "text": text}
+
+
+def test_a_corpus_opens_from_a_folder_a_file_and_a_tsv(tmp_path):
+    expected = [("p0", "title 0", "text 0"), ("p1", "title 1", "text 1")]
+    folder = beir(tmp_path / "b", "q0\tp0\t1\n", passages=2)
+    rows = "".join(f"{key}\t{text}\t{title}\n" for key, title, text in expected)
+    for path in (folder, folder / "corpus.jsonl", write_gzip(tmp_path / "c.tsv.gz", "id\ttext\ttitle\n" + rows)):
+        corpus = load_corpus(path)
+        assert list(zip(corpus["id"], corpus["title"], corpus["text"], strict=True)) == expected
+
+
+def test_a_second_opening_reads_the_cache_and_a_changed_file_is_read_again(tmp_path, monkeypatch):
+    path = write(tmp_path / "c.jsonl", lines(passage("a")))
+    load_corpus(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(tables, "numbered_corpus", lambda path: pytest.fail("read again"))
+        assert load_corpus(path)["id"][:] == ["a"]
+    write(path, lines(passage("a"), passage("b")))
+    assert load_corpus(path)["id"][:] == ["a", "b"]
+
+
+def test_a_corpus_is_mapped_not_loaded(tmp_path):
+    corpus = load_corpus(write(tmp_path / "c.jsonl", lines(*(passage(str(n), "word " * 50) for n in range(20_000)))))
+    assert len(corpus.cache_files) == 1
+    assert corpus[19_999]["id"] == "19999"
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([passage("a"), passage("b"), passage("a", "y")], ["line 3", "'a'", "line 1"]),
+        ([passage("a"), passage("b", " \t")], ["line 2", "'b'", "empty"]),
+        ([], ["is empty", "at least one passage"]),
+    ],
+)
+def test_a_corpus_with_a_flaw_is_refused(tmp_path, rows, words):
+    path = write(tmp_path / "c.jsonl", lines(*rows))
+    sentence = refusal(load_corpus, path)
+    assert all(word in sentence for word in [str(path), *words]), sentence
+    assert not list((cache_folder() / "corpus").iterdir())
+
+
+def test_an_empty_title_is_fine(tmp_path):
+    assert load_corpus(write(tmp_path / "c.jsonl", lines(passage("a"))))["title"][:] == [""]
+
+
+def test_repair_keeps_the_last_of_an_id_and_empty_texts_and_counts_them(tmp_path):
+    path = write(tmp_path / "c.jsonl", lines(passage("a"), passage("b", ""), passage("a", "y"), passage("a", "z")))
+    with pytest.warns(UserWarning, match=": (2 passages are left out|1 passages have no text)") as caught:
+        corpus = load_corpus(path, repair=True)
+    assert len(caught) == 2
+    assert list(zip(corpus["id"], corpus["text"], strict=True)) == [("b", ""), ("a", "z")]
+
+
+def test_repair_of_a_sound_corpus_changes_and_says_nothing(tmp_path):
+    path = write(tmp_path / "c.jsonl", lines(passage("a"), passage("b")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load_corpus(path, repair=True)["id"][:] == load_corpus(path)["id"][:]
+
+
+def test_equal_hashes_of_different_ids_are_no_repetition():
+    ids = [(1, "a"), (2, "b"), (3, "c"), (5, "b")]
+    assert repeated_ids(array("q", [7, 7, 7, 7]), iter(ids)) == {"b": [2, 5]}
+    assert repeated_ids(array("q", [7, 7, 7]), iter(ids[:3])) == {}
+    assert repeated_ids(array("q", [1, 2, 3, 2]), iter(ids)) == {"b": [2, 5]}
+
+
+def test_rows_are_found_over_several_batches(tmp_path):
+    corpus = load_corpus(write(tmp_path / "c.jsonl", lines(*(passage(f"k{n}") for n in range(11_000)))))
+    assert find_rows(corpus, ["k10999", "k0", "missing", "k5000"]) == {"k0": 0, "k5000": 5000, "k10999": 10999}
+
+
+def test_queries_of_interest_alone_are_kept(tmp_path):
+    folder = beir(tmp_path)
+    assert load_queries(folder) == {"q0": "query 0", "q1": "query 1", "q2": "query 2"}
+    assert load_queries(folder / "queries.jsonl", {"q2", "q9"}) == {"q2": "query 2"}
+
+
+def test_a_repeated_query_is_refused_or_repaired(tmp_path):
+    rows = [{"_id": "a", "text": "x"}, {"_id": "b", "text": "y"}, {"_id": "a", "text": "z"}]
+    path = write(tmp_path / "q.jsonl", lines(*rows))
+    sentence = refusal(load_queries, path)
+    assert "line 3" in sentence
+    assert "line 1" in sentence
+    with pytest.warns(UserWarning, match="1 queries"):
+        assert load_queries(path, repair=True) == {"a": "z", "b": "y"}
+
+
+@pytest.mark.parametrize(
+    ("qrels", "words"),
+    [
+        ("q0\tp0\t1\nqX\tp0\t1\n", ["line 3", "query id 'qX'", "queries.jsonl"]),
+        ("q0\tp0\t1\nq1\tpX\t1\n", ["line 3", "passage id 'pX'", "corpus.jsonl"]),
+        ("q0\tp0\t1\nq0\tp0\t2\n", ["line 3", "grade 2", "1 above"]),
+        ("", ["is empty", "at least one judgement"]),
+    ],
+)
+def test_judgements_with_a_flaw_are_refused(tmp_path, qrels, words):
+    sentence = refusal(load_qrels, beir(tmp_path, qrels), "train")
+    assert all(word in sentence for word in ["train.tsv", *words]), sentence
+
+
+def test_a_missing_split_is_refused_with_those_there_are(tmp_path):
+    beir(tmp_path)
+    sentence = refusal(load_retrieval_set, tmp_path, "test")
+    assert "'test'" in sentence
+    assert "train" in sentence
+
+
+def test_empty_queries_are_refused(tmp_path):
+    write(beir(tmp_path) / "queries.jsonl", "\n")
+    assert "at least one query" in refusal(load_qrels, tmp_path, "train")
+
+
+def test_a_retrieval_set_holds_the_judged_queries(tmp_path):
+    found = load_retrieval_set(beir(tmp_path, "q2\tp0\t2\nq0\tp1\t1\nq2\tp3\t0\n", "test"))
+    assert found.queries == {"q2": "query 2", "q0": "query 0"}
+    assert found.qrels == {"q2": {"p0": 2, "p3": 0}, "q0": {"p1": 1}}
+    assert len(found.corpus) == 6
+
+
+def test_a_query_without_a_positive_is_counted_or_refused(tmp_path):
+    folder = beir(tmp_path, "q0\tp0\t1\nq1\tp1\t0\nq2\tp1\t-1\n", "test")
+    with pytest.warns(UserWarning, match=r"test\.tsv: 2 queries"):
+        assert load_retrieval_set(folder).qrels == {"q0": {"p0": 1}}
+    assert "'q1'" in refusal(load_retrieval_set, folder, strict=True)
+    assert "no query has a positive" in refusal(load_retrieval_set, beir(tmp_path / "none", "q0\tp0\t0\n", "test"))
+
+
+def test_examples_become_tables_with_each_passage_once(tmp_path):
+    records = [
+        dpr("one?", [context(1), context(2)], [context(3)], [context(4)]),
+        dpr("two?", [context(3)], [context(1), context(1)]),
+    ]
+    table = load_examples(write(tmp_path / "t.json", json.dumps(records)))
+    assert table.passages["id"][:] == ["1", "2", "3", "4"]
+    assert [table.positives.row(n).tolist() for n in range(2)] == [[0, 1], [2]]
+    assert [table.negatives.row(n).tolist() for n in range(2)] == [[2], [0]]
+    assert [table.further.row(n).tolist() for n in range(2)] == [[3], []]
+
+
+def test_the_lists_of_a_query_share_no_passage(tmp_path):
+    record = dpr("one?", [context(1)], [context(2), context(1)], [context(3), context(1), context(2)])
+    table = load_examples(write(tmp_path / "t.json", json.dumps([record])))
+    lists = [table.positives, table.negatives, table.further]
+    assert [ragged.row(0).tolist() for ragged in lists] == [[0], [1], [2]]
+
+
+def test_repair_of_examples_says_that_it_has_no_effect(tmp_path):
+    path = write(tmp_path / "t.jsonl", lines(dpr("one?", [context(1)])))
+    with pytest.warns(UserWarning, match="no effect"):
+        load_retrieval_set(path, repair=True)
+
+
+def test_examples_as_a_retrieval_set(tmp_path):
+    records = [dpr("one?", [context(1)], [context(3)], [context(4)]), dpr("two?", [context(3)])]
+    found = load_retrieval_set(write(tmp_path / "t.json", json.dumps(records)))
+    assert found.corpus["id"][:] == ["1", "3", "4"]
+    assert found.queries == {"1": "one?", "2": "two?"}
+    assert found.qrels == {"1": {"1": 1}, "2": {"3": 1}}
+
+
+@pytest.mark.parametrize(
+    ("records", "words"),
+    [
+        ([dpr("one?", [context(1)]), dpr(" ", [context(1)])], ["line 2", "query '2'", "empty"]),
+        ([dpr("one?", [context(1)]), dpr("x", [context(2, " ")])], ["line 2", "passage '2'", "empty"]),
+        ([dpr("one?", [context(1)], query_id="a"), dpr("x", [context(1)], query_id="a")], ["line 2", "'a'", "line 1"]),
+        ([dpr("one?", [])], ["no query has a positive"]),
+    ],
+)
+def test_examples_with_a_flaw_are_refused(tmp_path, records, words):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sentence = refusal(load_examples, write(tmp_path / "t.jsonl", lines(*records)))
+    assert all(word in sentence for word in words), sentence
+
+
+def test_query_ids_repeated_on_one_line_of_a_list_are_refused(tmp_path):
+    records = [dpr("one?", [context(1)], query_id="a"), dpr("two?", [context(1)], query_id="a")]
+    assert "record 2" in refusal(load_examples, write(tmp_path / "t.json", json.dumps(records)))
+
+
+def test_a_record_without_a_positive_is_counted_or_refused_each_time(tmp_path):
+    path = write(tmp_path / "t.jsonl", lines(dpr("one?", [context(1)]), dpr("two?", []), dpr("three?", [])))
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=r"t\.jsonl: 2 queries without a positive"):
+            assert load_retrieval_set(path).queries == {"1": "one?"}
+    sentence = refusal(load_examples, path, strict=True)
+    assert "line 2" in sentence
+    assert "'2'" in sentence
+
+
+def test_two_texts_under_one_id_are_counted_or_refused(tmp_path):
+    path = write(tmp_path / "t.jsonl", lines(dpr("one?", [context(1)]), dpr("two?", [context(1, "other")])))
+    with pytest.warns(UserWarning, match="1 passages"):
+        assert load_examples(path).passages["text"][:] == ["text 1"]
+    assert "line 2" in refusal(load_examples, path, strict=True)
+
+
+def test_ragged_lists():
+    ragged = Ragged.of([[5, 3], [], [9]])
+    assert [ragged.row(n).tolist() for n in range(len(ragged))] == [[5, 3], [], [9]]
+    assert ragged.lengths.tolist() == [2, 0, 1]
+    assert ragged.renumbered(np.array([3, 5, 9])).values.tolist() == [1, 0, 2]
+
+
+def test_a_folder_that_another_process_finished_first_is_used():
+    folders = []
+
+    def build(part):
+        # the other process renames its folder into place; our own rename, which comes second, then fails
+        target = part.parent / part.name.split(".")[1]
+        target.mkdir()
+        (target / "theirs").touch()
+        folders.append(target)
+        raise InputError("could not be written")
+
+    assert cached_folder("kind", "key", build) == folders[0]
+    assert (folders[0] / "theirs").exists()
+
+
+def test_a_build_that_fails_leaves_no_folder():
+    def build(part):
+        raise InputError("bad data")
+
+    with pytest.raises(InputError, match="bad data"):
+        cached_folder("kind", "key", build)
+    assert not list((cache_folder() / "kind").iterdir())
+
+
+@pytest.mark.acceptance
+def test_the_published_sets_have_the_published_sizes(shared_data):
+    scifact = load_retrieval_set(shared_data / "scifact", "test")
+    assert len(scifact.corpus) == 5183
+    assert len(scifact.queries) == 300
+    assert sum(map(len, scifact.qrels.values())) == 339
+    with pytest.warns(UserWarning, match="34 passages"):
+        medquad = load_retrieval_set(shared_data / "medquad", "test", repair=True)
+    assert (len(medquad.corpus), len(medquad.queries)) == (10_791, 678)
+    assert "CancerGov-0000013_2-1" in refusal(load_corpus, shared_data / "medquad")
+    assert len(load_corpus(shared_data / "xquad-dpr" / "psgs_w100.tsv")) == 240
+    assert len(load_examples(shared_data / "xquad-dpr" / "xquad-train.json").queries) == 890
+
+
+OPEN_AND_REPORT = """
+import resource, sys
+from contaccum.data.tables import load_corpus
+corpus = load_corpus(sys.argv[1])
+assert corpus[999_999]["id"] == "k999999"
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+"""
+
+
+@pytest.mark.acceptance
+def test_a_million_passages_are_built_and_opened_in_under_500_mb(tmp_path):
+    with open(tmp_path / "corpus.jsonl", "w") as file:
+        for number in range(1_000_000):
+            file.write(json.dumps(passage(f"k{number}", f"{number} word" * 50)) + "\n")
+    for _ in range(2):
+        found = subprocess.run(
+            [sys.executable, "-c", OPEN_AND_REPORT, str(tmp_path)], capture_output=True, text=True, check=True
+        )
+        assert int(found.stdout) < 500

@@ -1,0 +1,86 @@
+"""Token tables against the tokenizer called on one text at a time."""
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from contaccum.data import tokens
+from contaccum.data.records import Passage
+from contaccum.data.tokens import build_token_table
+from contaccum.errors import InputError
+from contaccum.files import cache_folder
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "alpha", "beta", "gamma", "query", ":"]
+
+
+def tokenizer(words: list[str] = WORDS) -> PreTrainedTokenizerFast:
+    base = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    base.pre_tokenizer = pre_tokenizers.Whitespace()
+    base.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=base, pad_token="[PAD]", unk_token="[UNK]")
+
+
+def texts(count: int = 5000) -> Dataset:
+    some = [" ".join(WORDS[4 + (n * k) % 3] for k in range(n % 7)) for n in range(count)]
+    titles = ["beta" if n % 2 else "" for n in range(count)]
+    return Dataset.from_dict({"id": list(map(str, range(count))), "title": titles, "text": some})
+
+
+def test_rows_are_the_tokens_of_each_text():
+    table, make = texts(), tokenizer()
+    built = build_token_table(table, ("title", "text"), make, max_length=6, prefix="query: ", fingerprint="f")
+    assert len(built) == len(table)
+    for number in [4999, 0, 2000, 1999, 17]:
+        content = "query: " + Passage(**table[number]).content
+        expected = make(content, truncation=True, max_length=6)["input_ids"]
+        (found,) = built.rows([number])
+        assert found.dtype == np.int32
+        assert found.tolist() == expected
+        assert len(expected) <= 6
+
+
+def test_a_prefix_alone_and_an_empty_text_have_tokens():
+    table = Dataset.from_dict({"text": ["", "alpha"]})
+    built = build_token_table(table, ["text"], tokenizer(), max_length=8, fingerprint="f")
+    assert [row.tolist() for row in built.rows([0, 1])] == [[2, 3], [2, 4, 3]]
+
+
+def test_the_cache_is_used_and_each_part_of_its_key_counts(monkeypatch):
+    table, make = texts(20), tokenizer()
+    base = {"max_length": 6, "prefix": "", "fingerprint": "f"}
+    build_token_table(table, ["text"], make, **base)
+    make(["alpha beta"], padding=True, truncation=True, max_length=3)  # leaves its padding behind in the tokenizer
+    with monkeypatch.context() as patch:
+        patch.setattr(tokens, "_write_tokens", lambda *_: pytest.fail("tokenised again"))
+        build_token_table(table, ["text"], make, **base)
+    others = [
+        (["title"], make, base),
+        (["text"], tokenizer([*WORDS, "more"]), base),
+        (["text"], make, {**base, "max_length": 5}),
+        (["text"], make, {**base, "prefix": "query: "}),
+        (["text"], make, {**base, "fingerprint": "g"}),
+    ]
+    for number, (columns, other, options) in enumerate(others, 2):
+        build_token_table(table, columns, other, **options)
+        assert len(list((cache_folder() / "tokens").iterdir())) == number
+
+
+def test_the_files_are_plain_npy():
+    build_token_table(texts(10), ["text"], tokenizer(), max_length=6, fingerprint="f")
+    (folder,) = (cache_folder() / "tokens").iterdir()
+    flat = np.load(folder / "tokens.npy", allow_pickle=False)
+    assert flat.dtype == np.int32
+    assert len(flat) == np.load(folder / "offsets.npy", allow_pickle=False)[-1]
+
+
+def test_a_slow_tokenizer_is_refused():
+    class Slow:
+        is_fast = False
+        name_or_path = "some/model"
+
+    with pytest.raises(InputError, match="some/model"):
+        build_token_table(texts(1), ["text"], Slow(), max_length=6, fingerprint="f")  # type: ignore[arg-type]
