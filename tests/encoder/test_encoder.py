@@ -1,0 +1,167 @@
+"""Towers: pooling by hand, folders that transformers and sentence-transformers read, and every refusal."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import micro_batches, tiny_encoder
+from sentence_transformers import SentenceTransformer
+from transformers import AutoModel, AutoTokenizer
+
+from contaccum.encoder import DualEncoder, EncoderSettings, pool
+from contaccum.errors import InputError
+from contaccum.tiny_bert import tiny_tower
+
+TEXTS = ["the red fox", "a blue whale swims in the deep sea and sings", "owl", "", "fox whale owl sea deep the a red"]
+
+
+def words_encoder(pooling="mean", similarity="cosine", tie=False, **settings) -> DualEncoder:
+    texts = TEXTS * 3
+    size = {"layers": 1, "width": 32, "vocabulary": 150, "max_length": 24}
+    query = tiny_tower(texts, pooling, seed=0, **size)
+    passage = query if tie else tiny_tower(texts, pooling, seed=1, **size)
+    chosen = {"max_query_length": 8, "max_passage_length": 12, **settings}
+    made = EncoderSettings(pooling=pooling, similarity=similarity, tie_towers=tie, **chosen)
+    return DualEncoder(query, passage, made).eval()
+
+
+def test_pooling_by_hand_with_padding_on_either_side():
+    states = torch.arange(12.0).view(2, 3, 2)
+    right = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    left = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    assert pool(states, right, "mean").tolist() == [[1, 2], [8, 9]]
+    assert pool(states, right, "cls").tolist() == [[0, 1], [6, 7]]
+    assert pool(states, right, "last").tolist() == [[2, 3], [10, 11]]
+    assert pool(states, left, "mean").tolist() == [[3, 4], [8, 9]]
+    assert pool(states, left, "cls").tolist() == [[2, 3], [6, 7]]
+    assert pool(states, left, "last").tolist() == [[4, 5], [10, 11]]
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean", "last"])
+@pytest.mark.parametrize("similarity", ["cosine", "dot"])
+def test_sentence_transformers_and_transformers_read_each_tower(pooling, similarity, tmp_path):
+    encoder = words_encoder(pooling, similarity, query_prefix="the ", passage_prefix="sea ")
+    encoder.save(tmp_path / "model")
+    ours = {"query_encoder": encoder.encode_queries(TEXTS), "passage_encoder": encoder.encode_passages(TEXTS)}
+    for name, vectors in ours.items():
+        folder = str(tmp_path / "model" / name)
+        peer = SentenceTransformer(folder, device="cpu")
+        np.testing.assert_allclose(peer.encode(TEXTS), vectors, atol=1e-6)
+        assert not list((tmp_path / "model" / name).glob("*.bin"))
+        AutoModel.from_pretrained(folder)
+        assert AutoTokenizer.from_pretrained(folder)("red fox")["input_ids"]
+    assert np.abs(ours["query_encoder"] - ours["passage_encoder"]).max() > 0.01
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_saved_and_loaded_is_the_same_encoder(tie, tmp_path):
+    encoder = words_encoder(tie=tie, query_prefix="the ")
+    encoder.save(tmp_path / "model")
+    loaded = DualEncoder.load(tmp_path / "model")
+    assert loaded.settings == encoder.settings
+    assert (loaded.query_tower is loaded.passage_tower) == tie
+    np.testing.assert_array_equal(loaded.encode_queries(TEXTS), encoder.encode_queries(TEXTS))
+    np.testing.assert_array_equal(loaded.encode_passages(TEXTS), encoder.encode_passages(TEXTS))
+    for kind in ("query", "passage"):
+        assert loaded.fingerprint(kind) == encoder.fingerprint(kind)
+    assert (loaded.fingerprint("query") == loaded.fingerprint("passage")) is False
+
+
+def test_a_sentence_transformers_model_loads_with_its_own_settings(minilm):
+    texts = ["Where do owls live?", "Owls live in old barns. " * 40]
+    ours = DualEncoder.load(minilm)
+    assert (ours.settings.pooling, ours.settings.similarity, ours.settings.max_passage_length) == (
+        "mean",
+        "cosine",
+        256,
+    )
+    np.testing.assert_allclose(ours.encode_passages(texts), SentenceTransformer(str(minilm)).encode(texts), atol=1e-6)
+    cut = DualEncoder.load(minilm, max_passage_length=8)
+    assert np.abs(cut.encode_passages(texts) - ours.encode_passages(texts)).max() > 0.01
+
+
+def test_a_plain_folder_becomes_two_towers_that_start_equal(tmp_path):
+    words_encoder().save(tmp_path / "model")
+    plain = tmp_path / "model" / "query_encoder"
+    (plain / "modules.json").unlink()
+    sizes = {"max_query_length": 8, "max_passage_length": 8}
+    untied = DualEncoder.load(plain, tie_towers=False, pooling="cls", **sizes)
+    assert untied.query_tower is not untied.passage_tower
+    np.testing.assert_array_equal(untied.encode_queries(TEXTS), untied.encode_passages(TEXTS))
+    assert DualEncoder.load(plain, **sizes).settings.pooling == "mean"
+    mixed = DualEncoder.load(plain, passage_name=tmp_path / "model" / "passage_encoder", **sizes)
+    assert np.abs(mixed.encode_queries(TEXTS) - mixed.encode_passages(TEXTS)).max() > 0.01
+
+
+def test_half_precision_weights_are_widened_for_training(tmp_path):
+    encoder = words_encoder()
+    encoder.half().save(tmp_path / "half")
+    assert DualEncoder.load(tmp_path / "half").query_tower.backbone.dtype == torch.float32
+    assert DualEncoder.load(tmp_path / "half", dtype=torch.bfloat16).query_tower.backbone.dtype == torch.bfloat16
+
+
+def test_batches_of_any_size_give_the_same_vectors_in_order():
+    encoder = words_encoder()
+    one = encoder.encode_passages(TEXTS, batch_size=1)
+    np.testing.assert_allclose(encoder.encode_passages(TEXTS, batch_size=4), one, atol=1e-6)
+    assert one.dtype == np.float32
+    assert encoder.encode_queries([]).shape == (0, 32)
+    assert encoder.train().encode_queries(TEXTS).shape == (5, 32)
+    assert encoder.training
+
+
+def test_cosine_vectors_have_length_one_and_dot_ones_do_not():
+    np.testing.assert_allclose(np.linalg.norm(words_encoder().encode_queries(TEXTS), axis=1), 1, atol=1e-6)
+    assert np.abs(np.linalg.norm(words_encoder(similarity="dot").encode_queries(TEXTS), axis=1) - 1).max() > 0.1
+
+
+def test_dropout_can_be_set():
+    encoder = tiny_encoder(dropout=0.5).train()
+    batch = micro_batches(1, 4)[0]
+    torch.manual_seed(0)
+    noisy, again = encoder(batch)[0], encoder(batch)[0]
+    assert not torch.equal(noisy, again)
+    encoder.set_dropout(0.0)
+    assert torch.equal(encoder(batch)[0], encoder(batch)[0])
+
+
+def test_the_tiny_vocabulary_is_the_same_each_time():
+    vocabularies = [tiny_tower(TEXTS, "cls", layers=1, width=32, vocabulary=60, max_length=8, seed=0) for _ in range(3)]
+    texts = {tower.tokenizer.backend_tokenizer.to_str() for tower in vocabularies}
+    assert len(texts) == 1
+    assert len(vocabularies[0].tokenizer) == 60
+
+
+def broken_folder(folder: Path, **files) -> Path:
+    words_encoder().save(folder)
+    for name, content in files.items():
+        (folder / name.replace("__", "/").replace("_json", ".json")).write_text(json.dumps(content))
+    return folder
+
+
+def test_refusals(tmp_path):
+    with pytest.raises(InputError, match="no encoder could be loaded"):
+        DualEncoder.load(tmp_path / "absent")
+    sized = {"pooling": "max", "similarity": "cosine"}
+    with pytest.raises(InputError, match="pooling is 'max', expected one of cls, mean, last"):
+        DualEncoder.load(broken_folder(tmp_path / "pooling", contaccum_json=sized))
+    with pytest.raises(InputError, match="a setting that is not known"):
+        DualEncoder.load(broken_folder(tmp_path / "key", contaccum_json={"colour": "red"}))
+    with pytest.raises(InputError, match="max_passage_length is 25, expected more than 2 and at most 24"):
+        DualEncoder.load(broken_folder(tmp_path / "long"), max_passage_length=25)
+    words_encoder().save(tmp_path / "narrow")
+    other = tiny_tower(TEXTS, "mean", layers=1, width=64, vocabulary=100, max_length=24, seed=0)
+    wide = DualEncoder(other, other, EncoderSettings(max_query_length=8, max_passage_length=8))
+    wide.save(tmp_path / "wide")
+    with pytest.raises(InputError, match="query tower is 32 wide and passage tower 64"):
+        DualEncoder.load(
+            tmp_path / "narrow" / "query_encoder", passage_name=tmp_path / "wide" / "query_encoder", max_query_length=8,
+            max_passage_length=8,
+        )  # fmt: skip
+    with pytest.raises(InputError, match="with tied towers"):
+        DualEncoder.load(tmp_path / "narrow", passage_name=tmp_path / "wide", tie_towers=True)
+    dense = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Dense"}]
+    with pytest.raises(InputError, match="names a Dense module"):
+        DualEncoder.load(broken_folder(tmp_path / "dense", query_encoder__modules_json=dense) / "query_encoder")
