@@ -1,0 +1,251 @@
+"""Processes, devices and precision: the only file that imports accelerate or torch.distributed.
+
+Gradients are summed over the processes by one all-reduce at the end of an optimizer step. DistributedDataParallel is not used:
+its hooks expect one forward and one backward pass at a time, which GradCache's kept graphs do not keep to, and it averages
+where a sum over the global rows is meant.
+"""
+
+import contextlib
+import datetime
+import hashlib
+import os
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, DistributedType
+from accelerate.state import AcceleratorState
+from accelerate.utils import InitProcessGroupKwargs
+from torch import Tensor
+
+from contaccum.batch import MicroBatch
+from contaccum.encoder import DualEncoder
+from contaccum.errors import InputError
+
+ACCELERATE_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+
+
+class Engine:
+    """One process of a training run. Implements contaccum.methods.step.Engine."""
+
+    def __init__(
+        self,
+        *,
+        device: str = "auto",
+        precision: str = "fp32",
+        seed: int = 0,
+        trackers: list[str] | None = None,
+        tracker_dir: str | None = None,
+        timeout_minutes: int = 30,
+    ) -> None:
+        """
+        device: ``auto`` (CUDA, else MPS, else CPU) or ``cpu``. precision: ``fp32``, ``bf16`` or ``fp16`` (autocast; weights and
+        loss stay in fp32). trackers: names that accelerate knows, e.g. tensorboard.
+        """
+        wait = InitProcessGroupKwargs(timeout=datetime.timedelta(minutes=timeout_minutes))
+        try:
+            self.accelerator = Accelerator(
+                mixed_precision=ACCELERATE_PRECISION[precision],
+                cpu=device == "cpu",
+                log_with=trackers or None,
+                project_dir=tracker_dir,
+                kwargs_handlers=[wait],
+            )
+        except (ValueError, ImportError) as error:
+            raise InputError(
+                f"this machine cannot run precision {precision} with trackers {trackers}: {error}"
+            ) from error
+        if self.accelerator.distributed_type not in PLAIN:
+            raise InputError(
+                f"launched for {self.accelerator.distributed_type.value}, expected one process or data-parallel processes: "
+                "sharded launches (FSDP, DeepSpeed) are not supported"
+            )
+        self.seed = seed
+        self.step = 0
+        """Optimizer steps taken; with the seed it decides every random draw."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.accelerator.device
+
+    @property
+    def rank(self) -> int:
+        return self.accelerator.process_index
+
+    @property
+    def world(self) -> int:
+        """Number of processes."""
+        return self.accelerator.num_processes
+
+    @property
+    def is_main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    def prepare(self, encoder: DualEncoder, optimizer: torch.optim.Optimizer) -> None:
+        """Take over model and optimizer: device, autocast, loss scaling; every process starts from the weights of the first."""
+        self.encoder = encoder
+        self.parameters = [parameter for parameter in encoder.parameters() if parameter.requires_grad]
+        if self.world > 1:
+            for parameter in encoder.parameters():
+                dist.broadcast(parameter.data, src=0)
+        self.optimizer = self.accelerator.prepare_optimizer(optimizer)
+
+    # the three verbs of a method
+
+    def micro_steps(self, micro_batches: list[MicroBatch]) -> Iterator[MicroBatch]:
+        for index, batch in enumerate(micro_batches):
+            # dropout noise is a function of (seed, step, micro-batch, process), so a second pass replays it exactly, a resumed
+            # run continues it, and no random state is ever read back from the device
+            torch.manual_seed(mix(self.seed, self.step, index, self.rank))
+            yield batch.to(self.device)
+
+    def encode(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        with self.accelerator.autocast():
+            queries, passages = self.encoder(batch)
+        return self.gather(queries), self.gather(passages)
+
+    def backward(self, value: Tensor) -> None:
+        self.accelerator.backward(value)
+
+    # the rest of a step
+
+    def gather(self, own: Tensor) -> Tensor:
+        """Rows of all processes in rank order; only this process's rows carry gradient."""
+        if self.world == 1:
+            return own
+        parts = [torch.empty_like(own) for _ in range(self.world)]
+        dist.all_gather(parts, own.detach().contiguous())
+        parts[self.rank] = own
+        return torch.cat(parts)
+
+    def reduce_gradients(self) -> None:
+        """Sum the gradients over the processes: the one all-reduce of the step."""
+        if self.world == 1:
+            return
+        waits = [dist.all_reduce(p.grad, async_op=True) for p in self.parameters if p.grad is not None]
+        for wait in waits:
+            wait.wait()
+
+    def gradient_norms(self) -> tuple[float, float]:
+        """L2 norms of the query and passage towers' gradients (equal when the towers are tied), loss scaling undone."""
+        self.accelerator.unscale_gradients(self.optimizer)
+        norms = []
+        for tower in (self.encoder.query_tower, self.encoder.passage_tower):
+            gradients = [p.grad for p in tower.parameters() if p.grad is not None]
+            norms.append(torch.nn.utils.get_total_norm(gradients))
+        query, passage = torch.stack(norms).tolist()
+        return query, passage
+
+    def clip(self, norm: float, limit: float) -> None:
+        """Scale all gradients, whose L2 norm together is ``norm``, down to the norm ``limit`` where they exceed it."""
+        torch.nn.utils.clip_grads_with_norm_(self.parameters, limit, torch.tensor(norm, device=self.device))
+
+    def update(self) -> bool:
+        """Take the optimizer step and clear the gradients; False when fp16 gradients overflowed and the step was skipped."""
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return not self.optimizer.step_was_skipped
+
+    def scaler_state(self) -> dict[str, Any]:
+        return self.accelerator.scaler.state_dict() if self.accelerator.scaler is not None else {}
+
+    def load_scaler_state(self, state: dict[str, Any]) -> None:
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(state)
+
+    # processes
+
+    def main_first(self) -> contextlib.AbstractContextManager:
+        """The main process runs the block before the others do."""
+        return self.accelerator.main_process_first()
+
+    def barrier(self) -> None:
+        self.accelerator.wait_for_everyone()
+
+    def any(self, mine: bool) -> bool:
+        """Whether it is true on any process."""
+        if self.world == 1:
+            return mine
+        flag = torch.tensor(float(mine), device=self.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+    # trackers
+
+    def start_trackers(self, config: dict[str, Any]) -> None:
+        if self.accelerator.log_with:
+            self.accelerator.init_trackers("contaccum", config={k: v for k, v in config.items() if v is not None})
+
+    def track(self, values: dict[str, float], step: int) -> None:
+        self.accelerator.log(values, step=step)
+
+    def close(self) -> None:
+        """End trackers and the process group, and let a later run in this process choose its own device and precision."""
+        self.accelerator.end_training()
+        AcceleratorState._reset_state(reset_partial_state=self.world == 1)
+
+    def peak_memory(self) -> int:
+        """Most memory held so far, in bytes: allocated on a GPU, resident on a CPU."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+class SharedEncoder:
+    """The model in training, as evaluation wants it: each process encodes every W-th text, all get all vectors."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.dim = engine.encoder.dim
+
+    def encode_queries(self, texts: list[str], batch_size: int = 64, progress: bool = False) -> np.ndarray:
+        return self._encode(self.engine.encoder.encode_queries, texts, batch_size, progress)
+
+    def encode_passages(self, texts: list[str], batch_size: int = 64, progress: bool = False) -> np.ndarray:
+        return self._encode(self.engine.encoder.encode_passages, texts, batch_size, progress)
+
+    def fingerprint(self, kind: str) -> str:
+        return self.engine.encoder.fingerprint(kind)
+
+    def _encode(
+        self, encode: Callable[..., np.ndarray], texts: list[str], batch_size: int, progress: bool
+    ) -> np.ndarray:
+        world, rank = self.engine.world, self.engine.rank
+        own = texts[rank::world]
+        with self.engine.accelerator.autocast():
+            vectors = encode(own, batch_size, progress and rank == 0)
+        if world == 1:
+            return vectors
+        rows = torch.zeros(-(-len(texts) // world), self.dim, device=self.engine.device)  # the same height everywhere
+        rows[: len(own)] = torch.from_numpy(vectors)
+        parts = self.engine.gather(rows).view(world, -1, self.dim)  # (W, height, d)
+        return parts.transpose(0, 1).reshape(-1, self.dim)[: len(texts)].cpu().numpy()
+
+
+def mix(*numbers: int) -> int:
+    """One 63-bit seed from several numbers."""
+    return int.from_bytes(hashlib.sha256(",".join(map(str, numbers)).encode()).digest()[:8], "little") >> 1
+
+
+def process_place() -> tuple[int, int]:
+    """Rank and number of processes as torchrun or accelerate launch set them; (0, 1) without a launcher."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def encoding_device(device: str) -> torch.device:
+    """Where one process encodes: ``auto`` takes its own GPU, else MPS, else the CPU."""
+    if device == "auto" and torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    if device == "auto" and torch.backends.mps.is_available():
+        return torch.device("mps")
+    return torch.device("cpu")
+
+
+def torch_dtype(precision: str) -> torch.dtype:
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]

@@ -1,0 +1,182 @@
+"""The dual memory bank: a first-in-first-out ring of pairs (a past query with its past passages), and their ids.
+
+Capacity is counted in rows. A query and its passages share one slot, so the two banks cannot drift apart. Stored vectors
+carry no gradient. Source: Kim et al. 2024 (arXiv 2406.12356), section 4.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from contaccum.batch import NO_PASSAGE, RowIds
+from contaccum.errors import InputError
+from contaccum.methods.logsumexp import NestedLogSumExp
+from contaccum.methods.loss import InfoNCE
+
+
+class Bank:
+    """M slots, of which ``fill`` are in use; a bank of size 0 is legal and stays empty."""
+
+    def __init__(
+        self,
+        size: int,
+        dim: int,
+        loss: InfoNCE,
+        *,
+        push: int,
+        hard_negatives: int = 0,
+        queries: bool = True,
+        row_weight: str = "all",
+        visibility: str = "immediate",
+        keep: bool = True,
+        warmup_steps: int = 0,
+        device: torch.device | None = None,
+    ) -> None:
+        """
+        size: M, in rows. dim: d. loss: gives temperature and masking, which the kept log-sum-exps depend on.
+        push: rows that one push usually brings (its size decides the blocks of the kept log-sum-exps, never the values).
+        hard_negatives: how many hard negatives of each row are stored behind its positive.
+        queries: store the queries too, as further rows; without them the bank gives columns alone.
+        row_weight: ``all``: the loss is the mean over current and bank rows (as published); ``current``: over current rows.
+        visibility: ``immediate``: a push is seen by the next micro-batch; ``on_step``: after the optimizer step.
+        keep: False empties the bank after each optimizer step (the paper's "without past encoder").
+        warmup_steps: optimizer steps during which the bank is filled but not used.
+        """
+        self.size = size
+        self.loss = loss
+        self.row_weight = row_weight
+        self.visibility = visibility
+        self.keep = keep
+        self.warmup_steps = warmup_steps
+        self.hard_negatives = hard_negatives
+        self.pointer = 0  # the slot that the next push overwrites first: the oldest row once the ring is full
+        self.stored = 0  # slots in use
+        self.step = 0  # optimizer steps that have ended
+        self.pending: list[tuple[Tensor, Tensor, RowIds]] = []
+        self.passages = torch.zeros(size, 1 + hard_negatives, dim, device=device)
+        self.column_ids = torch.full((size, 1 + hard_negatives), NO_PASSAGE, device=device)
+        self.positives = torch.full((size, 1), NO_PASSAGE, device=device)
+        self.queries = torch.zeros(size, dim, device=device) if queries else None
+        self.positive_logits = torch.zeros(size, device=device)
+        self.push_rows = push
+        self.sums = self._no_sums()
+
+    def _no_sums(self) -> NestedLogSumExp | None:
+        if self.queries is None or self.size == 0:
+            return None
+        return NestedLogSumExp(self.size, self.push_rows, self.loss.tile, self.passages.device)
+
+    @property
+    def fill(self) -> int:
+        """Rows that the loss may use now: none during the warm-up steps."""
+        return self.stored if self.step >= self.warmup_steps else 0
+
+    def logsumexp(self) -> Tensor:
+        """Log-sum-exp of each bank row over all bank columns, masked like all others, (fill,); constant."""
+        assert self.sums is not None
+        return self.sums.total(self.fill)
+
+    def push(self, queries: Tensor, passages: Tensor, ids: RowIds) -> None:
+        """Store b rows over the oldest ones. queries (b, d), passages (b, 1 + H, d), ids of the same rows; copied, detached."""
+        if self.size == 0:
+            return
+        keep = 1 + self.hard_negatives
+        rows = (queries.detach(), passages.detach()[:, :keep], RowIds(ids.columns[:, :keep], ids.positives))
+        if self.visibility == "on_step":
+            self.pending.append(rows)
+        else:
+            self._store(*rows)
+
+    def end_step(self) -> None:
+        """Called after each optimizer step: commits what waits for it, or empties the bank when it is not to be kept."""
+        self.step += 1
+        for rows in self.pending:
+            self._store(*rows)
+        self.pending = []
+        if not self.keep:
+            self.pointer = self.stored = 0
+            self.sums = self._no_sums()
+
+    @torch.no_grad()
+    def _store(self, queries: Tensor, passages: Tensor, ids: RowIds) -> None:
+        b = len(queries)
+        assert b <= self.size, f"a push of {b} rows into a bank of {self.size} would lose rows"
+        self._widen(ids.positives.shape[1])
+        known = F.pad(ids.positives, (0, self.positives.shape[1] - ids.positives.shape[1]), value=NO_PASSAGE)
+        first = min(b, self.size - self.pointer)  # rows that fit before the end of the ring
+        pieces = [(self.pointer, slice(0, first)), (0, slice(first, b))] if first < b else [(self.pointer, slice(0, b))]
+        for start, rows in pieces:
+            slots = slice(start, start + rows.stop - rows.start)
+            self.passages[slots] = passages[rows]
+            self.column_ids[slots] = ids.columns[rows]
+            self.positives[slots] = known[rows]
+            if self.queries is not None:
+                self.queries[slots] = queries[rows]
+        self.stored = min(self.size, self.stored + b)
+        if self.sums is not None:
+            for start, rows in pieces:
+                stop = start + rows.stop - rows.start
+                self.sums.overwrite(start, stop, self.stored, self._logits)
+                self._keep_positive_logits(start, stop)
+        self.pointer = (self.pointer + b) % self.size
+
+    def _widen(self, width: int) -> None:
+        """Make room for rows with more known positives than any before."""
+        if width > self.positives.shape[1]:
+            self.positives = F.pad(self.positives, (0, width - self.positives.shape[1]), value=NO_PASSAGE)
+
+    def _logits(self, rows: slice, slots: slice) -> Tensor:
+        """Logits of bank rows against the columns of bank slots, (rows, slots, columns per slot), masked."""
+        assert self.queries is not None
+        shape = (rows.stop - rows.start, slots.stop - slots.start, self.column_ids.shape[1])
+        mask = self.loss.false_negatives(self.positives[rows], self.column_ids[slots].flatten())
+        if mask is not None:
+            first, end = max(rows.start, slots.start), min(rows.stop, slots.stop)
+            own = torch.arange(
+                first, max(first, end), device=mask.device
+            )  # rows whose own positive is among the columns
+            mask.view(shape)[own - rows.start, own - slots.start, 0] = False
+        return self.loss.logits(self.queries[rows], self.passages[slots].flatten(0, 1), mask).view(shape)
+
+    def _keep_positive_logits(self, start: int, stop: int) -> None:
+        rows = slice(start, stop)
+        self.positive_logits[rows] = self._logits(rows, rows)[:, :, 0].diagonal()
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Everything a resumed run needs: tensors, and plain numbers. Pending rows are none between steps."""
+        assert not self.pending
+        tensors = {name: getattr(self, name) for name in self._stored_tensors()}
+        if self.sums is not None:
+            tensors["sums"] = self.sums.values
+        numbers = {
+            "size": self.size,
+            "pointer": self.pointer,
+            "stored": self.stored,
+            "step": self.step,
+            "open": self.sums.open if self.sums else None,
+        }
+        return {name: tensor.contiguous() for name, tensor in tensors.items()}, numbers
+
+    def load_state(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+        """Take over what ``state`` gave; a bank of another shape raises InputError."""
+        width = tensors["positives"].shape[1] if "positives" in tensors else 1
+        self._widen(width)
+        own, _ = self.state()
+        shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if found != shapes:
+            raise InputError(
+                f"the checkpoint's bank has the shapes {found}, expected {shapes}: it is another configuration's"
+            )
+        for name in self._stored_tensors():
+            getattr(self, name).copy_(tensors[name])
+        self.pointer, self.stored, self.step = numbers["pointer"], numbers["stored"], numbers["step"]
+        if self.sums is not None:
+            self.sums.values.copy_(tensors["sums"])
+            self.sums.open = list(numbers["open"])
+
+    def _stored_tensors(self) -> list[str]:
+        names = ["passages", "column_ids", "positives"]
+        return names if self.queries is None else [*names, "queries", "positive_logits"]

@@ -1,0 +1,17 @@
+"""Vanilla gradient accumulation: every micro-batch is compared with itself alone."""
+
+from contaccum.batch import MicroBatch
+from contaccum.methods.bank import Bank
+from contaccum.methods.loss import InfoNCE, LossValue
+from contaccum.methods.step import Engine
+
+
+def grad_accum(engine: Engine, micro_batches: list[MicroBatch], bank: Bank, loss: InfoNCE) -> list[LossValue]:
+    """One pass; b rows, b (1 + H) columns."""
+    values = []
+    for batch in engine.micro_steps(micro_batches):
+        queries, passages = engine.encode(batch)  # (b, d), (b, 1 + H, d)
+        value = loss(queries, passages, batch.ids)
+        engine.backward(value.value / len(micro_batches))
+        values.append(value.detach())
+    return values

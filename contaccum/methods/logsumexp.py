@@ -1,0 +1,90 @@
+"""Each bank row's log-sum-exp over all bank columns, kept exact while pushes overwrite the ring.
+
+A log-sum-exp cannot be taken back: subtracting an overwritten column from a sum loses digits without bound. So the columns
+are divided into blocks, and a block's value is replaced as a whole. Narrow blocks make a push cheap but the table wide; hence
+several levels. The top level divides the ring into ``fan`` blocks; of each level one block, the one being overwritten, stands
+open and is divided into ``fan`` blocks of the level below. A block is opened by computing its parts from the stored vectors,
+and closed by summing them up, so each column is met once per level and turn of the ring: for M rows and pushes of b rows a
+push costs O(M * b) on average, and the state holds LEVELS * fan = O((M / b)^(1 / LEVELS)) numbers a row.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LEVELS = 3
+"""At 131,072 rows pushed 8 at a time this makes 78 numbers a row, beside 768 or more for its vectors."""
+
+Logits = Callable[[slice, slice], Tensor]
+"""Bank rows and bank slots, both without gaps -> logits (rows, slots, columns per slot), minus infinity where masked."""
+
+
+class NestedLogSumExp:
+    """values (LEVELS, M, fan): log-sum-exp of a row per block; minus infinity where a block is open or has no column yet."""
+
+    def __init__(self, size: int, push: int, tile: int, device: torch.device | None = None) -> None:
+        """size: slots of the ring; push: slots that a push usually overwrites, the width of the finest block; tile: logits
+        held at once."""
+        finest = -(-size // push)
+        fan = 1
+        while fan**LEVELS < finest:
+            fan += 1
+        self.fan = fan
+        self.widths = [
+            push * fan ** (LEVELS - 1 - level) for level in range(LEVELS)
+        ]  # slots in one block of each level
+        self.values = torch.full((LEVELS, size, fan), -torch.inf, device=device)
+        self.open = [0] * (LEVELS - 1)  # which block stands open at each level but the finest
+        self.tile = tile
+
+    def total(self, fill: int) -> Tensor:
+        """Log-sum-exp of each of the first ``fill`` rows over all columns, (fill,)."""
+        return self.values[:, :fill].logsumexp((0, 2))
+
+    def overwrite(self, start: int, stop: int, fill: int, logits: Logits) -> None:
+        """Take in that slots [start, stop) hold new rows and columns; slots [0, fill) are in use."""
+        width = self.widths[-1]
+        for slot in range(start - start % width, stop, width):
+            self._open_around(slot, fill, logits)
+            self.values[-1, :fill, slot // width % self.fan] = self._blocks(0, fill, slot, 1, width, fill, logits)[:, 0]
+        self._enter_rows(start, stop, fill, logits)
+
+    def _open_around(self, slot: int, fill: int, logits: Logits) -> None:
+        """Let the blocks around ``slot`` stand open at every level but the finest, and close those that stood open instead."""
+        path = [slot // width % self.fan for width in self.widths[:-1]]
+        if path == self.open:
+            return
+        first = next(level for level, block in enumerate(path) if block != self.open[level])
+        for level in reversed(range(first, LEVELS - 1)):
+            self.values[level, :, self.open[level]] = self.values[level + 1].logsumexp(1)
+        for level in range(first, LEVELS - 1):
+            self.values[level, :, path[level]] = -torch.inf
+            inside = slot - slot % self.widths[level]
+            self.values[level + 1, :fill] = self._blocks(
+                0, fill, inside, self.fan, self.widths[level + 1], fill, logits
+            )
+        self.open = path
+
+    def _enter_rows(self, start: int, stop: int, fill: int, logits: Logits) -> None:
+        """Compute rows [start, stop) at every level."""
+        inside = 0
+        for level, width in enumerate(self.widths):
+            self.values[level, start:stop] = self._blocks(start, stop, inside, self.fan, width, fill, logits)
+            if level < LEVELS - 1:
+                self.values[level, start:stop, self.open[level]] = -torch.inf
+                inside += self.open[level] * width
+
+    def _blocks(self, top: int, bottom: int, slot: int, count: int, width: int, fill: int, logits: Logits) -> Tensor:
+        """Log-sum-exp of rows [top, bottom) over ``count`` blocks of ``width`` slots from ``slot`` on, (bottom - top, count)."""
+        used = min(slot + count * width, fill)
+        if slot >= used:
+            return self.values.new_full((bottom - top, count), -torch.inf)
+        height = max(1, self.tile // (used - slot))
+        parts = []
+        for row in range(top, bottom, height):
+            sums = logits(slice(row, min(row + height, bottom)), slice(slot, used)).logsumexp(2)  # (rows, slots)
+            sums = F.pad(sums, (0, slot + count * width - used), value=-torch.inf)
+            parts.append(sums.view(-1, count, width).logsumexp(2))
+        return torch.cat(parts)

@@ -1,0 +1,21 @@
+"""Pre-batch negatives: a bank of past passages adds columns, and nothing balances the two towers' gradients.
+
+Source: Lee et al. 2021 (arXiv 2012.12624), "pre-batch negatives"; Kim et al. 2024 (arXiv 2406.12356), "without query bank".
+"""
+
+from contaccum.batch import MicroBatch
+from contaccum.methods.bank import Bank
+from contaccum.methods.loss import InfoNCE, LossValue
+from contaccum.methods.step import Engine
+
+
+def passage_bank(engine: Engine, micro_batches: list[MicroBatch], bank: Bank, loss: InfoNCE) -> list[LossValue]:
+    """One pass; b rows, b (1 + H) current columns and the bank's."""
+    values = []
+    for batch in engine.micro_steps(micro_batches):
+        queries, passages = engine.encode(batch)  # (b, d), (b, 1 + H, d)
+        value = loss(queries, passages, batch.ids, columns=bank)
+        engine.backward(value.value / len(micro_batches))
+        bank.push(queries, passages, batch.ids)
+        values.append(value.detach())
+    return values

@@ -1,0 +1,221 @@
+"""Small real encoders and made-up micro-batches, and a slow, plain reading of the loss to hold the fast one against."""
+
+import copy
+import json
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from transformers import BertConfig, BertModel, BertTokenizerFast
+
+from contaccum.batch import NO_PASSAGE, MicroBatch, RowIds, Tokens
+from contaccum.config import TrainConfig
+from contaccum.encoder import DualEncoder, EncoderSettings, Tower
+from contaccum.engine import Engine
+from contaccum.files import sha256_of
+from contaccum.methods import METHODS
+from contaccum.methods.bank import Bank
+from contaccum.methods.loss import InfoNCE
+
+VOCABULARY = 60
+
+
+def tiny_encoder(dropout: float = 0.0, tie: bool = False, similarity: str = "cosine", seed: int = 0) -> DualEncoder:
+    """Two one-layer towers, 32 wide."""
+    torch.manual_seed(seed)
+    config = BertConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=16, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+    )  # fmt: skip
+    tokenizer = BertTokenizerFast(
+        vocab={token: i for i, token in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"])}
+    )
+    query = Tower(BertModel(config), tokenizer, "mean")
+    passage = query if tie else Tower(BertModel(config), tokenizer, "mean")
+    settings = EncoderSettings(similarity=similarity, max_query_length=16, max_passage_length=16, tie_towers=tie)
+    return DualEncoder(query, passage, settings)
+
+
+def micro_batches(
+    count: int, pairs: int, hard_negatives: int = 0, passages: int = 1000, seed: int = 0
+) -> list[MicroBatch]:
+    """Random tokens and passage ids; few ``passages`` make many false negatives. Every row knows its positive and one more."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def tokens(rows: int, length: int) -> Tokens:
+        ids = torch.randint(5, VOCABULARY, (rows, length), generator=generator)
+        lengths = torch.randint(3, length + 1, (rows, 1), generator=generator)
+        return Tokens(ids, (torch.arange(length) < lengths).long())
+
+    batches = []
+    for _ in range(count):
+        columns = torch.randint(0, passages, (pairs, 1 + hard_negatives), generator=generator)
+        other = torch.randint(0, passages, (pairs, 1), generator=generator)
+        other[::2] = NO_PASSAGE
+        # a hard negative is never a positive of its own row
+        clash = (columns[:, 1:] == columns[:, :1]) | (columns[:, 1:] == other)
+        columns[:, 1:][clash] += passages
+        ids = RowIds(columns, torch.cat([columns[:, :1], other], dim=1))
+        names = [f"q{i}" for i in range(pairs)]
+        batches.append(MicroBatch(tokens(pairs, 6), tokens(pairs * (1 + hard_negatives), 9), ids, names))
+    return batches
+
+
+def gradients(encoder: DualEncoder) -> dict[str, torch.Tensor]:
+    """A copy of every parameter's gradient."""
+    return {name: p.grad.clone() for name, p in encoder.named_parameters() if p.grad is not None}
+
+
+def run_steps(
+    method: str,
+    steps: list[list[MicroBatch]],
+    *,
+    dropout: float = 0.0,
+    loss: InfoNCE | None = None,
+    seed: int = 0,
+    bank_size: int = 0,
+    encoder: DualEncoder | None = None,
+    **bank_options,
+) -> tuple[list[dict[str, torch.Tensor]], list[float]]:
+    """Gradients of every parameter and the loss, at each step of a method whose weights move by plain gradient descent."""
+    encoder = copy.deepcopy(encoder) if encoder is not None else tiny_encoder(dropout, seed=seed)
+    encoder.train()
+    engine = Engine(device="cpu", seed=seed)
+    engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.5))
+    loss = loss or InfoNCE(0.1)
+    first = steps[0][0]
+    hard = first.ids.columns.shape[1] - 1
+    bank_options = {"hard_negatives": hard, "push": len(first.ids.columns), **bank_options}
+    bank = Bank(bank_size, encoder.dim, loss, **bank_options)
+    found, losses = [], []
+    for number, batches in enumerate(steps):
+        engine.step = number
+        values = METHODS[method](engine, batches, bank, loss)
+        losses.append(torch.stack([value.value for value in values]).mean().item())
+        found.append(gradients(encoder))
+        engine.update()
+        bank.end_step()
+    return found, losses
+
+
+def largest_difference(one: list[dict], other: list[dict]) -> float:
+    """Largest difference between two lists of gradients, relative to the largest gradient of that step."""
+    differences = []
+    for left, right in zip(one, other, strict=True):
+        assert left.keys() == right.keys()
+        scale = max(gradient.abs().max() for gradient in left.values())
+        differences.append(max((left[name] - right[name]).abs().max() / scale for name in left))
+    return float(max(differences))
+
+
+class SlowBank:
+    """The banks as plain lists, oldest row first."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.rows: list[tuple] = []  # (query, [passages], [passage ids], {known positives})
+
+    def push(self, queries, passages, ids: RowIds) -> None:
+        for i in range(len(queries)):
+            known = set(ids.positives[i].tolist()) - {NO_PASSAGE}
+            self.rows.append((queries[i].detach(), list(passages[i].detach()), ids.columns[i].tolist(), known))
+        self.rows = self.rows[max(0, len(self.rows) - self.size) :]
+
+
+def slow_loss(
+    queries,
+    passages,
+    ids: RowIds,
+    bank: SlowBank | None,
+    temperature: float,
+    *,
+    mask: bool,
+    rows: bool = True,
+    weight: str = "all",
+):
+    """The full matrix, element by element: the mean over rows of the cross-entropy over current and bank columns."""
+    current = [
+        (queries[i], list(passages[i]), ids.columns[i].tolist(), set(ids.positives[i].tolist()) - {NO_PASSAGE})
+        for i in range(len(queries))
+    ]
+    stored = bank.rows if bank else []
+    total = torch.zeros(())
+    all_rows = current + (stored if rows else [])
+    for query, own_passages, _, known in all_rows:
+        logits, target = [], None
+        for _, column_passages, column_ids, _ in current + stored:
+            for passage, passage_id in zip(column_passages, column_ids, strict=True):
+                own = passage is own_passages[0]
+                if own:
+                    target = len(logits)
+                elif mask and passage_id in known:
+                    continue
+                logits.append(query @ passage / temperature)
+        total = total + F.cross_entropy(torch.stack(logits).unsqueeze(0), torch.tensor([target]))
+    return total / (len(all_rows) if weight == "all" else len(current))
+
+
+def write_beir(folder: Path, queries: int = 40) -> Path:
+    """A small BEIR folder: each query names a colour, an animal and a place, its passage describes the three."""
+    colours = ["red", "blue", "green", "white", "black"]
+    animals = ["fox", "cat", "owl", "bear", "seal", "crow", "wolf", "hare"]
+    (folder / "qrels").mkdir(parents=True)
+    corpus, asked, train, dev = [], [], [], []
+    for number in range(queries):
+        colour, animal = colours[number % 5], animals[number % 8]
+        passage = {"_id": f"p{number}", "title": animal, "text": f"a {colour} {animal} lives in valley {number}"}
+        corpus.append(json.dumps(passage))
+        asked.append(json.dumps({"_id": f"q{number}", "text": f"where is the {colour} {animal} of valley {number}"}))
+        train.append(f"q{number}\tp{number}\t1")
+        train.append(f"q{number}\tp{(number + 1) % queries}\t0")
+        if number < 10:
+            dev.append(f"q{number}\tp{number}\t1")
+    head = "query-id\tcorpus-id\tscore"
+    for name, lines in (
+        ("corpus.jsonl", corpus),
+        ("queries.jsonl", asked),
+        ("qrels/train.tsv", [head, *train]),
+        ("qrels/dev.tsv", [head, *dev]),
+        ("qrels/test.tsv", [head, *dev]),
+    ):
+        (folder / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+def train_config(data: Path, output: Path, method: str = "cont_accum", **changes) -> TrainConfig:
+    """Six steps of a tiny model; ``changes`` are settings by name, group.field."""
+    settings = {
+        "method": method,
+        "output_dir": str(output),
+        "model.name": "tiny",
+        "model.tiny_width": 32,
+        "model.tiny_layers": 1,
+        "model.tiny_vocabulary": 200,
+        "model.max_query_length": 16,
+        "model.max_passage_length": 16,
+        "data.train": str(data),
+        "batch.global_batch_size": 16,
+        "batch.micro_batch_size": 4,
+        "bank.size": 24,
+        "optim.learning_rate": 1e-3,
+        "optim.max_steps": 6,
+        "run.device": "cpu",
+        "run.save_steps": 2,
+        "run.keep_checkpoints": 10,
+    } | changes
+    config = TrainConfig()
+    for name, value in settings.items():
+        *groups, field = name.split(".")
+        target = config
+        for group in groups:
+            target = getattr(target, group)
+        assert hasattr(target, field), name
+        setattr(target, field, value)
+    return config
+
+
+def weights(run: Path) -> dict[str, str]:
+    """SHA-256 of every file of the trained model."""
+    return {
+        str(path.relative_to(run)): sha256_of(path) for path in sorted((run / "model").rglob("*")) if path.is_file()
+    }

@@ -1,0 +1,175 @@
+"""The four-block loss and the ring against a full matrix built from plain lists, over enough pushes to wrap many times."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import SlowBank, micro_batches, slow_loss
+
+from contaccum.batch import RowIds
+from contaccum.methods.bank import Bank
+from contaccum.methods.logsumexp import NestedLogSumExp
+from contaccum.methods.loss import InfoNCE, relevant
+
+DIM = 12
+TEMPERATURE = 0.2
+
+
+def embeddings(ids: RowIds, seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    b, columns = ids.columns.shape
+    queries = F.normalize(torch.randn(b, DIM, generator=generator), dim=-1)
+    passages = F.normalize(torch.randn(b, columns, DIM, generator=generator), dim=-1)
+    return queries.requires_grad_(), passages.requires_grad_()
+
+
+def differences(
+    size, *, b=4, pushes=14, hard=0, mask=True, rows=True, weight="all", few=12, tile=1 << 22, bank_hard=None, push=None
+):
+    """Largest difference of loss and gradients between the fast and the slow reading, over all pushes."""
+    loss = InfoNCE(TEMPERATURE, mask, tile)
+    bank_hard = hard if bank_hard is None else bank_hard
+    bank = Bank(size, DIM, loss, push=push or b, hard_negatives=bank_hard, queries=rows, row_weight=weight)
+    slow = SlowBank(size)
+    largest = 0.0
+    for number, batch in enumerate(micro_batches(pushes, b, hard, passages=few)):
+        queries, passages = embeddings(batch.ids, number)
+        fast = loss(queries, passages, batch.ids, columns=bank, rows=bank).value
+        plain = slow_loss(queries, passages, batch.ids, slow, TEMPERATURE, mask=mask, rows=rows, weight=weight)
+        pairs = zip(
+            (fast, *torch.autograd.grad(fast, (queries, passages))),
+            (plain, *torch.autograd.grad(plain, (queries, passages))),
+            strict=True,
+        )
+        largest = max([largest, *((a - b).abs().max().item() for a, b in pairs)])
+        bank.push(queries, passages, batch.ids)
+        keep = 1 + bank_hard
+        slow.push(queries, passages[:, :keep], RowIds(batch.ids.columns[:, :keep], batch.ids.positives))
+    assert bank.fill == min(size, pushes * b)
+    return largest
+
+
+@pytest.mark.parametrize("size", [4, 8, 10, 16, 23, 100])
+@pytest.mark.parametrize("mask", [True, False])
+def test_loss_and_gradients_equal_the_full_matrix_while_the_ring_wraps(size, mask):
+    assert differences(size, mask=mask) < 2e-6
+
+
+@pytest.mark.parametrize(("hard", "bank_hard"), [(1, 1), (2, 2), (2, 0)])
+def test_hard_negatives_are_columns_and_banked_as_told(hard, bank_hard):
+    assert differences(10, hard=hard, bank_hard=bank_hard) < 2e-6
+
+
+@pytest.mark.parametrize("weight", ["all", "current"])
+@pytest.mark.parametrize("rows", [True, False])
+def test_row_weights_and_the_one_sided_bank(weight, rows):
+    assert differences(12, weight="all" if not rows else weight, rows=rows) < 2e-6
+
+
+@pytest.mark.parametrize("tile", [1, 7, 50])
+def test_tiles_change_nothing(tile):
+    assert differences(10, hard=1, tile=tile) < 2e-6
+
+
+@pytest.mark.parametrize("push", [1, 3, 7])
+def test_pushes_that_do_not_fit_the_blocks_change_nothing(push):
+    assert differences(29, pushes=20, push=push) < 2e-6
+
+
+def test_the_slow_reading_tells_wrong_from_right():
+    """Negative control: each rule, broken alone, is seen by the comparison above."""
+    loss = InfoNCE(TEMPERATURE)
+    batch = micro_batches(1, 4, 1, passages=6)[0]
+    queries, passages = embeddings(batch.ids, 0)
+    bank, slow = Bank(8, DIM, loss, push=4, hard_negatives=1), SlowBank(8)
+    for number, old in enumerate(micro_batches(2, 4, 1, passages=6, seed=9)):
+        rows = embeddings(old.ids, 50 + number)
+        bank.push(*rows, old.ids)
+        slow.push(*rows, old.ids)
+    fast = loss(queries, passages, batch.ids, columns=bank, rows=bank).value
+
+    def plain(**wrong):
+        return slow_loss(queries, passages, batch.ids, slow, TEMPERATURE, **{"mask": True, **wrong})
+
+    assert abs(fast - plain()) < 1e-6
+    for wrong in ({"mask": False}, {"rows": False}, {"weight": "current"}):
+        assert abs(fast - plain(**wrong)) > 1e-3
+    slow.rows = slow.rows[1:]
+    assert abs(fast - plain()) > 1e-4
+
+
+def test_two_rows_by_hand():
+    """Loss of two orthogonal pairs at temperature 1: -log(e / (e + 1))."""
+    unit = torch.eye(2)
+    ids = RowIds(torch.tensor([[0], [1]]), torch.tensor([[0], [1]]))
+    result = InfoNCE(1.0)(unit, unit.unsqueeze(1), ids)
+    assert result.value.item() == pytest.approx(0.3132616875, abs=1e-7)
+    assert result.negatives.item() == 1
+    same = InfoNCE(1.0)(unit, unit.unsqueeze(1), RowIds(torch.tensor([[0], [0]]), torch.tensor([[0], [0]])))
+    assert same.value.item() == 0  # the other row's passage is this row's positive: nothing is left to compare with
+    assert same.negatives.item() == 0
+    assert same.masked.item() == 2
+
+
+def test_relevant_finds_listed_passages_only():
+    found = relevant(torch.tensor([[3, -1], [5, 7]]), torch.tensor([7, 3, -2]))
+    assert found.tolist() == [[False, True, False], [True, False, False]]
+
+
+def test_a_wrapping_push_is_split_over_the_end_of_the_ring():
+    loss = InfoNCE(1.0)
+    bank = Bank(5, 1, loss, push=3)
+    for number in range(3):
+        ids = torch.arange(3).unsqueeze(1) + 3 * number
+        bank.push(ids.float(), ids.float().unsqueeze(1), RowIds(ids, ids))
+    assert bank.column_ids.flatten().tolist() == [5, 6, 7, 8, 4]
+    assert bank.pointer == 4
+    assert bank.queries.flatten().tolist() == bank.passages.flatten().tolist() == [5, 6, 7, 8, 4]
+
+
+def test_visibility_keep_and_warmup():
+    loss = InfoNCE(1.0)
+    ids = RowIds(torch.zeros(2, 1, dtype=torch.long), torch.zeros(2, 1, dtype=torch.long))
+    rows = (torch.ones(2, 1), torch.ones(2, 1, 1), ids)
+
+    def fills(**options):
+        bank = Bank(8, 1, loss, push=2, **options)
+        seen = []
+        for _ in range(3):
+            bank.push(*rows)
+            seen.append(bank.fill)
+            bank.end_step()
+            seen.append(bank.fill)
+        return seen
+
+    assert fills() == [2, 2, 4, 4, 6, 6]
+    assert fills(visibility="on_step") == [0, 2, 2, 4, 4, 6]
+    assert fills(keep=False) == [2, 0, 2, 0, 2, 0]
+    assert fills(warmup_steps=2) == [0, 0, 0, 4, 6, 6]
+
+
+def test_bank_of_size_zero_stays_empty():
+    bank = Bank(0, 1, InfoNCE(1.0), push=2)
+    ids = torch.zeros(2, 1, dtype=torch.long)
+    bank.push(torch.ones(2, 1), torch.ones(2, 1, 1), RowIds(ids, ids))
+    assert bank.fill == 0
+
+
+@pytest.mark.parametrize(("size", "push"), list(itertools.product([1, 5, 16, 27, 40], [1, 2, 3])))
+def test_nested_sums_equal_plain_ones_after_every_push(size, push):
+    """Against logsumexp of the whole matrix, and only the row state named in the module's cost is held."""
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.full((size, size, 2), float("nan"))
+    sums = NestedLogSumExp(size, push, tile=16)
+    pointer = fill = 0
+    for _ in range(3 * size // push + 2):
+        stop = min(pointer + push, size)
+        fill = max(fill, stop)
+        matrix[pointer:stop] = torch.randn(stop - pointer, size, 2, generator=generator)
+        matrix[:, pointer:stop] = torch.randn(size, stop - pointer, 2, generator=generator)
+        sums.overwrite(pointer, stop, fill, lambda rows, slots: matrix[rows, slots])
+        plain = matrix[:fill, :fill].logsumexp((1, 2))
+        torch.testing.assert_close(sums.total(fill), plain)
+        pointer = stop % size
+    assert sums.values.shape[2] ** 3 >= size / push > (sums.values.shape[2] - 1) ** 3

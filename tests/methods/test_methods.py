@@ -1,0 +1,176 @@
+"""Equivalences between the six methods, on every parameter's gradient, each with a control that must differ."""
+
+import copy
+
+import pytest
+import torch
+from helpers import SlowBank, gradients, largest_difference, micro_batches, run_steps, slow_loss, tiny_encoder
+
+from contaccum.engine import Engine
+from contaccum.methods import METHODS
+from contaccum.methods.bank import Bank
+from contaccum.methods.loss import InfoNCE
+from contaccum.methods.step import cache_gradients, represent
+
+SAME = 1e-5
+DIFFERENT = 1e-3
+TWINS = [("passage_bank", "grad_accum"), ("cont_accum", "grad_accum"), ("cont_cache", "grad_cache")]
+
+
+def steps(count=3, micro=4, pairs=4, hard=0, passages=1000):
+    return [micro_batches(micro, pairs, hard, passages, seed=i) for i in range(count)]
+
+
+@pytest.mark.parametrize("hard", [0, 2])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_grad_cache_equals_in_batch_on_the_whole_step(hard, dropout):
+    data = steps(hard=hard, passages=20)
+    cached, cached_loss = run_steps("grad_cache", data, dropout=dropout)
+    plain, plain_loss = run_steps("in_batch", data, dropout=dropout)
+    assert largest_difference(cached, plain) < SAME
+    assert cached_loss == pytest.approx(plain_loss, rel=1e-5)
+
+
+def test_grad_cache_differs_when_dropout_is_not_replayed(monkeypatch):
+    """Negative control: with other noise in the second pass the gradients are other ones."""
+    data = steps(1)
+    plain, _ = run_steps("in_batch", data, dropout=0.3)
+    calls = iter(range(1000))
+    seeded = torch.manual_seed
+    monkeypatch.setattr("contaccum.engine.torch.manual_seed", lambda seed: seeded(seed + next(calls)))
+    cached, _ = run_steps("grad_cache", data, dropout=0.3)
+    assert largest_difference(cached, plain) > DIFFERENT
+
+
+def test_grad_cache_differs_from_grad_accum():
+    data = steps(1)
+    assert largest_difference(run_steps("grad_cache", data)[0], run_steps("grad_accum", data)[0]) > DIFFERENT
+
+
+@pytest.mark.parametrize(("with_bank", "without"), TWINS)
+@pytest.mark.parametrize("hard", [0, 1])
+def test_a_bank_of_size_zero_is_the_bankless_twin_to_the_bit(with_bank, without, hard):
+    data = steps(hard=hard)
+    empty, empty_loss = run_steps(with_bank, data, dropout=0.1, bank_size=0)
+    twin, twin_loss = run_steps(without, data, dropout=0.1)
+    assert largest_difference(empty, twin) == 0
+    assert empty_loss == twin_loss
+
+
+@pytest.mark.parametrize(("with_bank", "without"), TWINS)
+def test_a_bank_in_use_differs_from_the_twin(with_bank, without):
+    data = steps(hard=1)
+    banked, _ = run_steps(with_bank, data, bank_size=16, push=4)
+    assert largest_difference(banked[1:], run_steps(without, data)[0][1:]) > DIFFERENT
+
+
+@pytest.mark.parametrize("method", ["grad_accum", "cont_accum", "passage_bank"])
+def test_one_micro_batch_and_no_bank_is_in_batch(method):
+    data = steps(micro=1)
+    one, _ = run_steps(method, data, dropout=0.1)
+    assert largest_difference(one, run_steps("in_batch", data, dropout=0.1)[0]) < SAME
+    several = steps(micro=2)
+    assert largest_difference(run_steps(method, several)[0], run_steps("in_batch", several)[0]) > DIFFERENT
+
+
+def test_cont_accum_without_bank_queries_is_passage_bank():
+    data = steps(hard=1)
+    one_sided, _ = run_steps("cont_accum", data, bank_size=16, queries=False)
+    assert largest_difference(one_sided, run_steps("passage_bank", data, bank_size=16)[0]) == 0
+    assert largest_difference(run_steps("cont_accum", data, bank_size=16)[0], one_sided) > DIFFERENT
+
+
+def test_a_bank_emptied_after_each_step_holds_this_step_alone():
+    """Without past encoder: the second step's gradients do not depend on the first step's pairs."""
+    first, other, second = steps(3)
+    start = tiny_encoder()
+
+    def second_gradients(opening, keep):
+        frozen = InfoNCE(0.1)
+        encoder = copy.deepcopy(start).train()
+        engine = Engine(device="cpu")
+        engine.prepare(
+            encoder, torch.optim.SGD(encoder.parameters(), lr=0.0)
+        )  # the weights stay, only the bank can tell
+        bank = Bank(16, encoder.dim, frozen, push=4, keep=keep)
+        for step in (opening, second):
+            METHODS["cont_accum"](engine, step, bank, frozen)
+            found = gradients(encoder)
+            engine.update()
+            bank.end_step()
+        return [found]
+
+    assert largest_difference(second_gradients(first, keep=False), second_gradients(other, keep=False)) == 0
+    assert largest_difference(second_gradients(first, keep=True), second_gradients(other, keep=True)) > DIFFERENT
+
+
+@pytest.mark.parametrize("hard", [0, 1])
+@pytest.mark.parametrize("mask", [True, False])
+@pytest.mark.parametrize("similarity", ["cosine", "dot"])
+def test_cont_accum_equals_the_slow_version(hard, mask, similarity):
+    """Every parameter's gradient over 4 steps of 4 micro-batches through a ring of 10 rows, against plain lists."""
+    temperature = 0.1 if similarity == "cosine" else 5.0
+    data = steps(4, hard=hard, passages=20)
+    start = tiny_encoder(similarity=similarity)
+    fast, fast_loss = run_steps("cont_accum", data, bank_size=10, loss=InfoNCE(temperature, mask), encoder=start)
+
+    encoder, bank = copy.deepcopy(start).train(), SlowBank(10)
+    optimizer = torch.optim.SGD(encoder.parameters(), lr=0.5)
+    slow, slow_losses = [], []
+    for batches in data:
+        optimizer.zero_grad()
+        total = 0.0
+        for batch in batches:
+            queries, passages = encoder(batch)
+            value = slow_loss(queries, passages, batch.ids, bank, temperature, mask=mask)
+            (value / len(batches)).backward()
+            bank.push(queries, passages, batch.ids)
+            total += value.item() / len(batches)
+        slow.append(gradients(encoder))
+        slow_losses.append(total)
+        optimizer.step()
+    assert largest_difference(fast, slow) < 2e-4  # four steps of descent let rounding grow
+    assert fast_loss == pytest.approx(slow_losses, rel=1e-5)
+    other = run_steps("cont_accum", data, bank_size=12, loss=InfoNCE(temperature, mask), encoder=start)[0]
+    assert largest_difference(other, slow) > 1e-3
+
+
+def test_cont_cache_equals_a_slow_version_that_keeps_every_graph():
+    data = steps(3, hard=1, passages=20)
+    start = tiny_encoder()
+    fast, _ = run_steps("cont_cache", data, bank_size=20, push=16, encoder=start)
+    encoder, bank = copy.deepcopy(start).train(), SlowBank(20)
+    optimizer = torch.optim.SGD(encoder.parameters(), lr=0.5)
+    slow = []
+    for batches in data:
+        optimizer.zero_grad()
+        parts = [(*encoder(batch), batch.ids) for batch in batches]
+        queries, passages = (torch.cat([part[i] for part in parts]) for i in (0, 1))
+        ids = type(parts[0][2])(*(torch.cat([getattr(part[2], n) for part in parts]) for n in ("columns", "positives")))
+        slow_loss(queries, passages, ids, bank, 0.1, mask=True).backward()
+        bank.push(queries, passages, ids)
+        slow.append(gradients(encoder))
+        optimizer.step()
+    assert largest_difference(fast, slow) < 2e-4
+    assert largest_difference(run_steps("cont_cache", data, bank_size=16, push=16, encoder=start)[0], slow) > 1e-3
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+def test_tied_towers_and_gradient_checkpointing_change_no_gradient(method):
+    """Recomputed activations, dropout included, give the gradients of kept ones."""
+    data = steps(2, hard=1)
+    start = tiny_encoder(dropout=0.2, tie=True)
+    plain, _ = run_steps(method, data, bank_size=16, push=16, encoder=start)
+    start.gradient_checkpointing_enable()
+    assert largest_difference(run_steps(method, data, bank_size=16, push=16, encoder=start)[0], plain) < SAME
+
+
+def test_the_first_pass_keeps_one_graph():
+    encoder = tiny_encoder()
+    engine = Engine(device="cpu")
+    engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1))
+    parts = represent(engine, micro_batches(3, 4))
+    assert [part[0].requires_grad for part in parts] == [False, False, True]
+    value, cache = cache_gradients(parts, InfoNCE(0.1))
+    assert not value.value.requires_grad
+    assert [tuple(gradient.shape) for gradient in cache[0]] == [(4, 32), (4, 1, 32)]
