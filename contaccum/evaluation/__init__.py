@@ -1,0 +1,1 @@
+"""From a ranked run to figures: BEIR's metrics, DPR's answer accuracy, and the benchmark's data sets by name."""

@@ -1,0 +1,182 @@
+"""BEIR's data sets by name: found in the cache, or fetched from BEIR's server, checked, unpacked safely and kept."""
+
+import hashlib
+import os
+import stat
+import zipfile
+import zlib
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+import requests
+from tqdm.auto import tqdm
+
+from contaccum.errors import InputError
+from contaccum.files import cache_folder, whole_file, whole_folder
+
+BASE_URL = "https://public.ukp.informatik.tu-darmstadt.de/thakur/BEIR/datasets"
+
+MD5 = {  # of the archives, as BEIR publishes them beside its table of data sets
+    "msmarco": "444067daf65d982533ea17ebd59501e4",
+    "trec-covid": "ce62140cb23feb9becf6270d0d1fe6d1",
+    "nfcorpus": "a89dba18a62ef92f7d323ec890a0d38d",
+    "nq": "d4d3d2e48787a744b6f6e691ff534307",
+    "hotpotqa": "f412724f78b0d91183a0e86805e16114",
+    "fiqa": "17918ed23cd04fb15047f73e6c3bd9d9",
+    "arguana": "8ad3e3c2a5867cdced806d6503f29b99",
+    "webis-touche2020": "46f650ba5a527fc69e0a6521c5a23563",
+    "cqadupstack": "4e41456d7df8ee7760a7f866133bda78",
+    "quora": "18fb154900ba42a600f84b839c173167",
+    "dbpedia-entity": "c2a39eb420a3164af735795df012ac2c",
+    "scidocs": "38121350fc3a4d2f48850f6aff52e4a9",
+    "fever": "5a818580227bfb4b35bb6fa46d9b6c03",
+    "climate-fever": "8b66f0a9126c521bae2bde127b4dc99d",
+    "scifact": "5f7d1de60b170fc8027bb7898e2efca1",
+    "germanquad": "95a581c3162d10915a418609bcce851b",
+}
+UNCHECKED = ("nq-train",)  # on the same server, without a published checksum
+LICENSED = ("bioasq", "signal1m", "trec-news", "robust04")  # BEIR may not pass these on
+FORUMS = (
+    *("android", "english", "gaming", "gis", "mathematica", "physics"),
+    *("programmers", "stats", "tex", "unix", "webmasters", "wordpress"),
+)
+
+GIB = 1 << 30
+MAX_DOWNLOAD = 16 * GIB  # the largest archive, cqadupstack's, has 5 GiB
+MAX_UNPACKED = 64 * GIB
+_MAX_ENTRIES = 1000
+_CHUNK = 1 << 20
+_TIMEOUT = 30  # seconds without any byte
+
+
+def is_published(name_or_folder: str | Path) -> bool:
+    """Whether ``resolve_dataset`` would take it for the name of a public data set, and not for a path."""
+    name = str(name_or_folder).partition("/")[0]
+    return (name in MD5 or name in UNCHECKED) and not os.path.exists(name_or_folder)
+
+
+def resolve_dataset(
+    name_or_folder: str | Path,
+    cache: str | Path | None = None,
+    *,
+    base_url: str = BASE_URL,
+    md5: str | None = None,
+    max_download: int = MAX_DOWNLOAD,
+    max_unpacked: int = MAX_UNPACKED,
+) -> Path:
+    """A path as it is, or the folder of the BEIR data set of that name, downloaded into ``cache`` if need be.
+
+    ``cqadupstack`` is twelve sets, named ``cqadupstack/android`` and so on. ``md5`` stands in for the published
+    checksum of a copy served elsewhere. Raises InputError when the name is not known, the archive cannot be had, is
+    larger than the limits (bytes), differs from its checksum or is unsafe to unpack; then nothing is left behind.
+    """
+    if os.path.exists(name_or_folder):  # unlike Path.exists, takes a name too long for a path
+        return Path(name_or_folder)
+    name, _, forum = str(name_or_folder).partition("/")
+    folder = Path(cache or cache_folder() / "beir") / _checked_name(name, forum)
+    if not folder.is_dir():
+        url = f"{base_url}/{name}.zip"
+        archive = folder.with_name(f"{name}.zip")
+        try:
+            with whole_file(archive) as file:
+                found = _fetch(url, file, max_download, folder)
+            expected = md5 or MD5.get(name)
+            if expected and found != expected:
+                raise InputError(f"{url}: the archive's MD5 is {found}, expected {expected}")
+            unpack(archive, name, folder, max_unpacked)
+        finally:
+            archive.unlink(missing_ok=True)
+    return folder / forum
+
+
+def _checked_name(name: str, forum: str) -> str:
+    """The name, if it can be fetched, or InputError saying what to name or do instead."""
+    if name in LICENSED:
+        raise InputError(
+            f"{name}: BEIR's licence keeps it from download; build it as BEIR explains and give its folder"
+        )
+    if name not in MD5 and name not in UNCHECKED:
+        names = ", ".join(sorted([*MD5, *UNCHECKED]))
+        raise InputError(f"{name}: no such folder, and no data set of that name, expected a path or one of {names}")
+    if (forum not in FORUMS) if name == "cqadupstack" else forum:
+        expected = f"cqadupstack/FORUM, FORUM one of {', '.join(FORUMS)}" if name == "cqadupstack" else repr(name)
+        raise InputError(f"{name}{'/' + forum if forum else ''}: not one data set, expected {expected}")
+    return name
+
+
+def _fetch(url: str, file: BinaryIO, limit: int, folder: Path) -> str:
+    """Download into an open file, at most ``limit`` bytes; returns the MD5 in hex."""
+    digest = hashlib.md5(usedforsecurity=False)  # the only checksum that BEIR publishes
+    try:
+        with requests.get(url, stream=True, timeout=_TIMEOUT) as response:
+            response.raise_for_status()
+            total = int(response.headers.get("Content-Length", 0))
+            with tqdm(total=total or None, desc=folder.name, unit="B", unit_scale=True, disable=None) as bar:
+                for chunk in response.iter_content(_CHUNK):
+                    if file.tell() + len(chunk) > limit:
+                        raise InputError(f"{url}: the archive has more than {limit} bytes, expected at most that")
+                    file.write(chunk)
+                    digest.update(chunk)
+                    bar.update(len(chunk))
+    except requests.RequestException as error:
+        reason = type(error).__name__ if error.response is None else f"HTTP status {error.response.status_code}"
+        raise InputError(
+            f"{folder.name}: not in {folder.parent}, and {url} could not be fetched ({reason}); put its folder "
+            f"(corpus.jsonl, queries.jsonl, qrels/) at {folder}, or give the path of a local copy"
+        ) from error
+    return digest.hexdigest()
+
+
+def unpack(archive: Path, name: str, target: Path, limit: int = MAX_UNPACKED) -> None:
+    """Unpack the folder ``name`` of a zip archive as ``target``, which appears whole or not at all.
+
+    Refused with InputError: entries that climb (``..``), absolute paths, links, more than ``limit`` bytes once unpacked
+    (counted, not believed), encrypted or damaged entries, and an archive without that folder.
+    """
+    try:
+        with zipfile.ZipFile(archive) as bundle, whole_folder(target) as part:
+            entries = [(_safe_path(entry, archive), entry) for entry in _entries(bundle, archive)]
+            own = [(path, entry) for path, entry in entries if path.parts[:1] == (name,) and not entry.is_dir()]
+            if not own:
+                raise InputError(f"{archive}: holds no folder {name!r}, expected BEIR's layout")
+            for path, entry in own:
+                limit -= _extract(bundle, entry, part.joinpath(*path.parts[1:]), limit, archive)
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError, UnicodeDecodeError) as error:
+        raise InputError(f"{archive}: not a zip archive that can be read ({error})") from error
+
+
+def _entries(bundle: zipfile.ZipFile, archive: Path) -> list[zipfile.ZipInfo]:
+    entries = bundle.infolist()
+    if len(entries) > _MAX_ENTRIES:
+        raise InputError(f"{archive}: has {len(entries)} entries, expected at most {_MAX_ENTRIES}")
+    return entries
+
+
+def _safe_path(entry: zipfile.ZipInfo, archive: Path) -> PurePosixPath:
+    """The entry's relative path; anything that could land outside the target, or is no plain file, is refused."""
+    path = PurePosixPath(entry.filename)
+    kind = stat.S_IFMT(entry.external_attr >> 16)
+    if path.is_absolute() or ".." in path.parts or "\\" in entry.filename or ":" in entry.filename:
+        raise InputError(
+            f"{archive}: its entry {entry.filename!r} would land outside the folder, expected relative paths"
+        )
+    if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
+        raise InputError(f"{archive}: its entry {entry.filename!r} is a link or device, expected files and folders")
+    if entry.flag_bits & 1 or entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise InputError(
+            f"{archive}: its entry {entry.filename!r} is encrypted or of a rare compression, expected neither"
+        )
+    return path
+
+
+def _extract(bundle: zipfile.ZipFile, entry: zipfile.ZipInfo, path: Path, limit: int, archive: Path) -> int:
+    """Write one entry and return its bytes, which are counted while they come: a header can lie about its size."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with bundle.open(entry) as source, open(path, "wb") as file:
+        while chunk := source.read(_CHUNK):
+            if file.tell() + len(chunk) > limit:
+                raise InputError(
+                    f"{archive}: unpacks to more than the limit on its bytes, expected a data set, not a bomb"
+                )
+            file.write(chunk)
+        return file.tell()

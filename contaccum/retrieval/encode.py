@@ -1,0 +1,153 @@
+"""Texts to embeddings: in memory, or as shards on disk that survive a kill and can be made by several processes."""
+
+import hashlib
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from tqdm.auto import tqdm
+
+from contaccum.data.records import Passage
+from contaccum.errors import InputError
+from contaccum.retrieval.shards import (
+    DTYPES,
+    Job,
+    Shard,
+    ShardFolder,
+    check_folder,
+    damage,
+    read_entry,
+    write_manifest,
+    write_shard,
+)
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+CHUNK = 4096  # texts in one call of the encoder: enough to sort by length, few enough to show progress
+
+
+class Encoder(Protocol):
+    """What encoding and searching need of a model; DualEncoder is one."""
+
+    @property
+    def dim(self) -> int: ...
+    def encode_queries(self, texts: list[str], batch_size: int = ...) -> np.ndarray: ...
+    def encode_passages(self, texts: list[str], batch_size: int = ...) -> np.ndarray: ...
+    def fingerprint(self, kind: str) -> str: ...
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Ids and texts of a set, read in slices, so that a memory-mapped corpus is never loaded whole."""
+
+    kind: str
+    """``query`` or ``passage``."""
+    rows: int
+    read: Callable[[int, int], tuple[list[str], list[str]]]
+    """From first row and the row behind the last to ids and texts."""
+
+    @classmethod
+    def of_corpus(cls, corpus: "Dataset") -> "Texts":
+        """Passages of a table with the columns id, title and text; the text is title and text joined, as everywhere."""
+
+        def read(start: int, stop: int) -> tuple[list[str], list[str]]:
+            rows = corpus[start:stop]
+            passages = map(Passage, rows["id"], rows["title"], rows["text"])
+            return list(rows["id"]), [passage.content for passage in passages]
+
+        return cls("passage", len(corpus), read)
+
+    @classmethod
+    def of_queries(cls, queries: Mapping[str, str]) -> "Texts":
+        """Queries by id, in the mapping's order."""
+        ids, texts = list(queries), list(queries.values())
+        return cls("query", len(ids), lambda start, stop: (ids[start:stop], texts[start:stop]))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of all ids and texts in order: the same data gives the same hash, wherever its files lie."""
+        digest = hashlib.sha256()
+        for start in range(0, self.rows, CHUNK):
+            for row in zip(*self.read(start, min(self.rows, start + CHUNK)), strict=True):
+                for value in row:
+                    data = value.encode("utf-8")
+                    digest.update(b"%d:" % len(data))
+                    digest.update(data)
+        return digest.hexdigest()
+
+
+def encode_shard(encoder: Encoder, texts: Texts, start: int, stop: int, batch_size: int, bar: tqdm) -> Shard:
+    """Ids and float32 vectors of the rows from start to stop; ``bar`` counts the texts."""
+    encode = encoder.encode_queries if texts.kind == "query" else encoder.encode_passages
+    ids: list[str] = []
+    vectors = np.empty((stop - start, encoder.dim), dtype=np.float32)
+    for first in range(start, stop, CHUNK):
+        last = min(stop, first + CHUNK)
+        more, content = texts.read(first, last)
+        ids += more
+        vectors[first - start : last - start] = encode(content, batch_size=batch_size)
+        bar.update(last - first)
+    return Shard(ids, vectors)
+
+
+def encode_in_memory(encoder: Encoder, texts: Texts, batch_size: int = 64) -> Shard:
+    """The whole set as one float32 shard, for sets that fit: rows times dimension times 4 bytes."""
+    with tqdm(total=texts.rows, desc=f"encode {texts.kind}", unit="text", disable=None, leave=False) as bar:
+        return encode_shard(encoder, texts, 0, texts.rows, batch_size, bar)
+
+
+def encode_texts(
+    encoder: Encoder,
+    texts: Texts,
+    output_dir: str | Path,
+    *,
+    dtype: str = "float32",
+    shard_size: int = 50_000,
+    batch_size: int = 64,
+    rank: int = 0,
+    world: int = 1,
+) -> bool:
+    """Encode a set into shards; True when the whole set is finished, by this process or with the others' shards.
+
+    Process ``rank`` of ``world`` makes the shards rank, rank + world, … ; whichever finds all finished writes the
+    manifest. A finished shard that is whole is never made again, whatever number of processes made it; one that is
+    damaged is made again with a warning. Memory holds one shard. Raises InputError when the folder holds anything
+    else, or embeddings of other texts, another encoder or another form, and when an embedding is not finite.
+    """
+    if dtype not in DTYPES:
+        raise InputError(f"dtype is {dtype!r}, expected {' or '.join(DTYPES)}")
+    if shard_size < 1:
+        raise InputError(f"shard_size is {shard_size}, expected at least 1")
+    assert 0 <= rank < world
+    folder = Path(output_dir)
+    job = Job(texts.kind, encoder.fingerprint(texts.kind), texts.fingerprint, texts.rows, shard_size, dtype)
+    check_folder(folder, job)
+    own = range(rank, job.count, world)
+    with tqdm(total=sum(stop - start for start, stop in map(job.span, own)), unit="text", disable=None) as bar:
+        for number in own:
+            start, stop = job.span(number)
+            if _is_whole(folder, number, job):
+                bar.update(stop - start)
+            else:
+                write_shard(folder, number, job, encode_shard(encoder, texts, start, stop, batch_size, bar))
+    return write_manifest(folder, job)
+
+
+def _is_whole(folder: Path, number: int, job: Job) -> bool:
+    entry = read_entry(folder, number, job)
+    if entry is None:
+        return False
+    fault = damage(folder, number, entry)
+    if fault:
+        warnings.warn(f"{fault}; shard {number} is encoded again", stacklevel=3)
+    return fault is None
+
+
+def open_embeddings(encoder: Encoder, texts: Texts, folder: str | Path) -> ShardFolder:
+    """The finished shards of a folder, refused when they were made by another encoder or from other texts."""
+    return ShardFolder(folder, encoder.fingerprint(texts.kind), texts.fingerprint)

@@ -1,0 +1,139 @@
+"""Search: from query vectors, or an encoder and texts, to a run."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from contaccum.errors import InputError
+from contaccum.options import SearchSettings
+from contaccum.retrieval.encode import Encoder, Texts, encode_in_memory, encode_texts, open_embeddings
+from contaccum.retrieval.exact import exact_search
+from contaccum.retrieval.index import Index
+from contaccum.retrieval.runs import Run, ranked
+from contaccum.retrieval.shards import Shards
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+DEFAULTS = SearchSettings()
+
+
+def search(
+    query_ids: Sequence[str],
+    query_vectors: np.ndarray,
+    shards: Shards,
+    k: int = 100,
+    *,
+    factory: str = "Flat",
+    backend: str = "auto",
+    search_params: str = "",
+    seed: int = 0,
+) -> Run:
+    """The k passages of highest inner product for each query; all of them when the corpus holds fewer.
+
+    query_vectors (n, d) float32. ``Flat`` is exact and streams the shards; any other faiss ``factory`` string is
+    built in memory and is approximate, ``search_params`` (``nprobe=16``) trading its speed for recall. Raises
+    InputError when the dimensions differ, a query vector is not finite, or the settings do not go together.
+    """
+    if factory != "Flat":
+        if backend == "torch":
+            raise InputError(f"backend torch has only the exact index 'Flat', but the index asked for is {factory!r}")
+        index = Index.build(shards, factory, seed=seed)
+        if search_params:
+            index.set_search_params(search_params)
+        return search_index(query_ids, query_vectors, index, k)
+    if search_params:
+        raise InputError(f"search_params {search_params!r} have no effect on the exact index 'Flat', expected none")
+    dimension = shards[0].vectors.shape[1] if len(shards) else query_vectors.shape[1]
+    queries = _checked_queries(query_ids, query_vectors, dimension, k)
+    return dict(zip(query_ids, exact_search(queries, shards, k, backend), strict=True))
+
+
+def search_index(query_ids: Sequence[str], query_vectors: np.ndarray, index: Index, k: int = 100) -> Run:
+    """As ``search``, in an index that was built or loaded; what it does not find is left out."""
+    queries = _checked_queries(query_ids, query_vectors, index.dimension, k)
+    scores, rows = index.search(queries, k)
+    return {
+        query_id: ranked((index.ids[row], float(score)) for row, score in zip(found, values, strict=True) if row >= 0)
+        for query_id, found, values in zip(query_ids, rows, scores, strict=True)
+    }
+
+
+def _checked_queries(query_ids: Sequence[str], vectors: np.ndarray, dimension: int, k: int) -> np.ndarray:
+    assert len(query_ids) == len(vectors)
+    if k < 1:
+        raise InputError(f"k is {k}, expected at least 1")
+    if vectors.shape[1] != dimension:
+        raise InputError(
+            f"the queries have dimension {vectors.shape[1]} and the passages {dimension}, expected the same"
+        )
+    finite = np.isfinite(vectors).all(axis=1)
+    if not finite.all():
+        raise InputError(f"query {query_ids[int(np.argmin(finite))]!r}: its embedding holds NaN or infinity")
+    return np.ascontiguousarray(vectors, dtype=np.float32)
+
+
+def retrieve(
+    encoder: Encoder,
+    queries: Mapping[str, str],
+    corpus: "Dataset",
+    k: int = 100,
+    settings: SearchSettings = DEFAULTS,
+) -> Run:
+    """Encode queries (id to text) and corpus (columns id, title, text), and search."""
+    shards = passage_shards(encoder, corpus, settings)
+    asked = encode_in_memory(encoder, Texts.of_queries(queries), settings.batch_size)
+    return search(
+        asked.ids,
+        asked.vectors,
+        shards,
+        k,
+        factory=settings.factory,
+        backend=settings.backend,
+        search_params=settings.search_params,
+        seed=settings.seed,
+    )
+
+
+def passage_shards(encoder: Encoder, corpus: "Dataset", settings: SearchSettings = DEFAULTS) -> Shards:
+    """The corpus's embeddings: those of the settings' folder, where what is missing is encoded first, or made in memory."""
+    passages = Texts.of_corpus(corpus)
+    if settings.embeddings is None:
+        return [encode_in_memory(encoder, passages, settings.batch_size)]
+    encode_texts(encoder, passages, settings.embeddings, dtype=settings.dtype, batch_size=settings.batch_size)
+    return open_embeddings(encoder, passages, settings.embeddings)
+
+
+class Hit(NamedTuple):
+    """A passage found for a query, with its text."""
+
+    id: str
+    score: float
+    title: str
+    text: str
+
+
+def top_passages(encoder: Encoder, query: str, shards: Shards, corpus: "Dataset", k: int = 10) -> list[Hit]:
+    """The k best passages for one query text, best first, to be looked at. ``shards`` hold the corpus's embeddings."""
+    vectors = encoder.encode_queries([query])
+    hits = search(["query"], vectors, shards, k)["query"]
+    rows = rows_of(corpus, {passage_id for passage_id, _ in hits})
+    found = corpus[[rows[passage_id] for passage_id, _ in hits]]
+    return [
+        Hit(passage_id, score, title, text)
+        for (passage_id, score), title, text in zip(hits, found["title"], found["text"], strict=True)
+    ]
+
+
+def rows_of(corpus: "Dataset", ids: set[str]) -> dict[str, int]:
+    """Row number of each id; InputError naming one that the corpus lacks."""
+    from contaccum.data.tables import find_rows  # imports datasets, which takes a second
+
+    rows = find_rows(corpus, ids)
+    if missing := sorted(ids - rows.keys()):
+        raise InputError(
+            f"passage {missing[0]!r} of the run is not in the corpus ({len(missing)} such), expected the same corpus"
+        )
+    return rows

@@ -1,0 +1,258 @@
+"""Data sets by name, from a real server on this machine; hostile archives; no network."""
+
+import hashlib
+import io
+import socket
+import stat
+import threading
+import zipfile
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from contaccum.data.tables import load_retrieval_set
+from contaccum.errors import InputError
+from contaccum.evaluation.download import MD5, is_published, resolve_dataset, unpack
+
+FILES = {
+    "corpus.jsonl": '{"_id": "p", "title": "", "text": "some text"}\n',
+    "queries.jsonl": '{"_id": "q", "text": "a query"}\n',
+    "qrels/test.tsv": "query-id\tcorpus-id\tscore\nq\tp\t1\n",
+}
+
+
+class Server:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.requests: list[str] = []
+        outer = self
+
+        class Handler(SimpleHTTPRequestHandler):
+            def log_message(self, format: str, *args: object) -> None:
+                outer.requests.append(self.path)
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch) -> Iterator[Server]:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    (tmp_path / "served").mkdir()
+    server = Server(tmp_path / "served")
+    thread = threading.Thread(target=server.http.serve_forever)
+    thread.start()
+    yield server
+    server.http.shutdown()
+    thread.join()
+    server.http.server_close()
+
+
+def archive(path: Path, entries: dict[str, str] | list[tuple[zipfile.ZipInfo | str, bytes]]) -> str:
+    """Write a zip file; returns its MD5."""
+    pairs = list(entries.items()) if isinstance(entries, dict) else entries
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as bundle:
+        for name, data in pairs:
+            bundle.writestr(name, data)
+    return hashlib.md5(path.read_bytes()).hexdigest()
+
+
+def beir_archive(path: Path, name: str) -> str:
+    return archive(path, {f"{name}/{file}": text for file, text in FILES.items()})
+
+
+def left(cache: Path) -> list[str]:
+    return sorted(path.name for path in cache.rglob("*"))
+
+
+def test_a_name_is_downloaded_checked_unpacked_and_kept(server, tmp_path):
+    md5 = beir_archive(server.folder / "scifact.zip", "scifact")
+    folder = resolve_dataset("scifact", tmp_path / "cache", base_url=server.url, md5=md5)
+    assert folder == tmp_path / "cache" / "scifact"
+    assert left(tmp_path / "cache") == ["corpus.jsonl", "qrels", "queries.jsonl", "scifact", "test.tsv"]
+    assert load_retrieval_set(folder, "test").qrels == {"q": {"p": 1}}
+    assert resolve_dataset("scifact", tmp_path / "cache", base_url=server.url) == folder
+    assert server.requests == ["/scifact.zip"]
+
+
+def test_an_archive_that_differs_from_its_published_checksum_is_refused(server, tmp_path):
+    beir_archive(server.folder / "scifact.zip", "scifact")
+    with pytest.raises(InputError, match=f"expected {MD5['scifact']}"):
+        resolve_dataset("scifact", tmp_path / "cache", base_url=server.url)
+    assert left(tmp_path / "cache") == []
+
+
+def test_a_path_is_a_path_though_a_data_set_has_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert is_published("scifact")
+    (tmp_path / "scifact").mkdir()
+    assert resolve_dataset("scifact") == Path("scifact")
+    assert not is_published("scifact")
+
+
+def test_the_projects_cache_is_the_place_where_nothing_else_is_said(server, tmp_path):
+    md5 = beir_archive(server.folder / "fiqa.zip", "fiqa")
+    assert resolve_dataset("fiqa", base_url=server.url, md5=md5) == tmp_path / "cache" / "beir" / "fiqa"
+
+
+def test_one_forum_of_cqadupstack(server, tmp_path):
+    entries = {f"cqadupstack/{forum}/{file}": text for forum in ("tex", "unix") for file, text in FILES.items()}
+    md5 = archive(server.folder / "cqadupstack.zip", entries)
+    folder = resolve_dataset("cqadupstack/tex", tmp_path / "cache", base_url=server.url, md5=md5)
+    assert load_retrieval_set(folder, "test").queries == {"q": "a query"}
+    resolve_dataset("cqadupstack/unix", tmp_path / "cache", base_url=server.url)
+    assert len(server.requests) == 1
+    assert is_published("cqadupstack/tex")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("scifacts", "no such folder, and no data set of that name, expected a path or one of arguana, "),
+        ("../etc", "no such folder"),
+        ("x" * 5000, "no such folder"),
+        ("robust04", "licence keeps it from download"),
+        ("cqadupstack", "not one data set, expected cqadupstack/FORUM"),
+        ("cqadupstack/cooking", "not one data set, expected cqadupstack/FORUM"),
+        ("scifact/..", "scifact/..: not one data set, expected 'scifact'"),
+    ],
+)
+def test_names_that_cannot_be_fetched(name, words, tmp_path):
+    with pytest.raises(InputError, match=words):
+        resolve_dataset(name, tmp_path / "cache", base_url="http://127.0.0.1:9")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_without_a_network_one_sentence_says_where_a_copy_may_be_put(tmp_path, monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with socket.socket() as unused:  # bound and not listening: connections are refused
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        with pytest.raises(InputError, match="could not be fetched") as error:
+            resolve_dataset("nq", tmp_path / "cache", base_url=url)
+    assert f"at {tmp_path / 'cache' / 'nq'}, or give the path" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert left(tmp_path / "cache") == []
+
+
+def test_an_archive_that_the_server_lacks_is_named_with_the_status(server, tmp_path):
+    with pytest.raises(InputError, match="HTTP status 404"):
+        resolve_dataset("nq", tmp_path / "cache", base_url=server.url)
+
+
+def test_a_download_beyond_the_limit_is_stopped(server, tmp_path):
+    md5 = archive(server.folder / "nq.zip", [("nq/corpus.jsonl", bytes(hashlib.sha512(b"").digest()) * 40)])
+    size = (server.folder / "nq.zip").stat().st_size
+    with pytest.raises(InputError, match=f"more than {size - 1} bytes"):
+        resolve_dataset("nq", tmp_path / "cache", base_url=server.url, md5=md5, max_download=size - 1)
+    assert left(tmp_path / "cache") == []
+    assert resolve_dataset("nq", tmp_path / "cache", base_url=server.url, md5=md5, max_download=size).is_dir()
+
+
+def test_a_connection_that_breaks_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer_in_part() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nPK\3\4")
+
+        thread = threading.Thread(target=answer_in_part)
+        thread.start()
+        with pytest.raises(InputError, match="could not be fetched"):
+            resolve_dataset("nq", tmp_path / "cache", base_url=f"http://127.0.0.1:{listener.getsockname()[1]}")
+        thread.join()
+    assert left(tmp_path / "cache") == []
+
+
+def link(name: str, kind: int = stat.S_IFLNK) -> zipfile.ZipInfo:
+    entry = zipfile.ZipInfo(name)
+    entry.create_system = 3
+    entry.external_attr = (kind | 0o777) << 16
+    return entry
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ("nq/../../evil.txt", "would land outside"),
+        ("../evil.txt", "would land outside"),
+        ("/tmp/evil.txt", "would land outside"),
+        ("nq\\..\\..\\evil.txt", "would land outside"),
+        ("C:/evil.txt", "would land outside"),
+        (link("nq/corpus.jsonl"), "is a link or device"),
+        (link("nq/corpus.jsonl", stat.S_IFIFO), "is a link or device"),
+    ],
+)
+def test_hostile_entries_are_refused_and_nothing_is_unpacked(tmp_path, entry, words):
+    archive(tmp_path / "nq.zip", [("nq/queries.jsonl", b"{}"), (entry, b"/etc/passwd")])
+    with pytest.raises(InputError, match=words):
+        unpack(tmp_path / "nq.zip", "nq", tmp_path / "out" / "nq")
+    assert not list(tmp_path.rglob("*evil*"))
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_bomb_is_stopped_by_what_it_unpacks_to_and_not_by_what_it_says(tmp_path):
+    archive(tmp_path / "nq.zip", [("nq/corpus.jsonl", bytes(30_000_000)), ("nq/queries.jsonl", b"{}")])
+    with pytest.raises(InputError, match="not a bomb"):
+        unpack(tmp_path / "nq.zip", "nq", tmp_path / "out" / "nq", limit=29_999_999)
+    assert list((tmp_path / "out").iterdir()) == []
+    unpack(tmp_path / "nq.zip", "nq", tmp_path / "out" / "nq", limit=30_000_002)
+    assert (tmp_path / "out" / "nq" / "corpus.jsonl").stat().st_size == 30_000_000
+
+
+def test_many_entries_an_encrypted_one_and_another_layout_are_refused(tmp_path):
+    archive(tmp_path / "many.zip", [(f"nq/{n}", b"") for n in range(1001)])
+    with pytest.raises(InputError, match="has 1001 entries"):
+        unpack(tmp_path / "many.zip", "nq", tmp_path / "out")
+    archive(tmp_path / "other.zip", {"other/corpus.jsonl": "{}"})
+    with pytest.raises(InputError, match="holds no folder 'nq'"):
+        unpack(tmp_path / "other.zip", "nq", tmp_path / "out")
+    beir_archive(tmp_path / "plain.zip", "nq")
+    data = bytearray((tmp_path / "plain.zip").read_bytes())
+    data[data.index(b"PK\x01\x02") + 8] |= 1  # the flag of encryption in the first directory entry
+    (tmp_path / "encrypted.zip").write_bytes(data)
+    with pytest.raises(InputError, match="is encrypted or of a rare compression"):
+        unpack(tmp_path / "encrypted.zip", "nq", tmp_path / "out")
+    with zipfile.ZipFile(tmp_path / "rare.zip", "w", zipfile.ZIP_LZMA) as bundle:
+        bundle.writestr("nq/corpus.jsonl", "{}")
+    with pytest.raises(InputError, match="of a rare compression"):
+        unpack(tmp_path / "rare.zip", "nq", tmp_path / "out")
+
+
+@pytest.mark.parametrize("fault", ["no zip", "cut", "flipped", "name"])
+def test_a_damaged_archive_is_refused_and_nothing_is_left(tmp_path, fault):
+    beir_archive(tmp_path / "nq.zip", "nq")
+    data = (tmp_path / "nq.zip").read_bytes()
+    content = data.index(b"corpus.jsonl") + len(b"corpus.jsonl") + 5
+    directory = data.index(b"PK\x01\x02")
+    broken = {
+        "no zip": b"<html>not found</html>",
+        "cut": data[:-30],
+        "flipped": data[:content] + bytes([data[content] ^ 0xFF]) + data[content + 1 :],
+        # its first name is said to be UTF-8, and is not
+        "name": data[: directory + 9]
+        + b"\x08"
+        + data[directory + 10 : directory + 46]
+        + b"\xff"
+        + data[directory + 47 :],
+    }[fault]
+    (tmp_path / "nq.zip").write_bytes(broken)
+    with pytest.raises(InputError, match="not a zip archive that can be read"):
+        unpack(tmp_path / "nq.zip", "nq", tmp_path / "out" / "nq")
+    assert not (tmp_path / "out" / "nq").exists()
+
+
+def test_what_else_is_in_an_archive_is_left_out(tmp_path):
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as bundle:
+        for name in ("nq/", "nq/corpus.jsonl", "__MACOSX/nq/._corpus.jsonl", "nq2/corpus.jsonl"):
+            bundle.writestr(name, "")
+    (tmp_path / "nq.zip").write_bytes(buffer.getvalue())
+    unpack(tmp_path / "nq.zip", "nq", tmp_path / "out")
+    assert left(tmp_path / "out") == ["corpus.jsonl"]

@@ -1,0 +1,264 @@
+"""Encoding into shards: what is written, what is made again, what is refused."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from word_encoder import WordEncoder
+
+from contaccum.errors import InputError
+from contaccum.files import read_json, sha256_of, write_json
+from contaccum.retrieval.encode import Texts, encode_in_memory, encode_texts, open_embeddings
+from contaccum.retrieval.shards import ShardFolder
+
+ROWS = 25
+
+
+def corpus(rows: int = ROWS) -> Dataset:
+    return Dataset.from_dict(
+        {
+            "id": [f"p{n}" for n in range(rows)],
+            "title": [f"title {n}" if n % 2 else "" for n in range(rows)],
+            "text": [f"text number {n}" for n in range(rows)],
+        }
+    )
+
+
+def passages(rows: int = ROWS) -> Texts:
+    return Texts.of_corpus(corpus(rows))
+
+
+def bytes_of(folder: Path) -> dict[str, str]:
+    return {path.name: sha256_of(path) for path in sorted(folder.iterdir())}
+
+
+def all_rows(folder: ShardFolder) -> tuple[list[str], np.ndarray]:
+    return [key for shard in folder for key in shard.ids], np.concatenate([shard.vectors for shard in folder])
+
+
+def test_shards_hold_every_passage_in_order_with_title_and_text(tmp_path):
+    assert encode_texts(WordEncoder(), passages(), tmp_path / "e", shard_size=10)
+    ids, vectors = all_rows(ShardFolder(tmp_path / "e"))
+    texts = [f"title {n} text number {n}" if n % 2 else f"text number {n}" for n in range(ROWS)]
+    assert ids == [f"p{n}" for n in range(ROWS)]
+    np.testing.assert_array_equal(vectors, WordEncoder().encode_passages(texts))
+    assert [len(shard.ids) for shard in ShardFolder(tmp_path / "e")] == [10, 10, 5]
+
+
+def test_manifest_names_encoder_form_sizes_and_hashes(tmp_path):
+    encode_texts(WordEncoder(), passages(), tmp_path / "e", shard_size=10, dtype="float16")
+    manifest = read_json(tmp_path / "e" / "manifest.json")
+    assert manifest["format"] == "contaccum-embeddings"
+    assert manifest["dimension"] == 48
+    assert manifest["job"]["encoder"] == "words-48-passage"
+    assert manifest["job"]["dtype"] == "float16"
+    last = manifest["shards"][2]
+    assert last["rows"] == 5
+    assert last["bytes"]["vectors"] == (tmp_path / "e" / "00002.npy").stat().st_size
+    assert last["sha256"]["ids"] == sha256_of(tmp_path / "e" / "00002.ids.json")
+
+
+def test_half_precision_is_float32_rounded_once(tmp_path):
+    encode_texts(WordEncoder(), passages(), tmp_path / "e", dtype="float16")
+    _, vectors = all_rows(ShardFolder(tmp_path / "e"))
+    assert vectors.dtype == np.float16
+    np.testing.assert_array_equal(vectors, encode_in_memory(WordEncoder(), passages()).vectors.astype(np.float16))
+
+
+def test_three_processes_write_what_one_writes(tmp_path):
+    encode_texts(WordEncoder(), passages(), tmp_path / "one", shard_size=4)
+    finished = [
+        encode_texts(WordEncoder(), passages(), tmp_path / "three", shard_size=4, rank=r, world=3) for r in (2, 0, 1)
+    ]
+    assert finished == [False, False, True]
+    assert bytes_of(tmp_path / "three") == bytes_of(tmp_path / "one")
+
+
+def test_another_number_of_processes_makes_only_what_is_missing(tmp_path):
+    encode_texts(WordEncoder(), passages(), tmp_path / "e", shard_size=4, rank=1, world=2)  # shards 1, 3 and 5: 12 rows
+    encoder = WordEncoder()
+    assert encode_texts(encoder, passages(), tmp_path / "e", shard_size=4)
+    assert encoder.seen == ROWS - 12
+
+
+def test_a_finished_folder_costs_no_encoding(tmp_path):
+    encode_texts(WordEncoder(), passages(), tmp_path / "e", shard_size=4)
+    before, encoder = bytes_of(tmp_path / "e"), WordEncoder()
+    assert encode_texts(encoder, passages(), tmp_path / "e", shard_size=4)
+    assert encoder.seen == 0
+    assert bytes_of(tmp_path / "e") == before
+
+
+SLOW = """
+import sys
+from test_encode import WordEncoder, encode_texts, passages
+encode_texts(WordEncoder(pause=0.05), passages(), sys.argv[1], shard_size=2)
+"""
+
+
+def test_killed_and_resumed_gives_the_files_of_an_unbroken_run(tmp_path):
+    encode_texts(WordEncoder(), passages(), tmp_path / "whole", shard_size=2)
+    broken = tmp_path / "broken"
+    tests = Path(__file__).parent
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent), str(tests.parent.parent)]),
+    }
+    process = subprocess.Popen([sys.executable, "-c", SLOW, str(broken)], env=environment)
+    while not (broken / "00002.shard.json").exists() and process.poll() is None:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    finished = [read_json(path)["shard"]["rows"] for path in broken.glob("*.shard.json")]
+    assert 3 <= len(finished) < 13
+    with pytest.raises(InputError, match=r"the encoding was not ended"):
+        ShardFolder(broken)
+    encoder = WordEncoder()
+    assert encode_texts(encoder, passages(), broken, shard_size=2)
+    assert encoder.seen == ROWS - sum(finished)
+    assert bytes_of(broken) == bytes_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("name", ["00001.npy", "00001.ids.json"])
+@pytest.mark.parametrize("fault", ["flipped", "cut", "gone"])
+def test_a_damaged_shard_is_refused_by_the_reader_and_made_again_by_the_writer(tmp_path, name, fault):
+    folder = tmp_path / "e"
+    encode_texts(WordEncoder(), passages(), folder, shard_size=10)
+    before = bytes_of(folder)
+    data = (folder / name).read_bytes()
+    if fault == "gone":
+        (folder / name).unlink()
+    else:
+        (folder / name).write_bytes(data[:-3] if fault == "cut" else data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
+    shards = ShardFolder(folder)
+    assert len(shards[0].ids) == 10  # the others can be read
+    with pytest.raises(InputError, match=name):
+        shards[1]
+    encoder = WordEncoder()
+    with pytest.warns(UserWarning, match=rf"{name}.*shard 1 is encoded again"):
+        encode_texts(encoder, passages(), folder, shard_size=10)
+    assert encoder.seen == 10
+    assert bytes_of(folder) == before
+
+
+def test_a_damaged_record_or_manifest_is_written_again(tmp_path):
+    encode_texts(WordEncoder(), passages(), tmp_path / "e", shard_size=10)
+    before = bytes_of(tmp_path / "e")
+    (tmp_path / "e" / "manifest.json").write_text("{")
+    (tmp_path / "e" / "00000.shard.json").write_text("")
+    assert encode_texts(WordEncoder(), passages(), tmp_path / "e", shard_size=10)
+    assert bytes_of(tmp_path / "e") == before
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"encoder": WordEncoder(name="other")}, "encoder 'words-48-passage', expected 'other-48-passage'"),
+        ({"texts": passages(24)}, "source"),
+        ({"shard_size": 5}, "shard_size 10, expected 5"),
+        ({"dtype": "float16"}, "dtype 'float32', expected 'float16'"),
+        ({"texts": Texts.of_queries({"q": "text"})}, "kind 'passage', expected 'query'"),
+    ],
+)
+def test_a_folder_of_another_job_is_refused_and_left_as_it_is(tmp_path, change, words):
+    settings = {"encoder": WordEncoder(), "texts": passages(), "shard_size": 10, "dtype": "float32"}
+    encode_texts(output_dir=tmp_path / "e", **settings)
+    before = bytes_of(tmp_path / "e")
+    with pytest.raises(InputError, match=words):
+        encode_texts(output_dir=tmp_path / "e", **settings | change)
+    assert bytes_of(tmp_path / "e") == before
+
+
+def test_a_folder_that_holds_something_else_is_refused(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(InputError, match=r"already holds 'thesis\.tex'"):
+        encode_texts(WordEncoder(), passages(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_reader_refuses_another_encoder_and_other_data(tmp_path):
+    encode_texts(WordEncoder(), passages(), tmp_path / "e")
+    assert len(open_embeddings(WordEncoder(), passages(), tmp_path / "e")) == 1
+    with pytest.raises(InputError, match="made by another encoder"):
+        open_embeddings(WordEncoder(name="other"), passages(), tmp_path / "e")
+    with pytest.raises(InputError, match="made from other data"):
+        open_embeddings(WordEncoder(), passages(24), tmp_path / "e")
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda m: m.update(format="thumbnails"), "not a manifest of embeddings"),
+        (lambda m: m.update(version=2), "not a manifest of embeddings"),
+        (lambda m: m["shards"].pop(), "lists 2 shards"),
+        (lambda m: m["shards"].insert(0, m["shards"].pop()), "its entry 0"),  # another order
+        (lambda m: m["shards"][1].update(vectors="../../secret.npy"), "its entry 1"),
+        (lambda m: m["shards"][1].update(rows=9), "its entry 1"),
+        (lambda m: m["shards"][1].pop("sha256"), "its entry 1"),
+        (lambda m: m["job"].pop("dtype"), "expected the fields kind, encoder"),
+        (lambda m: m["job"].update(shard_size=0), "sizes that can be"),
+        (lambda m: m["job"].update(dtype="object"), "expected dtype float16 or float32"),
+    ],
+)
+def test_a_foreign_or_edited_manifest_is_refused(tmp_path, edit, words):
+    encode_texts(WordEncoder(), passages(), tmp_path / "e", shard_size=10)
+    manifest = read_json(tmp_path / "e" / "manifest.json")
+    edit(manifest)
+    write_json(tmp_path / "e" / "manifest.json", manifest)
+    with pytest.raises(InputError, match=words):
+        ShardFolder(tmp_path / "e")
+
+
+def test_a_missing_folder_or_manifest_is_named(tmp_path):
+    with pytest.raises(InputError, match=r"no manifest\.json \(no embeddings\)"):
+        ShardFolder(tmp_path / "nowhere")
+
+
+def test_shards_from_another_run_under_this_manifest_are_refused(tmp_path):
+    encode_texts(WordEncoder(), passages(), tmp_path / "a", shard_size=10)
+    encode_texts(WordEncoder(name="b", dim=32), passages(), tmp_path / "b", shard_size=10)
+    os.replace(tmp_path / "b" / "00001.npy", tmp_path / "a" / "00001.npy")
+    with pytest.raises(InputError, match=r"00001\.npy"):
+        ShardFolder(tmp_path / "a")[1]
+
+
+class BrokenEncoder(WordEncoder):
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.value = value
+
+    def encode_passages(self, texts, batch_size=64):
+        vectors = super().encode_passages(texts, batch_size)
+        vectors[7, 3] = self.value
+        return vectors
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(np.nan, "float32"), (-np.inf, "float32"), (70_000.0, "float16")])
+def test_an_embedding_that_is_not_finite_is_refused_by_its_id(tmp_path, value, dtype):
+    with pytest.raises(InputError, match="'p7'"):
+        encode_texts(BrokenEncoder(value), passages(), tmp_path / "e", dtype=dtype)
+    assert not list(tmp_path.rglob("*.npy"))
+
+
+def test_the_same_large_value_fits_float32(tmp_path):
+    assert encode_texts(BrokenEncoder(70_000.0), passages(), tmp_path / "e", dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"), [({"dtype": "int8"}, "dtype is 'int8'"), ({"shard_size": 0}, "at least 1")]
+)
+def test_settings_that_cannot_be_are_refused(tmp_path, settings, words):
+    with pytest.raises(InputError, match=words):
+        encode_texts(WordEncoder(), passages(), tmp_path / "e", **settings)
+
+
+def test_source_fingerprint_knows_where_one_text_ends_and_the_next_begins():
+    first = Texts.of_queries({"a": "bc"}).fingerprint
+    assert first == Texts.of_queries({"a": "bc"}).fingerprint
+    assert len({first, Texts.of_queries({"ab": "c"}).fingerprint, Texts.of_queries({"a": "cb"}).fingerprint}) == 3

@@ -1,0 +1,224 @@
+"""Saved indexes, damaged ones, faiss that is missing or meets torch, and memory while an index is built."""
+
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from contaccum.errors import InputError
+from contaccum.files import read_json, sha256_of, write_json
+from contaccum.retrieval import exact
+from contaccum.retrieval import index as index_module
+from contaccum.retrieval.index import Index
+from contaccum.retrieval.search import search, search_index
+from contaccum.retrieval.shards import Shard
+
+
+def shards(rows: int = 200, dim: int = 16) -> list[Shard]:
+    vectors = np.random.default_rng(0).standard_normal((rows, dim)).astype(np.float32)
+    ids = [f"p {n} é" for n in range(rows)]
+    return [Shard(ids[at : at + 70], vectors[at : at + 70]) for at in range(0, rows, 70)]
+
+
+QUERIES = np.random.default_rng(1).standard_normal((5, 16)).astype(np.float32)
+NAMES = [f"q{n}" for n in range(5)]
+
+
+@pytest.mark.parametrize("factory", ["Flat", "IVF8,Flat", "HNSW8"])
+def test_a_saved_index_answers_as_before(tmp_path, factory):
+    built = Index.build(shards(), factory, encoder="abc")
+    built.save(tmp_path / "index")
+    loaded = Index.load(tmp_path / "index")
+    assert (loaded.factory, loaded.encoder, loaded.dimension, len(loaded)) == (factory, "abc", 16, 200)
+    assert search_index(NAMES, QUERIES, loaded, 10) == search_index(NAMES, QUERIES, built, 10)
+
+
+def test_a_flat_index_finds_what_streaming_finds():
+    indexed = search_index(NAMES, QUERIES, Index.build(shards(), "Flat"), 10)
+    streamed = search(NAMES, QUERIES, shards(), 10)
+    assert [[key for key, _ in hits] for hits in indexed.values()] == [[key for key, _ in h] for h in streamed.values()]
+
+
+def test_several_threads_build_a_graph_that_serves_as_well():
+    built = Index.build(shards(), "HNSW32", reproducible=False)
+    found, right = search_index(NAMES, QUERIES, built, 10), search(NAMES, QUERIES, shards(), 10)
+    shared = [len({key for key, _ in found[q]} & {key for key, _ in right[q]}) for q in NAMES]
+    assert np.mean(shared) > 8
+
+
+def test_the_number_of_threads_is_as_before_once_a_graph_is_built():
+    faiss = index_module.load_faiss()
+    before = faiss.omp_get_max_threads()
+    Index.build(shards(), "HNSW8")
+    assert faiss.omp_get_max_threads() == before
+
+
+@pytest.mark.parametrize("file", ["index.faiss", "ids.json"])
+@pytest.mark.parametrize("fault", ["flipped", "gone"])
+def test_a_damaged_index_is_refused_before_faiss_reads_it(tmp_path, file, fault, monkeypatch):
+    Index.build(shards(), "Flat").save(tmp_path / "index")
+    path = tmp_path / "index" / file
+    data = path.read_bytes()
+    path.unlink()
+    if fault == "flipped":
+        path.write_bytes(data[:9] + bytes([data[9] ^ 1]) + data[10:])
+    monkeypatch.setattr(index_module, "load_faiss", lambda: pytest.fail("faiss was asked to read a damaged index"))
+    with pytest.raises(InputError, match=file):
+        Index.load(tmp_path / "index")
+
+
+def test_a_manifest_that_is_missing_foreign_or_untrue_is_refused(tmp_path):
+    folder = tmp_path / "index"
+    with pytest.raises(InputError, match=r"manifest\.json"):
+        Index.load(folder)
+    Index.build(shards(), "Flat").save(folder)
+    manifest = read_json(folder / "manifest.json")
+    write_json(folder / "manifest.json", manifest | {"format": "contaccum-embeddings"})
+    with pytest.raises(InputError, match="not the manifest of an index"):
+        Index.load(folder)
+    write_json(folder / "manifest.json", manifest | {"sha256": None})
+    with pytest.raises(InputError, match=r"index\.faiss"):
+        Index.load(folder)
+    write_json(folder / "manifest.json", manifest | {"dimension": 17})
+    with pytest.raises(InputError, match="200 rows of 16 and 200 ids, expected 200 rows of 17"):
+        Index.load(folder)
+
+
+def test_a_file_that_is_no_index_is_refused_though_its_hash_is_right(tmp_path):
+    folder = tmp_path / "index"
+    Index.build(shards(), "Flat").save(folder)
+    (folder / "index.faiss").write_bytes(b"IxF2" + b"\xff" * 60)
+    manifest = read_json(folder / "manifest.json")
+    manifest["sha256"]["index"] = sha256_of(folder / "index.faiss")
+    write_json(folder / "manifest.json", manifest)
+    with pytest.raises(InputError, match=r"index\.faiss"):
+        Index.load(folder)
+
+
+def test_an_index_replaces_an_older_one_and_nothing_else(tmp_path):
+    Index.build(shards(), "Flat").save(tmp_path / "index")
+    Index.build(shards(90), "Flat").save(tmp_path / "index")
+    assert len(Index.load(tmp_path / "index")) == 90
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.jpg").write_bytes(b"cat")
+    with pytest.raises(InputError, match="already holds something else"):
+        Index.build(shards(), "Flat").save(tmp_path / "photos")
+    assert (tmp_path / "photos" / "cat.jpg").read_bytes() == b"cat"
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+WITHOUT_FAISS = """
+import sys
+sys.modules["faiss"] = None  # import faiss now fails as if it were not installed
+import numpy as np
+from contaccum.errors import InputError
+from contaccum.retrieval.search import search
+from contaccum.retrieval.shards import Shard
+vectors = np.eye(4, dtype=np.float32)
+shards = [Shard(list("abcd"), vectors)]
+print(search(["q"], vectors[2:3], shards, 1))
+for settings in ({"backend": "faiss"}, {"factory": "HNSW8"}):
+    try:
+        search(["q"], vectors[2:3], shards, 1, **settings)
+    except InputError as error:
+        print(error)
+"""
+
+
+def test_without_faiss_exact_search_goes_on_in_torch_and_the_rest_names_the_extra():
+    done = run_python(WITHOUT_FAISS)
+    lines = done.stdout.splitlines()
+    assert lines[0] == "{'q': [('c', 1.0)]}", done.stderr
+    assert len(lines) == 3
+    assert all('pip install "contaccum[cpu]"' in line for line in lines[1:])
+
+
+BOTH = """
+import {first}, {second}
+import numpy as np, faiss, torch
+rows = np.random.default_rng(0).standard_normal((3000, 64)).astype(np.float32)
+for _ in range(3):
+    scores, found = faiss.knn(rows, rows, 1, metric=faiss.METRIC_L2)
+    product = torch.from_numpy(rows) @ torch.from_numpy(rows).T
+    assert (found[:, 0] == range(3000)).all() and torch.isfinite(product).all()
+print("both")
+"""
+
+
+@pytest.mark.parametrize(("first", "second"), [("torch", "faiss"), ("faiss", "torch")])
+def test_torch_and_faiss_work_in_one_process_in_either_order(first, second):
+    done = run_python(BOTH.format(first=first, second=second))
+    assert (done.returncode, done.stdout.strip()) == (0, "both"), done.stderr
+
+
+@pytest.fixture
+def gpu_calls(monkeypatch) -> list[bool]:
+    """Stand-ins for the GPU half of faiss, which only a GPU build has; a copy is the index itself, HNSW has none."""
+    faiss = index_module.load_faiss()
+    calls: list[bool] = []
+
+    def copies(index, options):
+        calls.append(options.shard)
+        if isinstance(index, faiss.IndexHNSW):
+            raise RuntimeError("Error in ToGpuCloner at GpuCloner.cpp:1: Error: not implemented on GPU")
+        return index
+
+    for module in (index_module, exact):
+        monkeypatch.setattr(module, "gpu_count", lambda: 2)
+    monkeypatch.setattr(faiss, "GpuMultipleClonerOptions", types.SimpleNamespace, raising=False)
+    monkeypatch.setattr(faiss, "index_cpu_to_all_gpus", copies)
+    return calls
+
+
+def test_with_gpus_the_index_is_divided_over_them_once(gpu_calls):
+    built = Index.build(shards(), "Flat")
+    found = [built.search(QUERIES, 5)[1] for _ in range(2)]
+    assert gpu_calls == [True]
+    np.testing.assert_array_equal(found[0], found[1])
+    assert search(NAMES, QUERIES, shards(), 5).keys() == set(NAMES)
+    assert gpu_calls == [True, True]  # exact search went the same way
+
+
+def test_more_results_than_a_gpu_can_give_are_searched_on_the_cpu(gpu_calls):
+    Index.build(shards(), "Flat").search(QUERIES, index_module.GPU_LIMIT + 1)
+    assert gpu_calls == []
+
+
+def test_an_index_without_gpu_form_is_searched_on_the_cpu_with_a_warning(gpu_calls):
+    built = Index.build(shards(), "HNSW8")
+    with pytest.warns(UserWarning, match=r"index 'HNSW8' is searched on the CPU \(not implemented on GPU\)"):
+        found = built.search(QUERIES, 5)
+    np.testing.assert_array_equal(found[1], built.index.search(QUERIES, 5)[1])
+
+
+PEAK = """
+import resource, sys
+import numpy as np
+from contaccum.retrieval.search import search
+from contaccum.retrieval.shards import Shard
+import faiss, torch
+
+class Made:  # 24 shards of 15 MB, each made when asked for
+    def __len__(self): return 24
+    def __getitem__(self, n):
+        vectors = np.random.default_rng(n).standard_normal((10_000, 384), dtype=np.float32)
+        return Shard([str(n * 10_000 + row) for row in range(10_000)], vectors)
+    def __iter__(self): return (self[n] for n in range(24))
+
+queries = np.ones((8, 384), dtype=np.float32)
+search(["warm"], queries[:1], [Made()[0]], 10, backend=sys.argv[1])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+search([str(n) for n in range(8)], queries, Made(), 10, backend=sys.argv[1])
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+
+
+@pytest.mark.parametrize("backend", ["faiss", "torch"])
+def test_exact_search_holds_a_few_shards_and_not_the_corpus(backend):
+    done = subprocess.run([sys.executable, "-c", PEAK, backend], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 90  # MB, of a corpus of 352

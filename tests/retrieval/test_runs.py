@@ -1,0 +1,84 @@
+"""TREC run files: what is written can be read, in the same order; what cannot be carried is refused."""
+
+import gzip
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contaccum.errors import InputError
+from contaccum.retrieval.runs import ranked, read_run, write_run
+
+scores = st.floats(allow_nan=False, allow_infinity=False, width=32)
+names = st.text(st.characters(categories=["L", "N", "P"]), min_size=1, max_size=6)
+
+
+@given(st.dictionaries(names, st.dictionaries(names, scores, min_size=1, max_size=8), min_size=1, max_size=4))
+def test_a_run_read_back_is_the_run_written(tmp_path_factory, results):
+    run = {query: ranked(hits.items()) for query, hits in results.items()}
+    path = tmp_path_factory.mktemp("run") / "run.trec"
+    write_run(path, run)
+    assert read_run(path) == run
+
+
+def test_lines_have_trecs_six_columns(tmp_path):
+    write_run(tmp_path / "r", {"q1": [("d2", 1.5), ("d1", np.float32(0.1))]}, tag="mine")
+    assert (tmp_path / "r").read_text() == f"q1 Q0 d2 1 1.5 mine\nq1 Q0 d1 2 {float(np.float32(0.1))!r} mine\n"
+
+
+def test_equal_scores_stand_by_id_greatest_first_in_utf8_order():
+    pairs = [("b", 1.0), ("é", 1.0), ("a", 2.0), ("c", 1.0), ("z", 1.0), ("😀", 1.0), ("ﬀ", 1.0)]
+    assert [key for key, _ in ranked(pairs)] == ["a", "😀", "ﬀ", "é", "z", "c", "b"]
+    by_bytes = sorted((key for key, score in pairs if score == 1.0), key=str.encode, reverse=True)
+    assert [key for key, _ in ranked(pairs)][1:] == by_bytes
+    assert ranked(pairs, 2) == [("a", 2.0), ("😀", 1.0)]
+
+
+def test_the_score_decides_and_not_the_rank_column_or_the_lines_order(tmp_path):
+    path = tmp_path / "run"
+    path.write_text("q Q0 low 1 0.1 x\nq\tQ0\thigh\t9\t0.9\tx\r\n\nq Q0 middle 0 5e-1 x\n")
+    assert read_run(path) == {"q": [("high", 0.9), ("middle", 0.5), ("low", 0.1)]}
+
+
+def test_a_gzipped_run_is_read(tmp_path):
+    with gzip.open(tmp_path / "run.gz", "wt") as file:
+        file.write("q Q0 d 1 2 x\n")
+    assert read_run(tmp_path / "run.gz") == {"q": [("d", 2.0)]}
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("q Q0 d 1 0.5", "line 2: 5 columns, expected six"),
+        ("q Q0 d e 1 0.5 tag", "line 2: 7 columns"),
+        ("q Q0 e 1 high tag", "line 2: score 'high' is no number"),
+        ("q Q0 e 1 nan tag", "line 2: score 'nan' is not finite"),
+        ("q Q0 e 1 -inf tag", "line 2: score '-inf' is not finite"),
+        ("q Q0 d 2 0.1 tag", "line 2: passage 'd' comes a second time"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, words):
+    (tmp_path / "run").write_text(f"q Q0 d 1 0.5 tag\n{line}\n")
+    with pytest.raises(InputError, match=words):
+        read_run(tmp_path / "run")
+
+
+def test_an_empty_run_and_bytes_that_are_no_text_are_refused(tmp_path):
+    (tmp_path / "empty").write_text("\n")
+    with pytest.raises(InputError, match="holds no line"):
+        read_run(tmp_path / "empty")
+    (tmp_path / "latin").write_bytes(b"q Q0 caf\xe9 1 1 x\n")
+    with pytest.raises(InputError, match="line 1: byte 0xe9"):
+        read_run(tmp_path / "latin")
+
+
+@pytest.mark.parametrize(
+    "run", [{"q 1": [("d", 1.0)]}, {"q": [("d", 2.0), ("d\t2", 1.0)]}, {"q": [("", 1.0)]}, {"q": [("a\u2028b", 1.0)]}]
+)
+def test_ids_with_white_space_are_refused_and_no_file_is_left(tmp_path, run):
+    with pytest.raises(InputError, match="white space"):
+        write_run(tmp_path / "run", run)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(InputError, match="tag 'two words'"):
+        write_run(tmp_path / "run", {"q": [("d", 1.0)]}, tag="two words")

@@ -1,0 +1,246 @@
+"""Exact search against the obvious sort; approximate search against exact; ties, cuts and what is refused."""
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from word_encoder import WordEncoder
+
+from contaccum.errors import InputError
+from contaccum.options import SearchSettings
+from contaccum.retrieval import exact, index
+from contaccum.retrieval.encode import Texts, encode_in_memory, encode_texts
+from contaccum.retrieval.search import retrieve, rows_of, search, top_passages
+from contaccum.retrieval.shards import Shard, ShardFolder
+
+
+def made(rows: int, dim: int = 24, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((rows, dim)).astype(np.float32)
+
+
+def key(row: int) -> str:
+    """Ids in another order than the rows, so that no tie is broken rightly by chance."""
+    return f"p{row * 4001 % 10007:05d}"
+
+
+def cut(vectors: np.ndarray, size: int) -> list[Shard]:
+    ids = [key(row) for row in range(len(vectors))]
+    return [Shard(ids[at : at + size], vectors[at : at + size]) for at in range(0, len(vectors), size)]
+
+
+def obvious(queries: np.ndarray, vectors: np.ndarray, k: int) -> dict[str, list[tuple[str, float]]]:
+    """Every score in float64, rounded to float32, then a plain sort: score, then id, both descending."""
+    scores = (queries.astype(np.float64) @ vectors.astype(np.float64).T).astype(np.float32)
+    return {
+        f"q{q}": sorted(
+            ((key(n), float(s)) for n, s in enumerate(row)), key=lambda hit: (hit[1], hit[0]), reverse=True
+        )[:k]
+        for q, row in enumerate(scores)
+    }
+
+
+def names(count: int) -> list[str]:
+    return [f"q{n}" for n in range(count)]
+
+
+@pytest.mark.parametrize("backend", ["faiss", "torch"])
+@pytest.mark.parametrize("size", [1, 7, 100, 1000])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_exact_search_is_the_obvious_sort_for_every_backend_and_shard_size(backend, size, dtype):
+    vectors, queries = made(300).astype(dtype), made(30, seed=1)
+    run = search(names(30), queries, cut(vectors, size), 10, backend=backend)
+    assert run == obvious(queries, vectors, 10)
+
+
+@pytest.mark.parametrize("backend", ["faiss", "torch"])
+def test_search_differs_when_one_vector_differs(backend):
+    vectors, queries = made(300), made(30, seed=1)
+    before = search(names(30), queries, cut(vectors, 100), 10, backend=backend)
+    vectors[211] = 3 * queries[4]
+    after = search(names(30), queries, cut(vectors, 100), 10, backend=backend)
+    assert after["q4"][0][0] == key(211)
+    assert after["q4"][1:] == before["q4"][:9]
+
+
+@pytest.mark.parametrize("backend", ["faiss", "torch"])
+def test_ties_across_the_cut_are_broken_by_id_even_when_most_of_the_corpus_ties(backend):
+    vectors = made(500)
+    vectors[100:400] = vectors[100]  # far more equal passages than the candidates that a first try asks for
+    queries = np.stack([vectors[100], made(1, seed=2)[0], -vectors[100]])
+    run = search(names(3), queries, cut(vectors, 64), 10, backend=backend)
+    assert run == obvious(queries, vectors, 10)
+    equal = sorted((key(row) for row in range(100, 400)), reverse=True)
+    tied = [passage for passage, _ in run["q0"] if passage in equal]
+    assert tied == equal[: len(tied)]
+    assert 0 < len(tied) < 300
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 60),
+    st.integers(1, 70),
+    st.integers(1, 20),
+    st.integers(0, 2**31),
+    st.sampled_from(["faiss", "torch"]),
+)
+def test_any_corpus_of_few_distinct_vectors_is_ranked_as_the_obvious_sort_does(rows, k, size, seed, backend):
+    vectors = made(5, dim=6, seed=seed)[np.random.default_rng(seed).integers(0, 5, rows)]
+    queries = made(3, dim=6, seed=seed + 1)
+    assert search(names(3), queries, cut(vectors, size), k, backend=backend) == obvious(queries, vectors, k)
+
+
+@pytest.mark.parametrize("backend", ["faiss", "torch"])
+def test_blocks_smaller_than_a_shard_change_nothing(backend, monkeypatch):
+    vectors, queries = made(300), made(1100, seed=1)
+    monkeypatch.setattr(exact, "row_blocks", lambda v: ((s, v[s : s + 16]) for s in range(0, len(v), 16)))
+    assert search(names(1100), queries, cut(vectors, 90), 40, backend=backend) == obvious(queries, vectors, 40)
+
+
+def test_torch_is_exact_though_the_caller_allowed_reduced_precision():
+    import torch
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        vectors, queries = made(300), made(9, seed=1)
+        assert search(names(9), queries, cut(vectors, 90), 10, backend="torch") == obvious(queries, vectors, 10)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_k_beyond_the_corpus_gives_the_whole_corpus():
+    vectors, queries = made(20), made(3, seed=1)
+    for factory in ("Flat", "HNSW8"):
+        run = search(names(3), queries, cut(vectors, 6), 1000, factory=factory)
+        assert [len(hits) for hits in run.values()] == [20, 20, 20]
+
+
+@pytest.mark.parametrize("factory", ["IVF16,Flat", "HNSW16", "IVF8,PQ6x4", "PCA12,Flat"])
+def test_approximate_indexes_find_most_of_what_exact_search_finds(factory):
+    centres = made(30)
+    vectors = centres[np.random.default_rng(3).integers(0, 30, 900)] + 0.3 * made(900, seed=4)
+    queries = centres + 0.3 * made(30, seed=5)
+    params = "nprobe=8" if "IVF" in factory else ""
+    found = search(names(30), queries, cut(vectors, 250), 20, factory=factory, search_params=params)
+    right = obvious(queries, vectors, 20)
+    share = np.mean([len({p for p, _ in found[q]} & {p for p, _ in right[q]}) / 20 for q in right])
+    assert share > (0.5 if "PQ6" in factory else 0.6)
+    assert all(hits == sorted(hits, key=lambda hit: (hit[1], hit[0]), reverse=True) for hits in found.values())
+
+
+def test_search_params_trade_speed_for_recall():
+    vectors, queries = made(900), made(30, seed=1)
+    right = obvious(queries, vectors, 10)
+
+    def recall(params: str) -> float:
+        run = search(names(30), queries, cut(vectors, 250), 10, factory="IVF32,Flat", search_params=params)
+        return float(np.mean([len({p for p, _ in run[q]} & {p for p, _ in right[q]}) / 10 for q in right]))
+
+    assert recall("nprobe=1") < recall("nprobe=8") < recall("nprobe=32") == 1.0
+
+
+def test_rows_that_an_approximate_index_does_not_find_are_left_out():
+    vectors, queries = made(200), made(5, seed=1)
+    run = search(names(5), queries, cut(vectors, 64), 150, factory="IVF16,Flat")  # one list of about 12 rows is read
+    assert all(0 < len(hits) < 60 for hits in run.values())
+
+
+@pytest.mark.parametrize("factory", ["IVF16,Flat", "HNSW16", "PQ4x4"])
+def test_two_builds_with_one_seed_give_one_run_and_another_seed_another_training(factory, monkeypatch):
+    monkeypatch.setattr(index, "training_rows", lambda faiss, index: 700)  # fewer than there are, as in a large corpus
+    vectors, queries = made(3000, dim=8), made(20, dim=8, seed=1)
+    first, again = (search(names(20), queries, cut(vectors, 900), 10, factory=factory, seed=5) for _ in range(2))
+    assert first == again
+    other = search(names(20), queries, cut(vectors, 900), 10, factory=factory, seed=6)
+    assert (other == first) == (factory == "HNSW16")  # which is not trained
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"query_vectors": made(3, dim=8)}, "the queries have dimension 8 and the passages 24"),
+        ({"query_vectors": made(3, dim=8), "factory": "HNSW8"}, "the queries have dimension 8 and the passages 24"),
+        ({"k": 0}, "k is 0"),
+        ({"backend": "numpy"}, "backend is 'numpy', expected one of auto, faiss, torch"),
+        ({"backend": "torch", "factory": "HNSW8"}, "backend torch has only the exact index"),
+        ({"search_params": "nprobe=4"}, "have no effect on the exact index"),
+        ({"factory": "HNSW8", "search_params": "nprobe=4"}, "search_params 'nprobe=4' do not fit index 'HNSW8'"),
+        ({"factory": "IVF4,Flat", "search_params": "speed=9"}, "search_params 'speed=9' do not fit"),
+        ({"factory": "IDMap2,Flat"}, "faiss refused it"),  # wants ids of its own, which the rows' numbers already are
+        ({"factory": "Ivory"}, "index 'Ivory' over 40 passages: faiss refused it"),
+        ({"factory": "IVF64,Flat"}, "index 'IVF64,Flat' over 40 passages: faiss refused it"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_in_one_sentence(given, words):
+    call = {"query_ids": names(3), "query_vectors": made(3, seed=1), "shards": cut(made(40), 16), "k": 5}
+    with pytest.raises(InputError, match=words) as error:
+        search(**call | given)
+    assert "\n" not in str(error.value)
+
+
+def test_a_query_vector_that_is_not_finite_is_named():
+    queries = made(3, seed=1)
+    queries[1, 4] = np.nan
+    with pytest.raises(InputError, match="query 'q1'"):
+        search(names(3), queries, cut(made(40), 16), 5)
+
+
+def test_no_passages_and_no_queries():
+    assert search(names(2), made(2), [], 5) == {"q0": [], "q1": []}
+    assert search([], made(0), cut(made(40), 16), 5) == {}
+    with pytest.raises(InputError, match="no passages to index"):
+        search(names(2), made(2), [], 5, factory="HNSW8")
+
+
+CORPUS = Dataset.from_dict(
+    {
+        "id": ["a", "b", "c", "d"],
+        "title": ["", "Rivers", "", "Planets"],
+        "text": ["red apples grow on trees", "the Rhine flows north", "green pears", "Saturn has rings"],
+    }
+)
+
+
+@pytest.mark.parametrize("embeddings", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_texts_are_found_by_their_words(tmp_path, embeddings, dtype):
+    queries = {"x": "which planets have rings", "y": "where does the Rhine flow", "z": "apples and trees"}
+    chosen = SearchSettings(embeddings=tmp_path / "e" if embeddings else None, dtype=dtype)
+    run = retrieve(WordEncoder(), queries, CORPUS, 2, chosen)
+    assert [(query, hits[0][0], len(hits)) for query, hits in run.items()] == [
+        ("x", "d", 2),
+        ("y", "b", 2),
+        ("z", "a", 2),
+    ]
+    assert (tmp_path / "e" / "manifest.json").exists() == embeddings
+
+
+def test_a_second_search_uses_the_embeddings_that_are_there(tmp_path):
+    encoder, chosen = WordEncoder(), SearchSettings(embeddings=tmp_path / "e")
+    first = retrieve(encoder, {"x": "rings"}, CORPUS, 2, chosen)
+    assert encoder.seen == 5
+    assert retrieve(encoder, {"x": "rings"}, CORPUS, 2, chosen) == first
+    assert encoder.seen == 6
+
+
+def test_shards_on_disk_and_in_memory_give_one_run(tmp_path):
+    texts = Texts.of_corpus(CORPUS)
+    encode_texts(WordEncoder(), texts, tmp_path / "e", shard_size=3)
+    queries = WordEncoder().encode_queries(["green rings"])
+    on_disk = search(["q"], queries, ShardFolder(tmp_path / "e"), 4)
+    assert on_disk == search(["q"], queries, [encode_in_memory(WordEncoder(), texts)], 4)
+
+
+def test_top_passages_bring_their_texts():
+    shards = [encode_in_memory(WordEncoder(), Texts.of_corpus(CORPUS))]
+    hits = top_passages(WordEncoder(), "rings of Saturn", shards, CORPUS, 2)
+    assert (hits[0].id, hits[0].title, hits[0].text) == ("d", "Planets", "Saturn has rings")
+    assert hits[0].score > hits[1].score
+
+
+def test_a_passage_that_the_corpus_lacks_is_named():
+    assert rows_of(CORPUS, {"d", "b"}) == {"d": 3, "b": 1}
+    with pytest.raises(InputError, match="passage 'zz'"):
+        rows_of(CORPUS, {"d", "zz"})

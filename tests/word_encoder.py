@@ -1,0 +1,32 @@
+"""A real, small encoder without weights: hashed bags of words. Texts that share words have a high inner product."""
+
+import hashlib
+import re
+import time
+
+import numpy as np
+
+
+class WordEncoder:
+    """Unit vectors; ``name`` stands for the weights, ``seen`` counts the texts that were encoded."""
+
+    def __init__(self, dim: int = 48, name: str = "words", pause: float = 0.0) -> None:
+        self.dim = dim
+        self.name = name
+        self.pause = pause  # seconds for each call, so that a test can kill it in between
+        self.seen = 0
+
+    def fingerprint(self, kind: str) -> str:
+        return f"{self.name}-{self.dim}-{kind}"
+
+    def encode_queries(self, texts: list[str], batch_size: int = 64) -> np.ndarray:
+        self.seen += len(texts)
+        time.sleep(self.pause)
+        vectors = np.zeros((len(texts), self.dim), dtype=np.float32)
+        for row, text in enumerate(texts):
+            for word in re.findall(r"\w+", text.lower()):
+                digest = hashlib.blake2b(word.encode(), digest_size=8).digest()
+                vectors[row] += np.random.default_rng(int.from_bytes(digest, "big")).standard_normal(self.dim)
+        return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-9)
+
+    encode_passages = encode_queries
