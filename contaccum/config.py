@@ -1,0 +1,337 @@
+"""Every setting of a training run, its meaning, unit and default, and the rules between settings. Imports no torch."""
+
+import warnings
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import yaml
+
+from contaccum.errors import InputError
+
+MethodName = Literal["in_batch", "grad_accum", "grad_cache", "passage_bank", "cont_accum", "cont_cache"]
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What must be known of a method before anything is loaded."""
+
+    bank: Literal["none", "passages", "pairs"]
+    """What its bank holds."""
+    two_pass: bool = False
+    """Whether a whole step meets the loss at once, encoded twice."""
+    whole: bool = False
+    """Whether a step is one micro-batch."""
+
+    @property
+    def pushes_whole_step(self) -> bool:
+        return self.two_pass and self.bank != "none"
+
+
+TRAITS: dict[str, Traits] = {
+    "in_batch": Traits("none", whole=True),
+    "grad_accum": Traits("none"),
+    "grad_cache": Traits("none", two_pass=True),
+    "passage_bank": Traits("passages"),
+    "cont_accum": Traits("pairs"),
+    "cont_cache": Traits("pairs", two_pass=True),
+}
+
+
+@dataclass
+class ModelConfig:
+    """The two encoder towers and how their vectors are compared."""
+
+    name: str = "bert-base-uncased"
+    """Encoder folder or hub name for both towers, a folder that we trained, or `tiny`: a small BERT with random weights and a
+    vocabulary learned from the training texts."""
+    passage_name: str | None = None
+    """Another encoder for the passage tower; the same as `name` when not given."""
+    tie_towers: bool = False
+    """Whether both towers share their weights."""
+    pooling: Literal["cls", "mean", "last"] | None = None
+    """How token vectors become one: first token, average, last token. Not given: what the encoder's folder says, else mean."""
+    similarity: Literal["cosine", "dot"] | None = None
+    """Inner product of unit vectors or of raw ones. Not given: what the encoder's folder says, else cosine."""
+    temperature: float = 0.05
+    """Similarities are divided by it in the loss; 0.05 suits cosine, 1 is the published setting for dot."""
+    max_query_length: int | None = 64
+    """Longest query, in tokens; the rest is cut."""
+    max_passage_length: int | None = 256
+    """Longest passage, in tokens; the rest is cut."""
+    query_prefix: str | None = None
+    """Text put before every query. Not given: what the encoder's folder says, else none."""
+    passage_prefix: str | None = None
+    """Text put before every passage. Not given: what the encoder's folder says, else none."""
+    dropout: float | None = None
+    """Dropout of both towers in training, a share between 0 and 1. Not given: what the encoder's own config says."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    trust_remote_code: bool = False
+    """Run model code that comes with the checkpoint. Only for sources that you trust."""
+    tiny_layers: int = 2
+    """Layers of the `tiny` encoder."""
+    tiny_width: int = 128
+    """Width of the `tiny` encoder, in numbers per vector; a multiple of 32."""
+    tiny_vocabulary: int = 4000
+    """Most word pieces in the `tiny` encoder's vocabulary."""
+
+
+@dataclass
+class DataConfig:
+    """What is learned from, and what progress is measured on."""
+
+    train: str = ""
+    """Training data: BEIR folder, DPR JSON, JSONL of query/pos/neg, or Tevatron JSONL; gzipped or not."""
+    split: str = "train"
+    """Which qrels of a BEIR folder to train on."""
+    dev: str | None = None
+    """Data for evaluation during training, in any of the same forms. Not given: no evaluation, the last model is kept."""
+    dev_split: str = "dev"
+    """Which qrels of a BEIR folder to evaluate on during training."""
+    hard_negatives: int = 0
+    """Hard negatives per query (H); queries with fewer are filled up with random passages."""
+    strict: bool = False
+    """Refuse queries without a positive instead of skipping them with a warning."""
+    repair: bool = False
+    """Accept repeated ids (the last one counts) and empty passages, counted in a warning."""
+
+
+@dataclass
+class BatchConfig:
+    """How many pairs make a step, and how many of them are in memory at once."""
+
+    global_batch_size: int = 128
+    """Pairs in one optimizer step, over all processes (N)."""
+    micro_batch_size: int = 8
+    """Pairs in one forward pass of one process (B); peak memory follows it. `in_batch` takes its whole step at once."""
+
+
+@dataclass
+class BankConfig:
+    """The memory bank of past embeddings; read by the methods that have one."""
+
+    size: int = 1024
+    """Rows in the bank (M); 0 is legal."""
+    visibility: Literal["immediate", "on_step"] = "immediate"
+    """Whether stored rows are seen by the next micro-batch, or only after the optimizer step."""
+    row_weight: Literal["all", "current"] = "all"
+    """Whether the loss is the mean over current and bank rows, or is divided by the number of current rows."""
+    queries: bool = True
+    """Whether past queries are stored as further rows; without them `cont_accum` is `passage_bank`."""
+    hard_negatives: bool = True
+    """Whether hard negatives are stored too, as further columns."""
+    keep: bool = True
+    """Whether the bank lives on across optimizer steps; false empties it after each."""
+    warmup_steps: int = 0
+    """Optimizer steps during which the bank is filled but not used."""
+
+
+@dataclass
+class OptimConfig:
+    """AdamW, its schedule, and for how long."""
+
+    learning_rate: float = 2e-5
+    """Highest learning rate."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """How the learning rate grows with `global_batch_size` over `reference_batch_size`."""
+    reference_batch_size: int = 128
+    """Pairs per step that `learning_rate` is meant for."""
+    epochs: float = 1.0
+    """Passes over the training queries; `max_steps` goes before it."""
+    max_steps: int | None = None
+    """Optimizer steps to take in all."""
+    warmup_steps: int | None = None
+    """Steps over which the learning rate rises from 0."""
+    warmup_ratio: float | None = None
+    """The same as a share of all steps."""
+    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    """How the learning rate falls to 0 after the warm-up, or does not."""
+    max_grad_norm: float = 2.0
+    """Gradients of both towers together are clipped to this L2 norm."""
+    weight_decay: float = 0.0
+    """Decay of all weights but biases and normalisation."""
+    adam_beta1: float = 0.9
+    """Decay rate of AdamW's first moment."""
+    adam_beta2: float = 0.999
+    """Decay rate of AdamW's second moment."""
+    adam_eps: float = 1e-8
+    """AdamW's epsilon."""
+
+
+@dataclass
+class LossConfig:
+    """What counts as a negative."""
+
+    mask_false_negatives: bool = True
+    """Leave out columns whose passage is known to be relevant for the row, found by passage id, current and banked alike."""
+
+
+@dataclass
+class RunConfig:
+    """Device, precision, checkpoints, evaluation and logging."""
+
+    device: Literal["auto", "cpu"] = "auto"
+    """`auto` takes CUDA, else MPS, else the CPU."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Autocast precision of the encoders; weights and loss stay in fp32."""
+    save_steps: int = 500
+    """A checkpoint every so many steps, and one at the end; 0 for the end alone."""
+    keep_checkpoints: int = 2
+    """How many of the newest checkpoints stay."""
+    eval_steps: int = 0
+    """Evaluate on `data.dev` every so many steps, and at the end; 0 for the end alone."""
+    metric: str = "ndcg@10"
+    """The dev metric that decides which model is kept."""
+    eval_batch_size: int = 64
+    """Texts in one forward pass of an evaluation."""
+    log_steps: int = 1
+    """Write a line to log.jsonl and the trackers every so many steps."""
+    trackers: list[str] = field(default_factory=list)
+    """Further logs, by accelerate's names, e.g. tensorboard (needs the extra `tensorboard`) or wandb."""
+
+
+@dataclass
+class TrainConfig:
+    """A whole training run."""
+
+    method: MethodName = "cont_accum"
+    """Memory method: in_batch, grad_accum, grad_cache, passage_bank, cont_accum or cont_cache."""
+    seed: int = 0
+    """Decides weights, order, choice of positives and negatives, and dropout."""
+    output_dir: str = ""
+    """Folder of the run; must be new or empty unless `resume` is given."""
+    resume: bool = False
+    """Continue the run in `output_dir` from its newest checkpoint."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    bank: BankConfig = field(default_factory=BankConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    @property
+    def traits(self) -> Traits:
+        return TRAITS[self.method]
+
+    def micro_batch_size(self, world: int) -> int:
+        """Pairs in one forward pass of one of ``world`` processes."""
+        return self.batch.global_batch_size // world if self.traits.whole else self.batch.micro_batch_size
+
+    def bank_size(self) -> int:
+        """Rows in the bank that this method uses."""
+        return 0 if self.traits.bank == "none" else self.bank.size
+
+    def bank_push(self, world: int) -> int:
+        """Rows that enter the bank at once."""
+        return self.batch.global_batch_size if self.traits.pushes_whole_step else self.micro_batch_size(world) * world
+
+    def learning_rate(self) -> float:
+        """Highest learning rate, scaled to the global batch."""
+        ratio = self.batch.global_batch_size / self.optim.reference_batch_size
+        return self.optim.learning_rate * {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[self.optim.lr_scaling]
+
+    def validate(self, world: int = 1) -> None:
+        """Check every rule between settings, or raise InputError naming the setting; warn of settings without effect."""
+        self._check_names()
+        _check_ranges(self)
+        self._check_batch(world)
+        self._check_bank(world)
+        if self.optim.warmup_steps is not None and self.optim.warmup_ratio is not None:
+            raise InputError("optim.warmup_steps and optim.warmup_ratio are both given, expected one of them")
+        if self.run.eval_steps and not self.data.dev:
+            warnings.warn("run.eval_steps has no effect without data.dev", stacklevel=2)
+        if self.optim.lr_scaling == "none" and self.optim.reference_batch_size != OptimConfig.reference_batch_size:
+            warnings.warn("optim.reference_batch_size has no effect with optim.lr_scaling none", stacklevel=2)
+
+    def _check_names(self) -> None:
+        if self.method not in TRAITS:
+            raise InputError(f"method is {self.method!r}, expected one of {', '.join(TRAITS)}")
+        for name, value in (("data.train", self.data.train), ("output_dir", self.output_dir)):
+            if not value:
+                raise InputError(f"{name} is not set, expected a path")
+        if self.model.tie_towers and self.model.passage_name:
+            raise InputError(
+                f"model.passage_name is {self.model.passage_name!r} with model.tie_towers, expected one or the other"
+            )
+
+    def _check_batch(self, world: int) -> None:
+        n, b = self.batch.global_batch_size, self.micro_batch_size(world)
+        if n % (b * world):
+            raise InputError(
+                f"batch.global_batch_size {n} is not divisible by batch.micro_batch_size {b} x {world} processes = {b * world}"
+            )
+
+    def _check_bank(self, world: int) -> None:
+        size, bank = self.bank_size(), self.bank
+        if size == 0:
+            return
+        push = self.batch.global_batch_size if bank.visibility == "on_step" else self.bank_push(world)
+        if size < push:
+            raise InputError(
+                f"bank.size is {size} rows, but {push} rows enter at once ({self.method}, bank.visibility {bank.visibility}), "
+                "expected at least as many, or 0"
+            )
+        if bank.visibility == "on_step" and self.traits.pushes_whole_step:
+            warnings.warn(
+                f"bank.visibility has no effect with {self.method}: it stores each step whole, after its loss",
+                stacklevel=3,
+            )
+        if not bank.keep and (bank.visibility == "on_step" or self.traits.pushes_whole_step):
+            warnings.warn(
+                "bank.keep false empties the bank before any of its rows is used: it has no effect here", stacklevel=3
+            )
+        if self.traits.bank == "pairs" and not bank.queries and bank.row_weight != "all":
+            warnings.warn("bank.row_weight has no effect without bank.queries", stacklevel=3)
+
+
+AT_LEAST: dict[str, float] = {
+    "seed": 0,
+    "model.tiny_layers": 1,
+    "model.tiny_width": 32,
+    "model.tiny_vocabulary": 100,
+    "data.hard_negatives": 0,
+    "batch.global_batch_size": 1,
+    "batch.micro_batch_size": 1,
+    "bank.size": 0,
+    "bank.warmup_steps": 0,
+    "optim.learning_rate": 0,
+    "optim.reference_batch_size": 1,
+    "optim.max_steps": 1,
+    "optim.warmup_steps": 0,
+    "optim.weight_decay": 0,
+    "run.save_steps": 0,
+    "run.keep_checkpoints": 1,
+    "run.eval_steps": 0,
+    "run.eval_batch_size": 1,
+    "run.log_steps": 1,
+}
+ABOVE_ZERO = ("model.temperature", "optim.epochs", "optim.max_grad_norm", "optim.adam_eps")
+
+
+def _check_ranges(config: TrainConfig) -> None:
+    for name, least in AT_LEAST.items():
+        value = value_at(config, name)
+        if value is not None and not value >= least:
+            raise InputError(f"{name} is {value}, expected at least {least:g}")
+    for name in ABOVE_ZERO:
+        if not value_at(config, name) > 0:
+            raise InputError(f"{name} is {value_at(config, name)}, expected more than 0")
+    for name in ("optim.warmup_ratio", "model.dropout"):
+        value = value_at(config, name)
+        if value is not None and not 0 <= value <= 1:
+            raise InputError(f"{name} is {value}, expected a share between 0 and 1")
+    if config.model.tiny_width % 32:
+        raise InputError(f"model.tiny_width is {config.model.tiny_width}, expected a multiple of 32")
+
+
+def value_at(config: Any, name: str) -> Any:
+    """The setting called ``group.field``."""
+    for part in name.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def to_yaml(config: TrainConfig) -> str:
+    """The complete config, every field, as YAML."""
+    return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)

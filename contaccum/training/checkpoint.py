@@ -1,0 +1,119 @@
+"""Checkpoints that hold a whole run, appear whole or not at all, and are believed only when every hash is right.
+
+checkpoints/step-00000100/
+    model/                the two encoder folders, as DualEncoder.save writes them
+    optimizer.safetensors AdamW's moments, by parameter name
+    bank.safetensors      rows, ids, kept log-sum-exps
+    state.json            step, config, bank pointers, loss scaling, best dev metric
+    manifest.json         size and SHA-256 of every other file; written last
+
+Random state needs no file: order, choices and dropout are functions of (seed, step).
+"""
+
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from contaccum.encoder import DualEncoder
+from contaccum.errors import InputError
+from contaccum.files import read_json, sha256_of, whole_folder, write_json
+from contaccum.methods.bank import Bank
+from contaccum.training.optimizer import trained_parameters
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint, its hashes verified."""
+
+    folder: Path
+    state: dict[str, Any]
+
+    @property
+    def model(self) -> Path:
+        return self.folder / "model"
+
+
+def checkpoint_folder(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step:08d}"
+
+
+def save_checkpoint(
+    run: Path, encoder: DualEncoder, optimizer: torch.optim.Optimizer, bank: Bank, state: dict[str, Any], keep: int
+) -> None:
+    """Write the checkpoint of ``state['step']``, then delete all but the ``keep`` newest."""
+    target = checkpoint_folder(run, state["step"])
+    with whole_folder(target) as folder:
+        encoder.save(folder / "model")
+        save_file(_optimizer_tensors(encoder, optimizer), folder / "optimizer.safetensors")
+        tensors, numbers = bank.state()
+        save_file(tensors, folder / "bank.safetensors")
+        write_json(folder / "state.json", {**state, "bank": numbers})
+        files = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+        manifest = {name: {"size": path.stat().st_size, "sha256": sha256_of(path)} for name, path in files.items()}
+        write_json(folder / MANIFEST, manifest)
+    for older in _all_checkpoints(run)[keep:]:
+        shutil.rmtree(older)
+
+
+def newest_checkpoint(run: Path) -> Checkpoint | None:
+    """The newest complete checkpoint of a run, None where there is none; says on stderr which it passed over, and why."""
+    for folder in _all_checkpoints(run):
+        fault = _fault(folder)
+        if fault is None:
+            return Checkpoint(folder, read_json(folder / "state.json"))
+        print(f"{folder}: passed over, {fault}", file=sys.stderr)
+    return None
+
+
+def restore(checkpoint: Checkpoint, encoder: DualEncoder, optimizer: torch.optim.Optimizer, bank: Bank) -> None:
+    """Bring optimizer and bank to the checkpoint's state; the encoder was loaded from ``checkpoint.model``."""
+    tensors = load_file(checkpoint.folder / "optimizer.safetensors")
+    for name, parameter in trained_parameters(encoder).items():
+        kept = {
+            key: tensors[f"{name}:{key}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}:{key}" in tensors
+        }
+        if not kept or kept["exp_avg"].shape != parameter.shape:
+            raise InputError(
+                f"{checkpoint.folder}: holds no optimizer state for {name} {tuple(parameter.shape)}: another model's"
+            )
+        optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in kept.items()}
+    bank.load_state(load_file(checkpoint.folder / "bank.safetensors"), checkpoint.state["bank"])
+
+
+def _optimizer_tensors(encoder: DualEncoder, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    return {
+        f"{name}:{key}": value.contiguous()
+        for name, parameter in trained_parameters(encoder).items()
+        for key, value in optimizer.state[parameter].items()
+    }
+
+
+def _all_checkpoints(run: Path) -> list[Path]:
+    """Newest first."""
+    return sorted((run / "checkpoints").glob("step-*"), reverse=True)
+
+
+def _fault(folder: Path) -> str | None:
+    """What makes a checkpoint incomplete, or None."""
+    if not (folder / MANIFEST).is_file():
+        return f"it has no {MANIFEST}"
+    try:
+        manifest = read_json(folder / MANIFEST)
+    except InputError as error:
+        return str(error)
+    for name, expected in manifest.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != expected["size"]:
+            return f"{name} is {path.stat().st_size} bytes, expected {expected['size']}"
+        if sha256_of(path) != expected["sha256"]:
+            return f"{name} is damaged: its SHA-256 is not the manifest's"
+    return None

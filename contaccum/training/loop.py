@@ -1,0 +1,244 @@
+"""The training loop: batches, method, clip, update, log, evaluate, save. No method's name appears here."""
+
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from contaccum.batch import MicroBatch
+from contaccum.config import TrainConfig
+from contaccum.data.collate import Prefetch
+from contaccum.data.dataset import TrainSet, load_train_set
+from contaccum.data.tables import RetrievalSet, load_retrieval_set
+from contaccum.encoder import DualEncoder
+from contaccum.engine import Engine, SharedEncoder
+from contaccum.errors import InputError, Interrupted
+from contaccum.evaluation.beir import evaluate_encoder
+from contaccum.files import write_json
+from contaccum.methods import METHODS
+from contaccum.methods.loss import LossValue
+from contaccum.retrieval.search import SearchSettings
+from contaccum.training import setup
+from contaccum.training.checkpoint import Checkpoint, newest_checkpoint, restore, save_checkpoint
+from contaccum.training.log import RunLog
+from contaccum.training.optimizer import learning_rate_factor, make_optimizer, set_learning_rate, warmup_steps
+from contaccum.training.signals import StopSignals
+
+DEV_METRICS_FILE = "dev_metrics.json"
+DEV_DEPTH = 100
+"""Passages retrieved per dev query: recall@100 is the deepest metric."""
+
+
+def train(config: TrainConfig) -> Path:
+    """Train as ``config`` says and return the folder of the trained model, ``output_dir/model``.
+
+    Raises InputError for what the user can mend, Interrupted after a signal (a checkpoint is then on disk).
+    """
+    setup.claim_folder(config)
+    engine = Engine(
+        device=config.run.device,
+        precision=config.run.precision,
+        seed=config.seed,
+        trackers=config.run.trackers,
+        tracker_dir=config.output_dir,
+    )
+    try:
+        config.validate(engine.world)
+        with StopSignals() as signals:
+            return Training(config, engine, signals).run()
+    finally:
+        engine.close()
+
+
+class Training:
+    """One run, from its first or its last saved step to its end."""
+
+    def __init__(self, config: TrainConfig, engine: Engine, signals: StopSignals) -> None:
+        self.config, self.engine, self.signals = config, engine, signals
+        self.folder = Path(config.output_dir)
+        checkpoint = newest_checkpoint(self.folder) if config.resume else None
+        with engine.main_first():
+            train_set = load_train_set(
+                config.data.train, config.data.split, config.data.hard_negatives, config.data.strict
+            )
+            self.dev = self._load_dev()
+        self.encoder = (
+            DualEncoder.load(checkpoint.model, trust_remote_code=config.model.trust_remote_code)
+            if checkpoint
+            else setup.build_encoder(config.model, train_set, config.seed)
+        ).to(engine.device)
+        if config.model.dropout is not None:
+            self.encoder.set_dropout(config.model.dropout)
+        if config.model.gradient_checkpointing:
+            self.encoder.gradient_checkpointing_enable()
+        self.batches = setup.build_batches(config, engine, self.encoder, train_set)
+        self.loss = setup.build_loss(config)
+        self.bank = setup.build_bank(config, engine, self.encoder, self.loss)
+        self.examples = len(train_set.queries)
+        epochs = config.optim.epochs * self.examples / config.batch.global_batch_size
+        self.total = config.optim.max_steps or max(1, math.ceil(epochs))
+        self.identity = {"world": engine.world, "data": train_set.fingerprint}
+        optimizer = make_optimizer(self.encoder, config.optim)
+        self.done = 0
+        self.best: dict[str, Any] = {}
+        if checkpoint:
+            self._resume(checkpoint, optimizer)
+        engine.prepare(self.encoder, optimizer)
+        if engine.is_main:
+            setup.write_config(config)
+        self.log = RunLog(engine, self.folder, self.total, self.done)
+        engine.start_trackers({"method": config.method, "seed": config.seed})
+
+    def _load_train(self) -> TrainSet:
+        data = self.config.data
+        return load_train_set(data.train, data.split, data.hard_negatives, data.strict, data.repair)
+
+    def _load_dev(self) -> RetrievalSet | None:
+        data = self.config.data
+        return load_retrieval_set(data.dev, data.dev_split, data.strict, data.repair) if data.dev else None
+
+    def _resume(self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> None:
+        state = checkpoint.state
+        for name, value in self.identity.items():
+            if state["identity"][name] != value:
+                raise InputError(
+                    f"{checkpoint.folder}: was written with {name} {state['identity'][name]}, expected {value}"
+                )
+        restore(checkpoint, self.encoder, optimizer, self.bank)
+        self.engine.load_scaler_state(state["scaler"])
+        self.done, self.best = state["step"], state["best"]
+        if self.engine.is_main:
+            print(f"resuming at step {self.done} from {checkpoint.folder}", file=sys.stderr)
+
+    def run(self) -> Path:
+        try:
+            with Prefetch(self.batches.step(step) for step in range(self.done, self.total)) as prepared:
+                while self.done < self.total:
+                    began, waited = time.perf_counter(), prepared.waited
+                    micro_batches = next(prepared)
+                    values = self.take_step(micro_batches)
+                    values["seconds"] = time.perf_counter() - began
+                    values["waited"] = prepared.waited - waited
+                    values["pairs_per_second"] = self.config.batch.global_batch_size / values["seconds"]
+                    self.done += 1
+                    self.log.step(values, self._due(self.config.run.log_steps))
+                    self.after_step()
+            self._finish()
+        finally:
+            self.log.close()
+        return self.folder / "model"
+
+    def take_step(self, micro_batches: list[MicroBatch]) -> dict[str, Any]:
+        """One optimizer step; returns what the log says of it."""
+        engine, config = self.engine, self.config
+        engine.step = self.done
+        self.encoder.train()
+        bank_fill = self.bank.fill
+        losses = METHODS[config.method](engine, micro_batches, self.bank, self.loss)
+        loss, negatives, masked = self._finite_means(losses, micro_batches)
+        engine.reduce_gradients()
+        query_norm, passage_norm = engine.gradient_norms()
+        tied = self.encoder.settings.tie_towers
+        norm = query_norm if tied else math.hypot(query_norm, passage_norm)
+        if (
+            not math.isfinite(norm) and config.run.precision != "fp16"
+        ):  # fp16 gradients may overflow: the scaler skips the step
+            raise InputError(
+                f"step {self.done + 1}: the gradient's norm is {norm}, expected a finite number; {self._last_good()}"
+            )
+        rate = config.learning_rate() * learning_rate_factor(
+            self.done, self.total, warmup_steps(config.optim, self.total), config.optim.schedule
+        )
+        set_learning_rate(engine.optimizer, rate)
+        engine.clip(norm, config.optim.max_grad_norm)
+        updated = engine.update()
+        self.bank.end_step()
+        return {
+            "step": self.done + 1,
+            "epoch": (self.done + 1) * config.batch.global_batch_size / self.examples,
+            "loss": loss,
+            "learning_rate": rate if updated else 0.0,
+            "grad_norm": norm,
+            "query_grad_norm": None if tied else query_norm,
+            "passage_grad_norm": None if tied else passage_norm,
+            "grad_norm_ratio": passage_norm / query_norm if not tied and query_norm else None,
+            "negatives": negatives,
+            "masked": masked,
+            "bank_fill": bank_fill,
+            "peak_memory": engine.peak_memory(),
+        }
+
+    def _finite_means(self, losses: list[LossValue], micro_batches: list[MicroBatch]) -> tuple[float, float, float]:
+        """Mean loss, mean negatives per query and masked pairs of a step; InputError where a loss is no finite number."""
+        table = torch.stack([torch.stack([number.float() for number in value]) for value in losses]).tolist()
+        for number, (loss, _, _) in enumerate(table):
+            if not math.isfinite(loss):
+                blamed = micro_batches if len(table) == 1 else [micro_batches[number]]
+                queries = [name for batch in blamed for name in batch.query_ids]
+                raise InputError(
+                    f"step {self.done + 1}, micro-batch {number + 1} of {len(table)} (queries {', '.join(queries[:8])}"
+                    f"{', …' if len(queries) > 8 else ''}): the loss is {loss}, expected a finite number; {self._last_good()}"
+                )
+        count = len(table)
+        return sum(row[0] for row in table) / count, sum(row[1] for row in table) / count, sum(row[2] for row in table)
+
+    def _last_good(self) -> str:
+        return f"no later state was saved; a lower optim.learning_rate and --resume continue from {self.folder / 'checkpoints'}"
+
+    def after_step(self) -> None:
+        """Evaluate and save where it is time, and leave when a signal came."""
+        last = self.done == self.total
+        if self.dev is not None and (last or self._due(self.config.run.eval_steps)):
+            self.evaluate(self.dev)
+        stop = self.engine.any(bool(self.signals.received))
+        if last or stop or self._due(self.config.run.save_steps):
+            self.save()
+        if stop and not last:
+            raise Interrupted(self.signals.received, f"stopped after step {self.done}; continue with --resume")
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.done % every == 0
+
+    def evaluate(self, dev: RetrievalSet) -> None:
+        """Retrieve the dev set with the model as it stands; the best one so far is kept in ``model/``."""
+        name = self.config.run.metric
+        settings = SearchSettings(batch_size=self.config.run.eval_batch_size)
+        metrics = evaluate_encoder(SharedEncoder(self.engine), dev, DEV_DEPTH, settings)
+        if name not in metrics["mean"]:
+            raise InputError(f"run.metric is {name!r}, expected one of {', '.join(metrics['mean'])}")
+        score = metrics["mean"][name]
+        self.log.evaluation(self.done, metrics["mean"])
+        better = not self.best or score > self.best["score"]
+        self.log.say(f"step {self.done}: dev {name} {score:.4f}{' (best so far)' if better else ''}")
+        if better:
+            self.best = {"step": self.done, "score": score}
+            if self.engine.is_main:
+                self.encoder.save(self.folder / "model")
+                write_json(self.folder / DEV_METRICS_FILE, metrics)
+
+    def save(self) -> None:
+        """Write a checkpoint; every process waits for it."""
+        if self.engine.is_main:
+            state = {
+                "step": self.done,
+                "best": self.best,
+                "identity": self.identity,
+                "scaler": self.engine.scaler_state(),
+            }
+            save_checkpoint(
+                self.folder,
+                self.encoder,
+                self.engine.optimizer.optimizer,
+                self.bank,
+                state,
+                self.config.run.keep_checkpoints,
+            )
+        self.engine.barrier()
+
+    def _finish(self) -> None:
+        if self.dev is None and self.engine.is_main:
+            self.encoder.save(self.folder / "model")
+        self.engine.barrier()

@@ -1,0 +1,169 @@
+"""From a config to the parts of a run: folder, encoder, data, bank."""
+
+import copy
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from contaccum.config import ModelConfig, TrainConfig, to_yaml
+from contaccum.data.collate import BatchSource
+from contaccum.data.dataset import StepSampler, TrainSet
+from contaccum.data.tokens import build_token_table
+from contaccum.encoder import DualEncoder, make_settings
+from contaccum.engine import Engine
+from contaccum.errors import InputError
+from contaccum.files import write_text
+from contaccum.methods.bank import Bank
+from contaccum.methods.loss import InfoNCE
+from contaccum.tiny_bert import tiny_tower
+
+CONFIG_FILE = "config.yaml"
+MAY_CHANGE = {
+    "output_dir", "resume", "run.save_steps", "run.keep_checkpoints", "run.log_steps", "run.trackers", "run.eval_batch_size",
+}  # fmt: skip
+"""Settings that a resumed run may have otherwise: they change no weight."""
+
+
+def claim_folder(config: TrainConfig) -> None:
+    """Check that the run's folder is this run's: new or empty, or on resume the same configuration's."""
+    run = Path(config.output_dir)
+    if run.exists() and not run.is_dir():
+        raise InputError(f"output_dir {run} is a file, expected a folder")
+    if not run.exists() or not any(run.iterdir()):
+        return
+    if not config.resume:
+        raise InputError(f"output_dir {run} already holds something, expected a new or empty folder, or --resume")
+    if not (run / CONFIG_FILE).is_file():
+        raise InputError(f"output_dir {run} has no {CONFIG_FILE}, expected the folder of a run to resume")
+    changes = config_differences(read_config(run), asdict(config))
+    if changes:
+        raise InputError(
+            f"output_dir {run} holds a run with other settings, expected the same to resume: {'; '.join(changes)}"
+        )
+
+
+def write_config(config: TrainConfig) -> None:
+    write_text(Path(config.output_dir) / CONFIG_FILE, to_yaml(config))
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    """The settings of a run, as nested mappings."""
+    path = run / CONFIG_FILE
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: could not be read as YAML ({' '.join(str(error).split())})") from error
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: holds {type(values).__name__}, expected a run's settings")
+    return values
+
+
+def config_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """``name was x and is y`` for every setting that differs and may not."""
+    before, after = _flat(old), _flat(new)
+    return [
+        f"{name} was {before.get(name)} and is {after.get(name)}"
+        for name in sorted(before.keys() | after.keys())
+        if name not in MAY_CHANGE and before.get(name) != after.get(name)
+    ]
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def build_encoder(config: ModelConfig, train_set: TrainSet, seed: int) -> DualEncoder:
+    """The towers that training starts from."""
+    settings = {
+        name: getattr(config, name)
+        for name in (
+            "pooling",
+            "similarity",
+            "max_query_length",
+            "max_passage_length",
+            "query_prefix",
+            "passage_prefix",
+        )
+    }
+    if config.name != "tiny":
+        return DualEncoder.load(
+            config.name,
+            passage_name=config.passage_name,
+            tie_towers=config.tie_towers,
+            trust_remote_code=config.trust_remote_code,
+            **settings,
+        )
+    chosen = {name: value for name, value in settings.items() if value is not None}
+    made = make_settings({**chosen, "tie_towers": config.tie_towers}, "model")
+    texts = [*train_set.queries["text"], *train_set.passages["title"], *train_set.passages["text"]]
+    query = tiny_tower(
+        texts,
+        made.pooling,
+        layers=config.tiny_layers,
+        width=config.tiny_width,
+        vocabulary=config.tiny_vocabulary,
+        max_length=max(made.max_query_length, made.max_passage_length),
+        seed=seed,
+    )
+    return DualEncoder(query, query if config.tie_towers else copy.deepcopy(query), made)
+
+
+def build_batches(config: TrainConfig, engine: Engine, encoder: DualEncoder, train_set: TrainSet) -> BatchSource:
+    """Tokens, made once, and the order of the examples."""
+    settings = encoder.settings
+    query, passage = encoder.query_tower.tokenizer, encoder.passage_tower.tokenizer
+    with engine.main_first():  # the others then find the tokens in the cache
+        query_tokens = build_token_table(
+            train_set.queries,
+            ["text"],
+            query,
+            max_length=settings.max_query_length,
+            prefix=settings.query_prefix,
+            fingerprint=f"{train_set.fingerprint}/queries",
+        )
+        passage_tokens = build_token_table(
+            train_set.passages,
+            ["title", "text"],
+            passage,
+            max_length=settings.max_passage_length,
+            prefix=settings.passage_prefix,
+            fingerprint=f"{train_set.fingerprint}/passages",
+        )
+    sampler = StepSampler(train_set, config.seed, config.batch.global_batch_size, config.data.hard_negatives)
+    return BatchSource(
+        train_set,
+        sampler,
+        query_tokens,
+        passage_tokens,
+        config.micro_batch_size(engine.world),
+        pad_ids=(query.pad_token_id, passage.pad_token_id),
+        side=query.padding_side,
+        rank=engine.rank,
+        world=engine.world,
+    )
+
+
+def build_loss(config: TrainConfig) -> InfoNCE:
+    return InfoNCE(config.model.temperature, config.loss.mask_false_negatives)
+
+
+def build_bank(config: TrainConfig, engine: Engine, encoder: DualEncoder, loss: InfoNCE) -> Bank:
+    """The bank that the method uses; of size 0 where it uses none."""
+    return Bank(
+        config.bank_size(),
+        encoder.dim,
+        loss,
+        push=config.bank_push(engine.world),
+        hard_negatives=config.data.hard_negatives if config.bank.hard_negatives else 0,
+        queries=config.bank.queries and config.traits.bank == "pairs",
+        row_weight=config.bank.row_weight,
+        visibility=config.bank.visibility,
+        keep=config.bank.keep,
+        warmup_steps=config.bank.warmup_steps,
+        device=engine.device,
+    )

@@ -1,0 +1,205 @@
+"""What a run leaves behind, what its log says, and how it stops when numbers go wrong."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from helpers import tiny_encoder, train_config, weights, write_beir
+from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
+
+from contaccum import DualEncoder
+from contaccum.config import TRAITS, OptimConfig
+from contaccum.data.tables import load_retrieval_set
+from contaccum.errors import InputError
+from contaccum.evaluation.beir import evaluate_encoder
+from contaccum.files import read_json
+from contaccum.training.checkpoint import newest_checkpoint
+from contaccum.training.log import read_log
+from contaccum.training.loop import train
+from contaccum.training.optimizer import learning_rate_factor, make_optimizer, warmup_steps
+
+
+@pytest.fixture
+def data(tmp_path):
+    return write_beir(tmp_path / "data")
+
+
+@pytest.mark.parametrize("method", list(TRAITS))
+def test_every_method_trains_logs_and_learns(method, data, tmp_path):
+    run = tmp_path / "run"
+    model = train(train_config(data, run, method, **{"data.hard_negatives": 1, "optim.max_steps": 30}))
+    assert model == run / "model"
+    log = read_log(run)
+    assert [line["step"] for line in log] == list(range(1, 31))
+    for line in log:
+        for name in (
+            "loss",
+            "grad_norm",
+            "query_grad_norm",
+            "passage_grad_norm",
+            "grad_norm_ratio",
+            "seconds",
+            "peak_memory",
+        ):
+            assert math.isfinite(line[name])
+            assert line[name] > 0
+        assert line["grad_norm"] == pytest.approx(math.hypot(line["query_grad_norm"], line["passage_grad_norm"]))
+        assert line["grad_norm_ratio"] == pytest.approx(line["passage_grad_norm"] / line["query_grad_norm"])
+        assert line["pairs_per_second"] == pytest.approx(16 / line["seconds"])
+        assert 0 <= line["waited"] <= line["seconds"]
+    expected = 0 if TRAITS[method].bank == "none" else 24
+    assert [line["bank_fill"] for line in log] == [0] + [min(16, expected)] + [expected] * 28
+    if (
+        method != "passage_bank"
+    ):  # of so small a set its one-sided bank learns nothing: what the second bank is there for
+        assert log[-1]["loss"] < 0.9 * log[2]["loss"]
+    assert {path.name for path in run.iterdir()} == {"config.yaml", "log.jsonl", "checkpoints", "model"}
+    assert DualEncoder.load(model).encode_queries(["red fox"]).shape == (1, 32)
+
+
+def test_negatives_are_counted_as_the_layout_says(data, tmp_path):
+    """N = 16, B = 4, H = 1, M = 24 rows: columns of a row are its micro-batch's and the bank's, less its own positive."""
+    changes = {"data.hard_negatives": 1, "optim.max_steps": 3, "loss.mask_false_negatives": False}
+    seen = {}
+    for method in TRAITS:
+        train(train_config(data, tmp_path / method, method, **changes))
+        seen[method] = read_log(tmp_path / method)[-1]["negatives"]
+    assert seen == {
+        "in_batch": 31, "grad_accum": 7, "grad_cache": 31, "passage_bank": 7 + 48, "cont_accum": 7 + 48, "cont_cache": 31 + 48,
+    }  # fmt: skip
+
+
+def test_masked_false_negatives_are_counted(data, tmp_path):
+    train(train_config(data, tmp_path / "on", **{"optim.max_steps": 6}))
+    train(train_config(data, tmp_path / "off", **{"optim.max_steps": 6, "loss.mask_false_negatives": False}))
+    assert sum(line["masked"] for line in read_log(tmp_path / "on")) > 0
+    assert sum(line["masked"] for line in read_log(tmp_path / "off")) == 0
+
+
+def test_tied_towers_have_one_norm_and_stay_equal(data, tmp_path):
+    model = train(train_config(data, tmp_path / "run", **{"model.tie_towers": True}))
+    assert read_log(tmp_path / "run")[0]["grad_norm_ratio"] is None
+    encoder = DualEncoder.load(model)
+    np.testing.assert_array_equal(encoder.encode_queries(["red fox"]), encoder.encode_passages(["red fox"]))
+
+
+def test_the_best_model_on_dev_is_kept(data, tmp_path):
+    """At a learning rate that ruins the model late, what is kept is the best evaluation's model, not the last one."""
+    run = tmp_path / "run"
+    changes = {"data.dev": str(data), "run.eval_steps": 4, "optim.max_steps": 24, "optim.schedule": "constant"}
+    model = train(train_config(data, run, **changes, **{"optim.learning_rate": 0.02}))
+    scores = {line["step"]: line["dev"]["ndcg@10"] for line in read_log(run) if "dev" in line}
+    assert list(scores) == [4, 8, 12, 16, 20, 24]
+    kept = read_json(run / "dev_metrics.json")
+    assert kept["mean"]["ndcg@10"] == max(scores.values())
+    dev = load_retrieval_set(data, "dev")
+    again = evaluate_encoder(DualEncoder.load(model), dev)
+    assert again["mean"] == pytest.approx(kept["mean"])
+    assert max(scores.values()) != scores[24]
+
+
+def test_a_metric_that_is_none_is_refused_by_name(data, tmp_path):
+    with pytest.raises(InputError, match=r"run\.metric is 'accuracy', expected one of ndcg@1"):
+        train(train_config(data, tmp_path / "run", **{"data.dev": str(data), "run.metric": "accuracy"}))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(data, tmp_path, monkeypatch):
+    """The embeddings of step 4's second micro-batch turn NaN, as with a learning rate far too high."""
+    run = tmp_path / "run"
+    forward, calls = DualEncoder.forward, iter(range(1, 1000))
+
+    def spoiled(self, batch):
+        queries, passages = forward(self, batch)
+        return (queries * float("nan") if next(calls) == 3 * 4 + 2 else queries), passages
+
+    monkeypatch.setattr(DualEncoder, "forward", spoiled)
+    with pytest.raises(InputError, match=r"step 4, micro-batch 2 of 4 \(queries q\d+, .*\): the loss is nan") as error:
+        train(train_config(data, run))
+    assert str(run / "checkpoints") in str(error.value)
+    assert newest_checkpoint(run).state["step"] == 2
+    assert not (run / "model").exists()
+    monkeypatch.undo()
+    train(train_config(data, run, resume=True))
+    train(train_config(data, tmp_path / "whole"))
+    assert weights(run) == weights(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("precision", ["bf16"])
+def test_half_precision_autocast_stays_close_to_full(precision, data, tmp_path):
+    losses = {}
+    for name in ("fp32", precision):
+        train(train_config(data, tmp_path / name, "cont_cache", **{"run.precision": name, "model.dropout": 0.0}))
+        losses[name] = [line["loss"] for line in read_log(tmp_path / name)]
+    assert losses[precision] == pytest.approx(losses["fp32"], rel=0.02)
+    assert losses[precision] != losses["fp32"]
+    assert DualEncoder.load(tmp_path / precision / "model").query_tower.backbone.dtype == torch.float32
+
+
+def test_the_output_folder_must_be_free(data, tmp_path):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match="already holds something, expected a new or empty folder"):
+        train(train_config(data, tmp_path / "taken"))
+    with pytest.raises(InputError, match=r"has no config\.yaml, expected the folder of a run to resume"):
+        train(train_config(data, tmp_path / "taken", resume=True))
+    with pytest.raises(InputError, match="is a file, expected a folder"):
+        train(train_config(data, tmp_path / "taken" / "notes.txt"))
+    assert [path.name for path in (tmp_path / "taken").iterdir()] == ["notes.txt"]
+
+
+def test_tensorboard_is_written_by_option(data, tmp_path):
+    run = tmp_path / "run"
+    train(train_config(data, run, **{"run.trackers": ["tensorboard"], "optim.max_steps": 2}))
+    assert list(run.rglob("events.out.tfevents.*"))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "peer"), [("linear", get_linear_schedule_with_warmup), ("cosine", get_cosine_schedule_with_warmup)]
+)
+@pytest.mark.parametrize("warmup", [0, 5])
+def test_schedules_follow_transformers(schedule, peer, warmup):
+    """The peer's warm-up starts at 0 and so wastes its first step; behind the warm-up both are the same."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler = peer(optimizer, warmup, 20)
+    for step in range(20):
+        ours = learning_rate_factor(step, 20, warmup, schedule)
+        theirs = scheduler.get_last_lr()[0]
+        assert ours == pytest.approx(theirs if step >= warmup else theirs + 1 / warmup)
+        optimizer.step()
+        scheduler.step()
+    assert learning_rate_factor(7, 20, warmup, "constant") == 1
+
+
+def test_warmup_as_a_ratio_is_rounded_up():
+    assert warmup_steps(OptimConfig(warmup_ratio=0.1), 34) == 4
+    assert warmup_steps(OptimConfig(warmup_steps=7), 34) == 7
+    assert warmup_steps(OptimConfig(), 34) == 0
+
+
+def test_biases_and_normalisation_do_not_decay():
+    encoder = tiny_encoder()
+    optimizer = make_optimizer(encoder, OptimConfig(weight_decay=0.1))
+    decayed = {id(p) for p in optimizer.param_groups[0]["params"]}
+    for name, parameter in encoder.named_parameters():
+        if parameter.requires_grad:
+            assert (id(parameter) in decayed) == (not name.endswith(".bias") and "LayerNorm" not in name), name
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+
+
+def test_gradients_are_clipped_to_the_norm_of_both_towers_together(data, tmp_path):
+    """A limit below every norm gives steps that do not depend on the loss's scale: AdamW is replaced by hand here."""
+    from contaccum.engine import Engine
+
+    encoder = tiny_encoder()
+    engine = Engine(device="cpu")
+    engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=1.0))
+    for parameter in engine.parameters:
+        parameter.grad = torch.ones_like(parameter)
+    query, passage = engine.gradient_norms()
+    count = sum(p.numel() for p in engine.parameters)
+    assert math.hypot(query, passage) == pytest.approx(math.sqrt(count), rel=1e-5)
+    engine.clip(math.hypot(query, passage), 0.5)
+    assert math.hypot(*engine.gradient_norms()) == pytest.approx(0.5, rel=1e-4)
+    engine.clip(0.5, 2.0)
+    assert math.hypot(*engine.gradient_norms()) == pytest.approx(0.5, rel=1e-4)

@@ -1,0 +1,211 @@
+"""A broken run, continued, ends with the very bytes of the unbroken one."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers import train_config, weights, write_beir
+
+from contaccum.config import TRAITS, to_yaml
+from contaccum.errors import InputError
+from contaccum.training.checkpoint import newest_checkpoint
+from contaccum.training.log import read_log
+from contaccum.training.loop import train
+
+
+@pytest.fixture
+def data(tmp_path):
+    return write_beir(tmp_path / "data")
+
+
+def broken_after(run: Path, step: int, copy: Path) -> Path:
+    """What a run's folder held right after its checkpoint of ``step``, and the log lines that a kill leaves behind."""
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "model")
+    for folder in (copy / "checkpoints").iterdir():
+        if int(folder.name.removeprefix("step-")) > step:
+            shutil.rmtree(folder)
+    return copy
+
+
+def steps_of(run: Path) -> list[tuple]:
+    """What the log says of each step, times left out."""
+    return [
+        (line["step"], line["loss"], line["grad_norm"], line["bank_fill"]) for line in read_log(run) if "loss" in line
+    ]
+
+
+@pytest.mark.parametrize("method", list(TRAITS))
+def test_resumed_equals_unbroken_to_the_byte(method, data, tmp_path):
+    whole = tmp_path / "whole"
+    train(train_config(data, whole, method, **{"data.hard_negatives": 1}))
+    broken = broken_after(whole, 2, tmp_path / "broken")
+    assert steps_of(whole)
+    train(train_config(data, broken, method, **{"data.hard_negatives": 1, "resume": True}))
+    assert weights(broken) == weights(whole)
+    assert steps_of(broken) == steps_of(whole)
+    last = [newest_checkpoint(run).folder for run in (whole, broken)]
+    for name in ("optimizer.safetensors", "bank.safetensors"):
+        assert (last[0] / name).read_bytes() == (last[1] / name).read_bytes()
+
+
+def test_another_seed_gives_other_bytes(data, tmp_path):
+    """Negative control."""
+    train(train_config(data, tmp_path / "one"))
+    train(train_config(data, tmp_path / "same"))
+    train(train_config(data, tmp_path / "other", seed=1))
+    assert weights(tmp_path / "one") == weights(tmp_path / "same")
+    assert weights(tmp_path / "one") != weights(tmp_path / "other")
+
+
+def test_a_bank_that_is_not_restored_shows(data, tmp_path, monkeypatch):
+    """Negative control: the comparison sees a bank that a resume forgets."""
+    whole = tmp_path / "whole"
+    train(train_config(data, whole))
+    broken = broken_after(whole, 2, tmp_path / "broken")
+    monkeypatch.setattr("contaccum.methods.bank.Bank.load_state", lambda *_: None)
+    train(train_config(data, broken, resume=True))
+    assert weights(broken) != weights(whole)
+
+
+def test_resume_without_a_checkpoint_starts_anew_and_of_a_finished_run_does_nothing(data, tmp_path):
+    run = tmp_path / "run"
+    train(train_config(data, run))
+    before = weights(run)
+    train(train_config(data, run, resume=True))
+    assert weights(run) == before
+    shutil.rmtree(run / "checkpoints")
+    train(train_config(data, run, resume=True))
+    assert weights(run) == before
+    train(train_config(data, tmp_path / "new", resume=True))
+    assert weights(tmp_path / "new") == before
+
+
+def test_damaged_checkpoints_are_passed_over(data, tmp_path, capsys):
+    run = tmp_path / "run"
+    train(train_config(data, run))
+    before = weights(run)
+    folders = sorted((run / "checkpoints").iterdir(), reverse=True)
+    (folders[0] / "manifest.json").unlink()
+    file = folders[1] / "bank.safetensors"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert newest_checkpoint(run).folder == folders[2]
+    said = capsys.readouterr().err
+    assert f"{folders[0]}: passed over, it has no manifest.json" in said
+    assert f"{folders[1]}: passed over, bank.safetensors is damaged" in said
+    train(train_config(data, run, resume=True))
+    assert weights(run) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"bank.size": 32}, "bank.size was 24 and is 32"),
+        ({"model.tiny_width": 64}, "model.tiny_width was 32 and is 64"),
+        ({"seed": 5}, "seed was 0 and is 5"),
+    ],
+)
+def test_a_changed_config_is_refused(changes, named, data, tmp_path):
+    train(train_config(data, tmp_path / "run", **{"optim.max_steps": 2}))
+    with pytest.raises(InputError, match=named):
+        train(train_config(data, tmp_path / "run", resume=True, **{"optim.max_steps": 2, **changes}))
+
+
+def test_changed_data_is_refused(data, tmp_path):
+    train(train_config(data, tmp_path / "run", **{"optim.max_steps": 2}))
+    with (data / "qrels" / "train.tsv").open("a") as file:
+        file.write("q0\tp9\t1\n")
+    with pytest.raises(InputError, match="was written with data"):
+        train(train_config(data, tmp_path / "run", resume=True, **{"optim.max_steps": 2}))
+
+
+def test_a_checkpoint_of_another_bank_is_refused(data, tmp_path):
+    run = tmp_path / "run"
+    train(train_config(data, run, **{"optim.max_steps": 2}))
+    config = (run / "config.yaml").read_text().replace("  size: 24", "  size: 48")
+    (run / "config.yaml").write_text(config)
+    with pytest.raises(InputError, match="another configuration's"):
+        train(train_config(data, run, resume=True, **{"optim.max_steps": 2, "bank.size": 48}))
+
+
+def command(config, folder: Path) -> list[str]:
+    file = folder.with_suffix(".yaml")
+    file.write_text(to_yaml(replace(config, resume=False)))
+    return [sys.executable, "-m", "contaccum", "train", "--config", str(file), *(["--resume"] if config.resume else [])]
+
+
+def wait_for(path: Path, process: subprocess.Popen) -> None:
+    while not path.exists():
+        assert process.poll() is None, "the run ended before it could be stopped"
+        time.sleep(0.01)
+
+
+LONG = {"optim.max_steps": 40, "run.save_steps": 3}
+
+
+def test_kill_minus_nine_then_resume(data, tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    train(train_config(data, whole, **LONG))
+    process = subprocess.Popen(command(train_config(data, killed, **LONG), killed), stderr=subprocess.DEVNULL)
+    wait_for(killed / "checkpoints" / "step-00000003", process)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not (killed / "model").exists()
+    assert subprocess.run(command(train_config(data, killed, resume=True, **LONG), killed), check=False).returncode == 0
+    assert weights(killed) == weights(whole)
+    assert steps_of(killed) == steps_of(whole)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_leaves(number, code, data, tmp_path):
+    run = tmp_path / "run"
+    changes = {"optim.max_steps": 4000, "run.save_steps": 0}
+    process = subprocess.Popen(command(train_config(data, run, **changes), run), stderr=subprocess.PIPE, text=True)
+    wait_for(run / "log.jsonl", process)
+    while len(read_log(run)) < 3:
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, said = process.communicate()
+    assert process.returncode == code
+    assert "continue with --resume" in said
+    saved = newest_checkpoint(run)
+    assert saved is not None
+    assert saved.state["step"] == read_log(run)[-1]["step"] >= 3
+
+
+def test_a_full_disk_keeps_the_checkpoint_before(data, tmp_path):
+    """Files may grow to 60 KB only, as on a full disk, from the second checkpoint on."""
+    run = tmp_path / "run"
+    train(train_config(data, run, **{"optim.max_steps": 6}))
+    broken_after(run, 2, tmp_path / "full")
+    config = train_config(data, tmp_path / "full", resume=True, **{"optim.max_steps": 6})
+    script = (
+        "import resource, sys; from contaccum.cli import main;"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000)); sys.exit(main(sys.argv[1:]))"
+    )
+    call = [sys.executable, "-c", script, *command(config, tmp_path / "full")[3:]]
+    done = subprocess.run(call, capture_output=True, text=True, check=False, env=os.environ)
+    assert done.returncode == 2, done.stderr
+    assert "could not be written" in done.stderr.splitlines()[-1]
+    assert [folder.name for folder in (tmp_path / "full" / "checkpoints").iterdir()] == ["step-00000002"]
+    train(config)
+    assert weights(tmp_path / "full") == weights(run)
+
+
+def test_the_log_survives_a_line_cut_in_two(data, tmp_path):
+    run = tmp_path / "run"
+    train(train_config(data, run))
+    before = steps_of(run)
+    with (run / "log.jsonl").open("a") as file:
+        file.write('{"step": 7, "lo')
+    assert steps_of(run) == before
+    assert all(json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()[:-1])
