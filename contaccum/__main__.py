@@ -1,0 +1,8 @@
+"""``python -m contaccum`` is the command ``contaccum``."""
+
+import sys
+
+from contaccum.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""The verbs of the command line as functions: from paths to results. ``train`` is contaccum.training.loop.train."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from contaccum.data.formats import read_qrels, read_questions
+from contaccum.data.hub import PREFIX as HUB
+from contaccum.data.tables import RetrievalSet, load_corpus, load_queries, load_retrieval_set
+from contaccum.encoder import DualEncoder
+from contaccum.engine import encoding_device, process_place, torch_dtype
+from contaccum.errors import InputError
+from contaccum.evaluation.answers import evaluate_answers
+from contaccum.evaluation.beir import CUTS, Metrics, cuts_within, drop_own, evaluate_encoder, evaluate_run
+from contaccum.evaluation.download import is_published, resolve_dataset
+from contaccum.files import write_json
+from contaccum.options import ModelChoice, SearchSettings
+from contaccum.retrieval.bm25 import bm25_search
+from contaccum.retrieval.encode import Texts, encode_texts
+from contaccum.retrieval.runs import Run, read_run, write_run
+from contaccum.retrieval.search import Hit, passage_shards, retrieve, top_passages
+
+BM25 = "bm25"
+"""The model name that stands for the lexical baseline."""
+DEFAULTS = SearchSettings()
+
+__all__ = ["encode", "evaluate", "evaluate_questions", "evaluate_run_file", "look", "search", "write_run"]
+
+
+def load_encoder(choice: ModelChoice) -> DualEncoder:
+    """The encoder on its device and in its precision, for encoding alone."""
+    if choice.model == BM25:
+        raise InputError("--model bm25 is the lexical baseline and has no vectors, expected an encoder")
+    return DualEncoder.load(
+        choice.model,
+        pooling=choice.pooling,
+        similarity=choice.similarity,
+        max_query_length=choice.max_query_length,
+        max_passage_length=choice.max_passage_length,
+        query_prefix=choice.query_prefix,
+        passage_prefix=choice.passage_prefix,
+        trust_remote_code=choice.trust_remote_code,
+        dtype=torch_dtype(choice.precision),
+        device=encoding_device(choice.device),
+    )
+
+
+def encode(
+    choice: ModelChoice,
+    source: str,
+    output: str,
+    *,
+    kind: str = "passage",
+    dtype: str = "float32",
+    shard_size: int = 50_000,
+    batch_size: int = 64,
+    repair: bool = False,
+) -> str:
+    """Encode a corpus or a file of queries into shards under ``output``; returns a sentence that says what stands there.
+
+    Started by torchrun, each process makes its own shards. Started again, finished shards are kept.
+    """
+    path, repair = _open(source, repair)
+    passages = kind == "passage"
+    texts = (
+        Texts.of_corpus(load_corpus(path, repair)) if passages else Texts.of_queries(load_queries(path, repair=repair))
+    )
+    rank, world = process_place()
+    encoder = load_encoder(choice)
+    form = {"dtype": dtype, "shard_size": shard_size, "batch_size": batch_size}
+    if encode_texts(encoder, texts, output, rank=rank, world=world, **form):  # type: ignore[arg-type]
+        return f"{output}: {texts.rows} {kind} vectors of {encoder.dim} numbers"
+    return f"{output}: process {rank} of {world} has made its shards, others are still at work"
+
+
+def search(
+    choice: ModelChoice,
+    data: str,
+    split: str = "test",
+    k: int = 100,
+    settings: SearchSettings = DEFAULTS,
+    repair: bool = False,
+) -> Run:
+    """The k best passages for every query of a split: query id to (passage id, score), best first."""
+    return _search(choice, load_judged(data, split, repair=repair), k, settings)
+
+
+def look(
+    choice: ModelChoice, data: str, query: str, k: int = 10, settings: SearchSettings = DEFAULTS, repair: bool = False
+) -> list[Hit]:
+    """The k best passages of a corpus for one query text, with their texts."""
+    path, repair = _open(data, repair)
+    corpus, encoder = load_corpus(path, repair), load_encoder(choice)
+    return top_passages(encoder, query, passage_shards(encoder, corpus, settings), corpus, k)
+
+
+def evaluate(
+    choice: ModelChoice | DualEncoder | str,
+    data: str,
+    split: str = "test",
+    *,
+    k: int = 100,
+    settings: SearchSettings = DEFAULTS,
+    strict: bool = False,
+    repair: bool = False,
+    output: str | None = None,
+) -> Metrics:
+    """Encode, search and score a split of a BEIR folder or name, or a file of training examples.
+
+    choice: what to load, the name of an encoder, or one that is loaded. output: a file for the metrics, with the values of
+    every query.
+    """
+    judged = load_judged(data, split, strict, repair)
+    choice = ModelChoice(choice) if isinstance(choice, str) else choice
+    if isinstance(choice, DualEncoder):
+        metrics = evaluate_encoder(choice, judged, k, settings)
+    elif choice.model == BM25:
+        metrics = evaluate_run(judged.qrels, _search(choice, judged, k, settings), cuts=cuts_within(CUTS, k))
+    else:
+        metrics = evaluate_encoder(load_encoder(choice), judged, k, settings)
+    return _keep(metrics, output, {"model": getattr(choice, "model", None), "data": data, "split": split})
+
+
+def evaluate_questions(
+    choice: ModelChoice,
+    questions: str,
+    passages: str,
+    *,
+    k: int = 100,
+    settings: SearchSettings = DEFAULTS,
+    match: str = "string",
+    processes: int = 1,
+    repair: bool = False,
+    output: str | None = None,
+) -> Metrics:
+    """Answer accuracy (top1, top5, top20, top100) of a DPR question file over a passages file."""
+    asked, corpus = list(read_questions(questions)), load_corpus(passages, repair)
+    metrics = evaluate_answers(load_encoder(choice), asked, corpus, k, settings, match=match, processes=processes)
+    return _keep(metrics, output, {"model": choice.model, "data": questions, "passages": passages})
+
+
+def evaluate_run_file(run: str, qrels: str, output: str | None = None) -> Metrics:
+    """Score a TREC run file against a qrels file."""
+    grades: dict[str, dict[str, int]] = {}
+    for judgement in read_qrels(qrels):
+        grades.setdefault(judgement.query_id, {})[judgement.passage_id] = judgement.grade
+    return _keep(evaluate_run(grades, read_run(run)), output, {"run": run, "data": qrels})
+
+
+def load_judged(data: str, split: str, strict: bool = False, repair: bool = False) -> RetrievalSet:
+    """A split of a BEIR folder or name, or a file of training examples."""
+    path, repair = _open(data, repair)
+    return load_retrieval_set(path, split, strict, repair)
+
+
+def _open(data: str, repair: bool) -> tuple[Any, bool]:
+    """The path of a data set, fetched by name where there is none; a published set is read as BEIR's own loader reads it."""
+    if data.startswith(HUB):
+        return data, repair
+    return resolve_dataset(data), repair or is_published(data)
+
+
+def _search(choice: ModelChoice, judged: RetrievalSet, k: int, settings: SearchSettings) -> Run:
+    # one more than asked for: BEIR drops the passage whose id is the query's own
+    if choice.model == BM25:
+        return drop_own(bm25_search(judged.queries, judged.corpus, k + 1), k)
+    return drop_own(retrieve(load_encoder(choice), judged.queries, judged.corpus, k + 1, settings), k)
+
+
+def _keep(metrics: Metrics, output: str | None, about: Mapping[str, str | None]) -> Metrics:
+    if output is not None:
+        write_json(output, {**{name: value for name, value in about.items() if value is not None}, **metrics})
+    return metrics
+
+
+def render_metrics(metrics: Metrics) -> str:
+    """The means as a small table, a row a measure and a column a cut."""
+    mean = metrics["mean"]
+    if not all("@" in name for name in mean):
+        return "\n".join(f"{name:8s} {value:.4f}" for name, value in mean.items())
+    measures = list(dict.fromkeys(name.split("@")[0] for name in mean))
+    cuts = list(dict.fromkeys(name.split("@")[1] for name in mean))
+    head = " " * 10 + "".join(f"{'@' + cut:>9s}" for cut in cuts)
+    rows = [f"{measure:10s}" + "".join(f"{mean[f'{measure}@{cut}']:9.4f}" for cut in cuts) for measure in measures]
+    return "\n".join([head, *rows, f"{metrics['queries']} queries"])
+
+
+def render_hits(hits: list[Hit]) -> str:
+    """Passages for the eye: rank, score, id, title, text."""
+    return "\n".join(
+        f"{rank:3d}  {hit.score:8.4f}  {hit.id}  {hit.title}\n     {hit.text}" for rank, hit in enumerate(hits, start=1)
+    )

@@ -1,0 +1,324 @@
+"""The command line: one subcommand per verb, no logic. Nothing heavy is imported before a verb runs."""
+
+import sys
+import warnings
+from argparse import ArgumentError
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+
+from contaccum.config import TrainConfig
+from contaccum.errors import InputError, Interrupted
+from contaccum.options import ModelChoice, SearchSettings
+
+Options = TypeVar("Options", ModelChoice, SearchSettings)
+
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one verb; returns the exit code: 0 done, 2 the user's input, 130 Ctrl-C, 143 SIGTERM; anything else raises (1)."""
+    warnings.showwarning = _show_warning
+    try:
+        parser = _parser()
+        chosen = parser.parse_args(arguments)
+        path, options = chosen.subcommand, chosen[chosen.subcommand]
+        if path == "data":
+            path, options = f"data {options.subcommand}", options[options.subcommand]
+        VERBS[path](options)
+    except (InputError, Interrupted) as error:
+        return _fail(str(error), error.exit_code)
+    except ArgumentError as error:
+        return _fail(" ".join(str(error).split()), InputError.exit_code)
+    except KeyboardInterrupt:
+        return _fail("interrupted", Interrupted.KEYBOARD)
+    return 0
+
+
+def _fail(sentence: str, code: int) -> int:
+    print(f"contaccum: {sentence}", file=sys.stderr)
+    return code
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"contaccum: warning: {message}", file=sys.stderr)
+
+
+# parsers
+
+
+def _parser() -> ArgumentParser:
+    parser = _new("contaccum", "Train dense retrievers under a fixed memory budget, and search and evaluate with them.")
+    verbs = parser.add_subcommands(metavar="VERB")
+    verbs.add_subcommand("train", _train_parser(), help="train a retriever by one of six memory methods")
+    verbs.add_subcommand("encode", _encode_parser(), help="turn a corpus or queries into shards of vectors")
+    verbs.add_subcommand("search", _search_parser(), help="find passages for a split's queries, or for one query")
+    verbs.add_subcommand("evaluate", _evaluate_parser(), help="score a retriever, or a run file")
+    verbs.add_subcommand("report", _report_parser(), help="put training runs side by side in one table")
+    data = _new("contaccum data", "Look at data sets and change their form.")
+    verbs.add_subcommand("data", data, help="check or convert a data set")
+    forms = data.add_subcommands(metavar="VERB")
+    forms.add_subcommand("check", _check_parser(), help="validate a data set and print its statistics")
+    forms.add_subcommand("convert", _convert_parser(), help="write a data set in another format")
+    forms.add_subcommand("fetch", _fetch_parser(), help="download a BEIR data set by its name")
+    forms.add_subcommand("demo", _demo_parser(), help="write the demo data set")
+    return parser
+
+
+def _new(prog: str, description: str, usage: str = "%(prog)s [--help] VERB ...") -> ArgumentParser:
+    return ArgumentParser(prog=prog, description=description, usage=usage, exit_on_error=False)
+
+
+def _train_parser() -> ArgumentParser:
+    parser = _new(
+        "contaccum train",
+        "Train two encoder towers. Every setting can stand in the config file or on the command line, which goes before it.",
+        "%(prog)s --config FILE [--method NAME] [--output_dir DIR] [--resume] [--GROUP.FIELD VALUE ...]",
+    )
+    parser.add_argument("--config", action="config", help="YAML file with any of the settings below")
+    parser.add_class_arguments(TrainConfig, None, skip={"resume"})
+    parser.add_argument(
+        "--resume", action="store_true", help="continue the run in output_dir from its newest checkpoint"
+    )
+    return parser
+
+
+def _encode_parser() -> ArgumentParser:
+    parser = _new(
+        "contaccum encode",
+        "Encode a corpus or queries into .npy shards with a manifest. Finished shards are kept when it is started again; "
+        "under torchrun each process makes its own shards.",
+        "%(prog)s --model DIR --input FILE_OR_BEIR_DIR --output DIR [options]",
+    )
+    parser.add_class_arguments(ModelChoice, None)
+    parser.add_argument("--input", required=True, help="BEIR folder or name, corpus.jsonl or passages TSV")
+    parser.add_argument("--output", required=True, help="folder for the shards")
+    parser.add_argument("--kind", choices=["passage", "query"], default="passage", help="which texts of the input")
+    parser.add_argument(
+        "--dtype", choices=["float16", "float32"], default="float32", help="form of the vectors on disk"
+    )
+    parser.add_argument("--shard_size", type=int, default=50_000, help="texts in one shard")
+    parser.add_argument("--batch_size", type=int, default=64, help="texts in one forward pass")
+    _add_repair(parser)
+    return parser
+
+
+def _search_parser() -> ArgumentParser:
+    parser = _new(
+        "contaccum search",
+        "Search a corpus: all queries of a split into a TREC run file, or one query to look at.",
+        '%(prog)s --model DIR --data BEIR_DIR (--split test --output FILE | --query "TEXT") [options]',
+    )
+    parser.add_class_arguments(ModelChoice, None)
+    parser.add_argument("--data", required=True, help="BEIR folder or name")
+    parser.add_argument("--split", default="test", help="whose queries to search for")
+    parser.add_argument("--output", help="TREC run file to write")
+    parser.add_argument("--query", help="one query text; its best passages are printed")
+    parser.add_argument("--k", type=int, default=100, help="passages per query")
+    parser.add_class_arguments(SearchSettings, None)
+    _add_repair(parser)
+    return parser
+
+
+def _evaluate_parser() -> ArgumentParser:
+    parser = _new(
+        "contaccum evaluate",
+        "Score a retriever on a BEIR folder or name (ndcg, map, recall, precision, mrr), on a DPR question file (top-k answer "
+        "accuracy), or score a run file.",
+        "%(prog)s (--model DIR (--data DIR_OR_NAME | --questions FILE --passages FILE) | --run FILE --qrels FILE) [options]",
+    )
+    parser.add_class_arguments(ModelChoice, None, skip={"model"})
+    parser.add_argument("--model", help="folder that we trained, any encoder folder, a hub name, or bm25")
+    parser.add_argument("--data", help="BEIR folder or name, or a file of training examples")
+    parser.add_argument("--split", default="test", help="which qrels of the folder")
+    parser.add_argument("--questions", help="DPR question file: question, tab, list of answers")
+    parser.add_argument("--passages", help="DPR passages file: id, tab, text, tab, title; or any corpus")
+    parser.add_argument(
+        "--match", choices=["string", "regex"], default="string", help="how answers are found in passages"
+    )
+    parser.add_argument("--processes", type=int, default=1, help="processes that look for answers")
+    parser.add_argument("--run", help="TREC run file to score")
+    parser.add_argument("--qrels", help="judgements for --run: a qrels file")
+    parser.add_argument("--k", type=int, default=100, help="passages per query")
+    parser.add_argument("--output", help="metrics.json to write, with the values of every query")
+    parser.add_class_arguments(SearchSettings, None)
+    _add_strict(parser)
+    _add_repair(parser)
+    return parser
+
+
+def _report_parser() -> ArgumentParser:
+    parser = _new(
+        "contaccum report",
+        "One row a run: metric, time of a step, peak memory, gradient-norm ratio.",
+        "%(prog)s RUN [RUN ...] [--metric NAME]",
+    )
+    parser.add_argument("runs", nargs="+", help="folders of training runs; metrics.json in them gives the metric")
+    parser.add_argument("--metric", default="ndcg@10", help="which metric to show")
+    return parser
+
+
+def _check_parser() -> ArgumentParser:
+    parser = _new(
+        "contaccum data check",
+        "Validate a data set and print its statistics.",
+        "%(prog)s PATH [--split NAME] [--strict] [--repair]",
+    )
+    parser.add_argument("path", help="BEIR folder, corpus, queries, or file of training examples or questions")
+    parser.add_argument("--split", help="one split of a BEIR folder; all when not given")
+    _add_strict(parser)
+    _add_repair(parser)
+    return parser
+
+
+def _convert_parser() -> ArgumentParser:
+    parser = _new(
+        "contaccum data convert",
+        "Write a data set in another format.",
+        "%(prog)s SOURCE TARGET --to {beir,dpr,jsonl,tevatron} [--split NAME]",
+    )
+    parser.add_argument("source", help="data set in any form")
+    parser.add_argument("target", help="file or folder to write; must not exist")
+    parser.add_argument("--to", choices=["beir", "dpr", "jsonl", "tevatron"], required=True, help="form of the target")
+    parser.add_argument("--split", default="train", help="which split of a BEIR folder, read or written")
+    _add_strict(parser)
+    _add_repair(parser)
+    return parser
+
+
+def _fetch_parser() -> ArgumentParser:
+    parser = _new(
+        "contaccum data fetch",
+        "Download a BEIR data set into the cache, unless it is there, and print its folder.",
+        "%(prog)s NAME",
+    )
+    parser.add_argument("name", help="BEIR's name, such as scifact or cqadupstack/android; a path is printed as it is")
+    return parser
+
+
+def _demo_parser() -> ArgumentParser:
+    parser = _new("contaccum data demo", "Write the demo data set, the same at every call.", "%(prog)s FOLDER")
+    parser.add_argument("folder", help="folder to write; must not exist")
+    return parser
+
+
+def _add_strict(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--strict", action="store_true", help="refuse queries without a positive instead of skipping them"
+    )
+
+
+def _add_repair(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--repair", action="store_true", help="accept repeated ids and empty passages, counted in a warning"
+    )
+
+
+# verbs
+
+
+def _train(options: Namespace) -> None:
+    values = _train_parser().instantiate(options).as_dict()
+    values.pop("config")
+    from contaccum.training.loop import train
+
+    print(train(TrainConfig(**values)))
+
+
+def _encode(options: Namespace) -> None:
+    from contaccum import api
+
+    choice, rest = _take(ModelChoice, options.as_dict())
+    print(api.encode(choice, rest.pop("input"), **rest))
+
+
+def _search(options: Namespace) -> None:
+    from contaccum import api
+
+    choice, rest = _take(ModelChoice, options.as_dict())
+    settings, rest = _take(SearchSettings, rest)
+    query, output, split = rest.pop("query"), rest.pop("output"), rest.pop("split")
+    if (query is None) == (output is None):
+        raise InputError(f"search was given --query {query} and --output {output}, expected exactly one of them")
+    if query is None:
+        run = api.search(choice, split=split, settings=settings, **rest)
+        api.write_run(output, run)
+        print(output)
+    else:
+        print(api.render_hits(api.look(choice, query=query, settings=settings, **rest)))
+
+
+def _evaluate(options: Namespace) -> None:
+    from contaccum import api
+
+    choice, rest = _take(ModelChoice, options.as_dict())
+    settings, rest = _take(SearchSettings, rest)
+    sources = {name: rest.pop(name) for name in ("data", "questions", "passages", "run", "qrels")}
+    given = {name: value for name, value in {"model": choice.model, **sources}.items() if value is not None}
+    given.pop("model", None)
+    shared = {name: rest[name] for name in ("k", "repair", "output")}
+    if given.keys() == {"data"}:
+        metrics = api.evaluate(choice, split=rest["split"], strict=rest["strict"], settings=settings, **given, **shared)
+    elif given.keys() == {"questions", "passages"}:
+        how = {"match": rest["match"], "processes": rest["processes"]}
+        metrics = api.evaluate_questions(choice, settings=settings, **given, **how, **shared)
+    elif given.keys() == {"run", "qrels"}:
+        metrics = api.evaluate_run_file(output=rest["output"], **given)
+    else:
+        found = ", ".join(f"--{name}" for name in given) or "none of them"
+        raise InputError(f"expected --data, or --questions and --passages, or --run and --qrels; found {found}")
+    print(api.render_metrics(metrics))
+
+
+def _report(options: Namespace) -> None:
+    from contaccum.study.report import render_table, summarise
+
+    print(render_table([summarise(run, options.metric) for run in options.runs], options.metric))
+
+
+def _take(kind: type[Options], values: dict[str, Any]) -> tuple[Options, dict[str, Any]]:
+    """The options that belong to a dataclass, as one, and the rest."""
+    names = {field.name for field in fields(kind)}
+    own = {name: value for name, value in values.items() if name in names}
+    return kind(**own), {name: value for name, value in values.items() if name not in names}
+
+
+def _check(options: Namespace) -> None:
+    from contaccum.data.check import check, render
+
+    print(render(check(options.path, options.split, options.strict, options.repair)))
+
+
+def _convert(options: Namespace) -> None:
+    from contaccum.data.convert import convert
+
+    convert(**options.as_dict())
+    print(options.target)
+
+
+def _fetch(options: Namespace) -> None:
+    from contaccum.evaluation.download import resolve_dataset
+
+    print(resolve_dataset(options.name))
+
+
+def _demo(options: Namespace) -> None:
+    from contaccum.data.demo import write_demo
+
+    write_demo(options.folder)
+    print(options.folder)
+
+
+VERBS: dict[str, Callable[[Namespace], None]] = {
+    "train": _train,
+    "encode": _encode,
+    "search": _search,
+    "evaluate": _evaluate,
+    "report": _report,
+    "data check": _check,
+    "data convert": _convert,
+    "data fetch": _fetch,
+    "data demo": _demo,
+}

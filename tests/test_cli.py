@@ -1,0 +1,279 @@
+"""The command line from end to end on a small set, and bad input: one sentence, exit code 2, nothing left behind."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import train_config, write_beir
+
+from contaccum import DualEncoder, evaluate, train
+from contaccum.cli import main
+from contaccum.config import to_yaml
+
+
+@pytest.fixture
+def data(tmp_path):
+    return write_beir(tmp_path / "data")
+
+
+@pytest.fixture
+def run(data, tmp_path):
+    train(train_config(data, tmp_path / "run", **{"optim.max_steps": 12}))
+    return tmp_path / "run"
+
+
+def call(capsys, *arguments: object) -> tuple[int, str, str]:
+    code = main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_train_encode_search_evaluate_report(data, tmp_path, capsys):
+    config = tmp_path / "config.yaml"
+    config.write_text(to_yaml(train_config(data, tmp_path / "run")))
+    code, out, _ = call(capsys, "train", "--config", config, "--optim.max_steps", 12, "--method", "grad_cache")
+    assert (code, out) == (0, f"{tmp_path / 'run' / 'model'}\n")
+    model = tmp_path / "run" / "model"
+
+    code, out, _ = call(capsys, "encode", "--model", model, "--input", data, "--output", tmp_path / "vectors")
+    assert code == 0
+    assert "40 passage vectors of 32 numbers" in out
+    code, out, _ = call(
+        capsys, "encode", "--model", model, "--input", data, "--output", tmp_path / "asked", "--kind", "query"
+    )
+    assert "40 query vectors of 32 numbers" in out
+
+    trec = tmp_path / "test.trec"
+    code, out, _ = call(
+        capsys, "search", "--model", model, "--data", data, "--embeddings", tmp_path / "vectors", "--output", trec
+    )
+    assert (code, out) == (0, f"{trec}\n")
+    assert len(trec.read_text().splitlines()) == 10 * 40
+
+    direct, scored = tmp_path / "run" / "metrics.json", tmp_path / "scored.json"
+    code, out, _ = call(capsys, "evaluate", "--model", model, "--data", data, "--output", direct)
+    assert code == 0
+    assert out.splitlines()[0].split() == ["@1", "@3", "@5", "@10", "@20", "@100"]
+    qrels = data / "qrels" / "test.tsv"
+    assert call(capsys, "evaluate", "--run", trec, "--qrels", qrels, "--output", scored)[0] == 0
+    means = [json.loads(path.read_text())["mean"] for path in (direct, scored)]
+    assert {name: means[1][name] for name in means[0]} == pytest.approx(means[0])
+    assert len(json.loads(direct.read_text())["per_query"]) == 10
+    assert evaluate(str(model), str(data))["mean"] == pytest.approx(means[0])
+    assert evaluate(DualEncoder.load(model), str(data))["mean"] == pytest.approx(means[0])
+
+    baseline = tmp_path / "bm25"
+    assert call(capsys, "evaluate", "--model", "bm25", "--data", data, "--output", baseline / "metrics.json")[0] == 0
+    code, out, _ = call(capsys, "report", tmp_path / "run", baseline)
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines()]
+    assert lines[0][:6] == ["run", "method", "N", "B", "bank", "ndcg@10"]
+    assert lines[2][:6] == ["run", "grad_cache", "16", "4", "0", f"{means[0]['ndcg@10']:.4f}"]
+    assert lines[3][:2] == ["bm25", "-"]
+
+
+def test_one_query_prints_its_best_passages(data, run, capsys):
+    code, out, _ = call(
+        capsys,
+        "search",
+        "--model",
+        run / "model",
+        "--data",
+        data,
+        "--query",
+        "where is the red fox of valley 0",
+        "--k",
+        3,
+    )
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()[::2]] == ["1", "2", "3"]
+    assert all("lives in valley" in line for line in out.splitlines()[1::2])
+
+
+def test_question_files_give_answer_accuracy(data, run, tmp_path, capsys):
+    (tmp_path / "questions.csv").write_text(
+        "where is the red fox of valley 0\t['valley 0']\nwhere is the owl\t['no such']\n"
+    )
+    code, out, _ = call(
+        capsys,
+        "evaluate",
+        "--model",
+        run / "model",
+        "--questions",
+        tmp_path / "questions.csv",
+        "--passages",
+        data,
+        "--k",
+        20,
+    )
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()] == ["top1", "top5", "top20"]
+    assert out.splitlines()[-1].split()[1] in ("0.5000", "0.0000")
+
+
+def test_a_file_of_examples_trains_and_evaluates(data, tmp_path, capsys):
+    assert call(capsys, "data", "convert", data, tmp_path / "train.json", "--to", "dpr", "--split", "train")[0] == 0
+    changes = {
+        "data.train": str(tmp_path / "train.json"),
+        "data.dev": str(tmp_path / "train.json"),
+        "data.hard_negatives": 1,
+    }
+    train(train_config(data, tmp_path / "run", **changes))
+    assert (tmp_path / "run" / "dev_metrics.json").exists()
+
+
+def test_data_verbs(data, tmp_path, capsys):
+    assert "40" in call(capsys, "data", "check", data)[1]
+    assert call(capsys, "data", "fetch", data)[1] == f"{data}\n"
+    assert call(capsys, "data", "demo", tmp_path / "demo")[0] == 0
+    assert (tmp_path / "demo" / "qrels" / "train.tsv").exists()
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    content = path.read_text()
+    assert old in content
+    path.write_text(content.replace(old, new, 1))
+
+
+BAD_DATA = {
+    "malformed JSON": (lambda d: edit(d / "corpus.jsonl", '"p3"', '"p3'), "corpus.jsonl, line 4"),
+    "missing field": (lambda d: edit(d / "corpus.jsonl", '"text"', '"body"'), "corpus.jsonl, line 1"),
+    "duplicate passage": (lambda d: edit(d / "corpus.jsonl", '"p3"', '"p2"'), "corpus.jsonl, line 4"),
+    "empty passage": (lambda d: edit(d / "corpus.jsonl", "a red fox lives in valley 0", ""), "corpus.jsonl, line 1"),
+    "unknown passage": (lambda d: edit(d / "qrels" / "train.tsv", "\tp0\t", "\tp99\t"), "train.tsv, line 2"),
+    "unknown query": (lambda d: edit(d / "qrels" / "train.tsv", "q0\t", "q99\t"), "train.tsv, line 2"),
+    "wrong columns": (lambda d: edit(d / "qrels" / "train.tsv", "q0\tp0\t1", "q0 p0"), "train.tsv, line 2"),
+    "grade no number": (lambda d: edit(d / "qrels" / "train.tsv", "q0\tp0\t1", "q0\tp0\tyes"), "train.tsv, line 2"),
+    "not UTF-8": (
+        lambda d: (d / "queries.jsonl").write_bytes(b'{"_id": "q0", "text": "\xff"}\n'),
+        "queries.jsonl, line 1",
+    ),
+    "empty corpus": (lambda d: (d / "corpus.jsonl").write_text(""), "corpus.jsonl"),
+    "empty queries": (lambda d: (d / "queries.jsonl").write_text(""), "queries.jsonl"),
+    "empty qrels": (lambda d: (d / "qrels" / "train.tsv").write_text("query-id\tcorpus-id\tscore\n"), "train.tsv"),
+    "no such split": (lambda d: (d / "qrels" / "train.tsv").unlink(), "holds no split 'train'"),
+    "no folder": (lambda d: d.rename(d.with_name("moved")), "data: no such file"),
+}
+
+
+@pytest.mark.parametrize("spoil", BAD_DATA)
+def test_bad_data_is_one_sentence_and_leaves_nothing(spoil, data, tmp_path, capsys):
+    change, named = BAD_DATA[spoil]
+    change(data)
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(train_config(data, tmp_path / "run")))
+    code, out, err = call(capsys, "train", "--config", file)
+    assert (code, out) == (2, "")
+    last = [line for line in err.splitlines() if line.startswith("contaccum: ") and "warning" not in line]
+    assert len(last) == 1
+    assert named in last[0]
+    assert not (tmp_path / "run").exists()
+
+
+BAD_CALLS = {
+    "unknown method": (["train", "--method", "magic"], "magic"),
+    "unknown pooling": (["train", "--model.pooling", "max"], "max"),
+    "misspelt key": (["train", "--bank.sise", "3"], "--bank.sise"),
+    "no verb": ([], 'expected "subcommand" to be one of {train,encode'),
+    "unknown verb": (["fly"], "fly"),
+    "config absent": (["train", "--config", "absent.yaml"], "absent.yaml"),
+    "number is a word": (["train", "--bank.size", "many"], "many"),
+    "nothing to evaluate": (["evaluate", "--model", "x"], "found none of them"),
+    "two things to evaluate": (["evaluate", "--data", "x", "--run", "y"], "found --data, --run"),
+    "bm25 has no vectors": (["encode", "--model", "bm25", "--input", "{data}", "--output", "v"], "has no vectors"),
+    "no model there": (["evaluate", "--model", "./absent", "--data", "{data}"], "./absent: no encoder could be loaded"),
+    "both run and query": (["search", "--model", "x", "--data", "y"], "exactly one of them"),
+    "report of nothing": (["report", "absent"], "absent: holds neither"),
+    "not a run file": (
+        ["evaluate", "--run", "{data}/corpus.jsonl", "--qrels", "{data}/qrels/test.tsv"],
+        "corpus.jsonl, line 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_a_bad_call_is_one_sentence(name, data, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments, named = BAD_CALLS[name]
+    before = sorted(tmp_path.rglob("*"))
+    code, out, err = call(capsys, *(argument.format(data=data) for argument in arguments))
+    assert (code, out) == (2, "")
+    assert named in err
+    assert len(err.strip().splitlines()) == 1
+    left = [
+        path for path in tmp_path.rglob("*") if path not in before and "cache" not in path.relative_to(tmp_path).parts
+    ]
+    assert left == []
+
+
+def test_an_unknown_key_in_a_config_file_is_refused(data, tmp_path, capsys):
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(train_config(data, tmp_path / "run")).replace("  size: 24", "  sise: 24"))
+    code, _, err = call(capsys, "train", "--config", file)
+    assert code == 2
+    assert "sise" in err
+
+
+@pytest.mark.parametrize("changes", [{"model.tiny_width": 64}, {"data.train": "other"}])
+def test_embeddings_of_another_model_or_corpus_are_refused(changes, data, run, tmp_path, capsys):
+    vectors = tmp_path / "vectors"
+    assert call(capsys, "encode", "--model", run / "model", "--input", data, "--output", vectors)[0] == 0
+    if "data.train" in changes:
+        data = write_beir(tmp_path / "other", queries=30)
+        model = run / "model"
+    else:
+        model = train(train_config(data, tmp_path / "wide", **changes))
+    code, _, err = call(
+        capsys, "search", "--model", model, "--data", data, "--embeddings", vectors, "--output", tmp_path / "out.trec"
+    )
+    assert code == 2
+    assert str(vectors) in err
+    assert not (tmp_path / "out.trec").exists()
+
+
+def test_warnings_are_one_line_each(data, tmp_path):
+    """In a process of its own, as a user sees them."""
+    (data / "qrels" / "train.tsv").open("a").write("q39\tp1\t0\n")
+    config = train_config(data, tmp_path / "run", **{"run.eval_steps": 2, "optim.max_steps": 1})
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    done = subprocess.run(
+        [sys.executable, "-m", "contaccum", "train", "--config", str(tmp_path / "config.yaml")],
+        capture_output=True, text=True, check=False, env=os.environ,
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert "contaccum: warning: run.eval_steps has no effect without data.dev\n" in done.stderr
+
+
+def test_help_says_meaning_and_default_of_every_field(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Rows in the bank (M); 0 is legal. (type: int, default: 1024)" in text
+    assert "Pairs in one optimizer step, over all processes (N). (type: int, default: 128)" in text
+    from dataclasses import fields, is_dataclass
+
+    from contaccum.config import TrainConfig
+
+    for group in fields(TrainConfig):
+        inner = group.default_factory() if callable(group.default_factory) else None
+        names = [f"{group.name}.{field.name}" for field in fields(inner)] if is_dataclass(inner) else [group.name]
+        for name in names:
+            assert f"--{name}" in text
+
+
+def test_start_up_needs_no_torch():
+    """`--help` and a refused config answer before anything heavy is imported."""
+    script = """
+import sys
+from contaccum.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit:
+    pass
+print("torch" in sys.modules)
+"""
+    for arguments in (["--help"], ["train", "--help"], ["train", "--bank.sise", "3"]):
+        done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines()[-1] == "False"

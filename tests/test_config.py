@@ -1,0 +1,124 @@
+"""Every rule between settings, every config file, and what the run's folder keeps of them."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers import train_config
+
+from contaccum.cli import main
+from contaccum.config import TRAITS, TrainConfig, to_yaml
+from contaccum.errors import InputError
+from contaccum.methods import METHODS
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").rglob("*.yaml"))
+
+
+def config(method="cont_accum", **changes) -> TrainConfig:
+    return train_config(Path("data"), Path("out"), method, **changes)
+
+
+def print_config(capsys, path: Path, *given: str) -> dict:
+    with pytest.raises(SystemExit) as done:
+        main(["train", "--config", str(path), *given, "--print_config"])
+    assert done.value.code == 0
+    return yaml.safe_load(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_config_file_parses_and_holds_together(path, capsys):
+    given = ["--output_dir", "x", "--data.train", "x"]
+    printed = print_config(capsys, path, *given)
+    written = yaml.safe_load(path.read_text())
+    for group, values in written.items():
+        if isinstance(values, dict):
+            for name, value in values.items():
+                if (group, name) != ("data", "train"):
+                    assert printed[group][name] == value
+
+
+def test_there_are_config_files():
+    assert {path.name for path in CONFIGS} >= {
+        "demo.yaml", "finetune.yaml", "nq.yaml", "triviaqa.yaml", "curatedtrec.yaml", "webq.yaml", "msmarco.yaml", "24gb.yaml",
+    }  # fmt: skip
+
+
+def test_the_saved_config_is_complete_and_can_be_read_back(tmp_path, capsys):
+    original = config(**{"run.trackers": ["tensorboard"]})
+    (tmp_path / "config.yaml").write_text(to_yaml(original))
+    assert print_config(capsys, tmp_path / "config.yaml") == asdict(original)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"batch.micro_batch_size": 5}, "batch.global_batch_size 16 is not divisible by batch.micro_batch_size 5 x 1"),
+        ({"bank.size": 3}, "bank.size is 3 rows, but 4 rows enter at once"),
+        ({"bank.size": 12, "bank.visibility": "on_step"}, "bank.size is 12 rows, but 16 rows enter at once"),
+        ({"method": "cont_cache", "bank.size": 12}, "bank.size is 12 rows, but 16 rows enter at once"),
+        ({"method": "no_such"}, "method is 'no_such', expected one of in_batch"),
+        ({"data.train": ""}, "data.train is not set"),
+        ({"output_dir": ""}, "output_dir is not set"),
+        ({"model.tie_towers": True, "model.passage_name": "x"}, "model.passage_name is 'x' with model.tie_towers"),
+        ({"model.temperature": 0.0}, "model.temperature is 0.0, expected more than 0"),
+        ({"model.tiny_width": 48}, "model.tiny_width is 48, expected a multiple of 32"),
+        ({"model.dropout": 1.5}, "model.dropout is 1.5, expected a share"),
+        ({"optim.warmup_ratio": 2.0}, "optim.warmup_ratio is 2.0, expected a share"),
+        ({"optim.warmup_ratio": 0.1, "optim.warmup_steps": 3}, "are both given"),
+        ({"optim.learning_rate": -1.0}, "optim.learning_rate is -1.0, expected at least 0"),
+        ({"run.keep_checkpoints": 0}, "run.keep_checkpoints is 0, expected at least 1"),
+        ({"optim.learning_rate": float("nan")}, "optim.learning_rate is nan"),
+    ],
+)
+def test_each_broken_rule_is_one_sentence(changes, sentence):
+    with pytest.raises(InputError, match=sentence.replace("(", "\\(")) as error:
+        config(**changes).validate()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"run.eval_steps": 5}, "run.eval_steps has no effect without data.dev"),
+        ({"optim.reference_batch_size": 64}, "optim.reference_batch_size has no effect"),
+        ({"method": "cont_cache", "bank.visibility": "on_step"}, "bank.visibility has no effect with cont_cache"),
+        ({"bank.keep": False, "bank.visibility": "on_step"}, "bank.keep false empties the bank before"),
+        ({"bank.queries": False, "bank.row_weight": "current"}, "bank.row_weight has no effect without bank.queries"),
+    ],
+)
+def test_settings_without_effect_are_named(changes, sentence):
+    with pytest.warns(UserWarning, match=sentence):
+        config(**changes).validate()
+
+
+def test_bank_settings_do_not_bind_methods_without_a_bank(recwarn):
+    config("grad_cache", **{"bank.size": 3}).validate()
+    assert config("grad_cache").bank_size() == 0
+    assert not recwarn
+
+
+def test_in_batch_takes_its_step_whole():
+    assert config("in_batch").micro_batch_size(world=1) == 16
+    assert config("in_batch").micro_batch_size(world=4) == 4
+    assert config("grad_cache").micro_batch_size(world=4) == 4
+
+
+def test_processes_count_in_what_must_divide():
+    config().validate(world=4)
+    with pytest.raises(InputError, match="x 3 processes = 12"):
+        config().validate(world=3)
+
+
+def test_learning_rate_scaling():
+    changes = {"optim.learning_rate": 1e-4, "optim.reference_batch_size": 64}
+    rates = {
+        scaling: config(**changes, **{"optim.lr_scaling": scaling}).learning_rate()
+        for scaling in ("none", "linear", "sqrt")
+    }
+    assert rates == pytest.approx({"none": 1e-4, "linear": 2.5e-5, "sqrt": 5e-5})
+
+
+def test_traits_and_methods_name_the_same_six():
+    assert list(TRAITS) == list(METHODS)
+    assert len(METHODS) == 6

@@ -1,0 +1,117 @@
+"""Imports go down only, and each heavy library has the one home that the design names."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "contaccum"
+FLOORS = [
+    {"__main__"},
+    {"cli", "__init__"},
+    {"api"},
+    {"study"},
+    {"training"},
+    {"evaluation"},
+    {"retrieval"},
+    {"methods", "engine", "encoder", "tiny_bert", "data"},
+    {"config", "options", "batch", "errors", "files"},
+]
+MAY_STAND_BESIDE = {
+    ("engine", "encoder"),  # an engine runs an encoder
+    ("tiny_bert", "encoder"),  # it makes a tower
+}
+HOMES = {
+    "faiss": {"retrieval/index.py"},
+    "accelerate": {"engine.py"},
+    "torch.distributed": {"engine.py"},
+    "bm25s": {"retrieval/bm25.py"},
+    "pytrec_eval": {"evaluation/beir.py"},
+    "jsonargparse": {"cli.py"},
+}
+LIGHT = ["__init__.py", "cli.py", "config.py", "options.py", "errors.py", "data/__init__.py", "training/__init__.py"]
+
+
+def imports(path: Path) -> list[str]:
+    """Every module that a file imports, at any depth, type-checking imports left out."""
+    found = []
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    skipped = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and getattr(block.test, "id", "") == "TYPE_CHECKING"
+        for node in ast.walk(block)
+    }
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return found
+
+
+def part_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def floor(part: str) -> int:
+    return next(number for number, parts in enumerate(FLOORS) if part in parts)
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def names_of(path: Path) -> tuple[str, str]:
+    relative = path.relative_to(PACKAGE)
+    return str(relative), relative.parts[0].removesuffix(".py")
+
+
+def breaches(own: str, modules: list[str]) -> list[str]:
+    """The imports that climb, or go sideways where that was not agreed."""
+    found = []
+    for module in modules:
+        if not module.startswith("contaccum."):
+            continue
+        other = part_of(module)
+        if other == own or not any(other in parts for parts in FLOORS):
+            continue
+        sideways = floor(other) == floor(own) < len(FLOORS) - 1 and (own, other) not in MAY_STAND_BESIDE
+        if floor(other) < floor(own) or sideways:
+            found.append(module)
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_down_only(path):
+    _, own = names_of(path)
+    assert breaches(own, imports(path)) == []
+
+
+@pytest.mark.parametrize(("library", "homes"), HOMES.items())
+def test_each_library_has_its_home(library, homes):
+    users = {
+        names_of(path)[0]
+        for path in FILES
+        if any(module == library or module.startswith(f"{library}.") for module in imports(path))
+    }
+    assert users == homes
+
+
+@pytest.mark.parametrize("name", LIGHT)
+def test_the_way_in_is_light(name):
+    """No torch, transformers or datasets before a verb runs."""
+    tree = ast.parse((PACKAGE / name).read_text(encoding="utf-8"))
+    top = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    modules = [getattr(node, "module", None) or node.names[0].name for node in top]
+    allowed = ("contaccum.config", "contaccum.options", "contaccum.errors")
+    assert not [m for m in modules if m.split(".")[0] in ("torch", "transformers", "datasets", "numpy", "accelerate")]
+    assert not [m for m in modules if m.startswith("contaccum") and m not in allowed]
+
+
+def test_the_rule_sees_a_breach():
+    """Negative control."""
+    assert breaches("methods", ["contaccum.training.loop"]) == ["contaccum.training.loop"]
+    assert breaches("methods", ["contaccum.encoder"]) == ["contaccum.encoder"]
+    assert breaches("engine", ["contaccum.encoder", "contaccum.batch"]) == []
