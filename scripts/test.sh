@@ -1,0 +1,5 @@
+#!/usr/bin/env bash
+# Sets up and runs the test suite; arguments go to pytest (bash scripts/test.sh -m acceptance; bash scripts/test.sh -k bank).
+set -euo pipefail
+. "$(dirname "$0")/environment.sh"
+exec python -m pytest "$@"

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Trains a retriever on your own BEIR folder, then evaluates it.
+# usage: bash scripts/train.sh DATA OUTPUT [MODEL] [contaccum train options]
+#   bash scripts/train.sh my_data runs/mine sentence-transformers/all-MiniLM-L6-v2 --method grad_cache
+set -euo pipefail
+[ $# -ge 2 ] || { sed -n '2,4p' "$0" >&2; exit 2; }
+data=$(realpath "$1") output=$(realpath -m "$2") model=${3:-sentence-transformers/all-MiniLM-L6-v2}
+shift $(($# < 3 ? $# : 3))
+[ ! -d "$model" ] || model=$(realpath "$model")
+. "$(dirname "$0")/environment.sh"
+
+contaccum train --config configs/finetune.yaml --data.train "$data" --model.name "$model" --output_dir "$output" --resume "$@"
+if [ -e "$data/qrels/test.tsv" ] || [ -e "$data/qrels/test.tsv.gz" ]; then
+    bash scripts/evaluate.sh "$output/model" "$data" --output "$output/metrics.json"
+fi
