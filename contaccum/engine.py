@@ -27,6 +27,7 @@ from contaccum.encoder import DualEncoder
 from contaccum.errors import InputError
 
 ACCELERATE_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+TENSORBOARD_HINT = "pip install 'contaccum[tensorboard]'"
 PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
@@ -57,9 +58,11 @@ class Engine:
                 kwargs_handlers=[wait],
             )
         except (ValueError, ImportError) as error:
+            raise InputError(f"run.precision {precision} and run.trackers {trackers} cannot be had here: {error}") from error
+        if len(self.accelerator.log_with) < len(trackers or []):  # accelerate leaves out what is not installed
             raise InputError(
-                f"this machine cannot run precision {precision} with trackers {trackers}: {error}"
-            ) from error
+                f"run.trackers is {trackers}, expected names whose packages are installed: {TENSORBOARD_HINT} for tensorboard"
+            )
         if self.accelerator.distributed_type not in PLAIN:
             raise InputError(
                 f"launched for {self.accelerator.distributed_type.value}, expected one process or data-parallel processes: "

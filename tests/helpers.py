@@ -81,7 +81,7 @@ def run_steps(
     encoder = copy.deepcopy(encoder) if encoder is not None else tiny_encoder(dropout, seed=seed)
     encoder.train()
     engine = Engine(device="cpu", seed=seed)
-    engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.5))
+    engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1))
     loss = loss or InfoNCE(0.1)
     first = steps[0][0]
     hard = first.ids.columns.shape[1] - 1

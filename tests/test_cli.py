@@ -131,6 +131,26 @@ def test_data_verbs(data, tmp_path, capsys):
     assert (tmp_path / "demo" / "qrels" / "train.tsv").exists()
 
 
+@pytest.mark.filterwarnings("always::UserWarning")
+def test_repair_accepts_repeated_ids_in_training_and_evaluation(data, run, tmp_path, capsys):
+    with (data / "queries.jsonl").open("a") as file:
+        file.write(json.dumps({"_id": "q0", "text": "where is the red fox of valley 0 now"}) + "\n")
+    config = train_config(data, tmp_path / "again", **{"data.dev": str(data), "optim.max_steps": 1})
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    for call_of in (
+        ["train", "--config", tmp_path / "config.yaml", "--data.repair"],
+        ["evaluate", "--model", run / "model", "--data", data, "--repair"],
+    ):
+        refused = [*call_of, "false"] if call_of[0] == "train" else call_of[:-1]
+        code, _, err = call(capsys, *refused)
+        assert code == 2
+        assert "queries.jsonl, line 41: query id 'q0' stood already in line 1" in err
+        code, _, err = call(capsys, *call_of, *(["true"] if call_of[0] == "train" else []))
+        assert code == 0
+        assert "contaccum: warning: " in err
+        assert "1 queries are left out, their ids stand again below" in err
+
+
 def edit(path: Path, old: str, new: str) -> None:
     content = path.read_text()
     assert old in content

@@ -61,9 +61,7 @@ class Training:
         self.folder = Path(config.output_dir)
         checkpoint = newest_checkpoint(self.folder) if config.resume else None
         with engine.main_first():
-            train_set = load_train_set(
-                config.data.train, config.data.split, config.data.hard_negatives, config.data.strict
-            )
+            train_set = self._load_train()
             self.dev = self._load_dev()
         self.encoder = (
             DualEncoder.load(checkpoint.model, trust_remote_code=config.model.trust_remote_code)

@@ -115,7 +115,7 @@ def test_cont_accum_equals_the_slow_version(hard, mask, similarity):
     fast, fast_loss = run_steps("cont_accum", data, bank_size=10, loss=InfoNCE(temperature, mask), encoder=start)
 
     encoder, bank = copy.deepcopy(start).train(), SlowBank(10)
-    optimizer = torch.optim.SGD(encoder.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(encoder.parameters(), lr=0.1)
     slow, slow_losses = [], []
     for batches in data:
         optimizer.zero_grad()
@@ -140,7 +140,7 @@ def test_cont_cache_equals_a_slow_version_that_keeps_every_graph():
     start = tiny_encoder()
     fast, _ = run_steps("cont_cache", data, bank_size=20, push=16, encoder=start)
     encoder, bank = copy.deepcopy(start).train(), SlowBank(20)
-    optimizer = torch.optim.SGD(encoder.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(encoder.parameters(), lr=0.1)
     slow = []
     for batches in data:
         optimizer.zero_grad()
@@ -174,3 +174,20 @@ def test_the_first_pass_keeps_one_graph():
     value, cache = cache_gradients(parts, InfoNCE(0.1))
     assert not value.value.requires_grad
     assert [tuple(gradient.shape) for gradient in cache[0]] == [(4, 32), (4, 1, 32)]
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+def test_a_loss_scale_multiplies_every_gradient_alike(method):
+    """fp16's scaler scales each of a step's backward passes: undone once, the step's gradients are the plain ones."""
+    data = steps(1, hard=1)
+    plain, plain_loss = run_steps(method, data, bank_size=16, push=16)
+    encoder = tiny_encoder().train()
+    engine = Engine(device="cpu")
+    engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1))
+    engine.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    loss = InfoNCE(0.1)
+    values = METHODS[method](engine, data[0], Bank(16, encoder.dim, loss, push=16, hard_negatives=1), loss)
+    scaled = gradients(encoder)
+    assert largest_difference([{name: g / 1024 for name, g in scaled.items()}], plain) < SAME
+    assert largest_difference([scaled], plain) > 0.9
+    assert torch.stack([value.value for value in values]).mean().item() == pytest.approx(plain_loss[0], rel=1e-6)
