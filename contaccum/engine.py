@@ -58,7 +58,9 @@ class Engine:
                 kwargs_handlers=[wait],
             )
         except (ValueError, ImportError) as error:
-            raise InputError(f"run.precision {precision} and run.trackers {trackers} cannot be had here: {error}") from error
+            raise InputError(
+                f"run.precision {precision} and run.trackers {trackers} cannot be had here: {error}"
+            ) from error
         if len(self.accelerator.log_with) < len(trackers or []):  # accelerate leaves out what is not installed
             raise InputError(
                 f"run.trackers is {trackers}, expected names whose packages are installed: {TENSORBOARD_HINT} for tensorboard"

@@ -16,7 +16,7 @@ for method in $methods; do
     runs+=("$run")
     if [ ! -e "$run/metrics.json" ]; then
         echo "== $method" >&2
-        contaccum train --config "$config" --method "$method" --output_dir "$run" --resume "$@"
+        contaccum train --config "$config" --method "$method" --output_dir "$run" --resume "$@" >&2
         contaccum evaluate --model "$run/model" --data "$data" --output "$run/metrics.json" >&2
     fi
 done

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up and runs the test suite; arguments go to pytest (bash scripts/test.sh -m acceptance; bash scripts/test.sh -k bank).
+# Sets up and runs the test suite in two processes; arguments go to pytest (bash scripts/test.sh -m acceptance; bash scripts/test.sh -k bank).
 set -euo pipefail
 . "$(dirname "$0")/environment.sh"
-exec python -m pytest "$@"
+exec python -m pytest --numprocesses 2 --dist loadfile "$@"

@@ -4,8 +4,12 @@
 #   bash scripts/train.sh my_data runs/mine sentence-transformers/all-MiniLM-L6-v2 --method grad_cache
 set -euo pipefail
 [ $# -ge 2 ] || { sed -n '2,4p' "$0" >&2; exit 2; }
-data=$(realpath "$1") output=$(realpath -m "$2") model=${3:-sentence-transformers/all-MiniLM-L6-v2}
-shift $(($# < 3 ? $# : 3))
+data=$(realpath "$1") output=$(realpath -m "$2") model=sentence-transformers/all-MiniLM-L6-v2
+shift 2
+if [ $# -gt 0 ] && [[ $1 != --* ]]; then
+    model=$1
+    shift
+fi
 [ ! -d "$model" ] || model=$(realpath "$model")
 . "$(dirname "$0")/environment.sh"
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from contaccum.config import TRAITS
 from contaccum.errors import InputError
 from contaccum.files import read_json
 from contaccum.training.log import read_log
@@ -23,6 +24,7 @@ class RunSummary:
     method: str | None = None
     global_batch_size: int | None = None
     micro_batch_size: int | None = None
+    """Pairs in one forward pass; the whole step's where the method takes it at once."""
     bank_size: int | None = None
     metric: float | None = None
     seconds: float | None = None
@@ -45,13 +47,15 @@ def summarise(folder: str | Path, metric: str) -> RunSummary:
     if not (run / CONFIG_FILE).is_file():
         return RunSummary(run.name, metric=score)
     config = read_config(run)
+    batch = config["batch"]
+    whole = TRAITS[config["method"]].whole
     steps = [line for line in read_log(run) if "loss" in line]
     steady = steps[1:] or steps
     return RunSummary(
         run.name,
         config["method"],
-        config["batch"]["global_batch_size"],
-        config["batch"]["micro_batch_size"],
+        batch["global_batch_size"],
+        batch["global_batch_size" if whole else "micro_batch_size"],
         max((line["bank_fill"] for line in steps), default=None),
         score,
         _median(steady, "seconds"),

@@ -1,0 +1,87 @@
+"""The shell scripts on small sets, in the environment of the tests; a second call skips what stands."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import write_beir
+
+from contaccum.data.convert import convert
+from contaccum.files import read_json
+
+pytestmark = pytest.mark.acceptance
+
+ROOT = Path(__file__).parent.parent
+TINY = [
+    *("--model.name", "tiny", "--model.tiny_width", "32", "--model.tiny_layers", "1", "--model.tiny_vocabulary", "200"),
+    *("--model.max_query_length", "16", "--model.max_passage_length", "16"),
+    *(
+        "--batch.global_batch_size",
+        "16",
+        "--batch.micro_batch_size",
+        "4",
+        "--bank.size",
+        "16",
+        "--optim.max_steps",
+        "3",
+    ),
+]
+
+
+def script(name: str, *arguments: object, **environment: str) -> str:
+    call = ["bash", str(ROOT / "scripts" / name), *map(str, arguments)]
+    variables = {
+        **os.environ,
+        "VIRTUAL_ENV": sys.prefix,
+        "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}",
+        **environment,
+    }
+    done = subprocess.run(call, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture
+def data(tmp_path):
+    return write_beir(tmp_path / "my data")
+
+
+def test_train_evaluates_and_a_second_call_adds_nothing(data, tmp_path):
+    run = tmp_path / "run"
+    script("train.sh", data, run, *TINY)
+    assert read_json(run / "metrics.json")["queries"] == 10
+    model = (run / "model" / "query_encoder" / "model.safetensors").stat().st_mtime_ns
+    script("train.sh", data, run, *TINY)
+    assert len((run / "log.jsonl").read_text().splitlines()) == 3
+    assert (run / "model" / "query_encoder" / "model.safetensors").stat().st_mtime_ns >= model
+
+
+def test_compare_prints_a_row_for_each_method_and_bm25(data, tmp_path):
+    config = ROOT / "configs" / "finetune.yaml"
+    options = ["--data.train", data, "--run.device", "cpu", *TINY]
+    table = script("compare.sh", config, tmp_path / "runs", "grad_accum cont_accum", *options)
+    rows = [line.split("|")[1].strip() for line in table.splitlines()]
+    assert rows[0] == "run"
+    assert rows[2:] == ["grad_accum", "cont_accum", "bm25"]
+    assert script("compare.sh", config, tmp_path / "runs", "grad_accum cont_accum", *options) == table
+
+
+def test_beir_goes_from_a_folder_to_metrics(data, tmp_path):
+    script("beir.sh", data, tmp_path / "run", *TINY)
+    assert read_json(tmp_path / "run" / "metrics.json")["queries"] == 10
+    assert len((tmp_path / "run" / "test.trec").read_text().splitlines()) == 10 * 40
+    script("beir.sh", data, tmp_path / "run", *TINY)
+
+
+def test_nq_goes_from_local_files_to_answer_accuracy(data, tmp_path):
+    convert(data, tmp_path / "train.json", "dpr")
+    passages = [f"{n}\ta fox lives in valley {n}\tfox" for n in range(40)]
+    (tmp_path / "passages.tsv").write_text("\n".join(["id\ttext\ttitle", *passages]) + "\n")
+    (tmp_path / "questions.csv").write_text("where is the fox of valley 3\t['valley 3']\n")
+    files = {"TRAIN": "train.json", "PASSAGES": "passages.tsv", "QUESTIONS": "questions.csv"}
+    local = {name: str(tmp_path / file) for name, file in files.items()}
+    out = script("nq.sh", tmp_path / "run", *TINY, **local)
+    assert "top20" in out
+    assert script("nq.sh", tmp_path / "run", *TINY, **local).splitlines()[-1] == out.splitlines()[-1]
