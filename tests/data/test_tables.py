@@ -284,15 +284,17 @@ def test_the_published_sets_have_the_published_sizes(shared_data):
 
 
 OPEN_AND_REPORT = """
-import resource, sys
+import sys
 from contaccum.data.tables import load_corpus
 corpus = load_corpus(sys.argv[1])
 assert corpus[999_999]["id"] == "k999999"
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+print(int(status["VmHWM"].split()[0]) // 1024)  # getrusage would count the process that started this one too
 """
 
 
 @pytest.mark.acceptance
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of resident memory from /proc")
 def test_a_million_passages_are_built_and_opened_in_under_500_mb(tmp_path):
     with open(tmp_path / "corpus.jsonl", "w") as file:
         for number in range(1_000_000):

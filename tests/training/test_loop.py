@@ -1,6 +1,8 @@
 """What a run leaves behind, what its log says, and how it stops when numbers go wrong."""
 
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -203,3 +205,16 @@ def test_gradients_are_clipped_to_the_norm_of_both_towers_together(data, tmp_pat
     assert math.hypot(*engine.gradient_norms()) == pytest.approx(0.5, rel=1e-4)
     engine.clip(0.5, 2.0)
     assert math.hypot(*engine.gradient_norms()) == pytest.approx(0.5, rel=1e-4)
+
+
+def test_peak_memory_is_this_process_s_own():
+    """A process of 1 GB starts another; what that one reports is its own peak, and it sees its own allocation."""
+    block = np.ones(2**30, dtype=np.uint8)
+    script = (
+        "import numpy as np; from contaccum.engine import peak_resident; before = peak_resident();"
+        "block = np.ones(2**28, dtype=np.uint8); print(before, peak_resident())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    before, after = map(int, done.stdout.split())
+    assert before < block.nbytes
+    assert after - before > 0.9 * 2**28
