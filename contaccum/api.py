@@ -10,14 +10,14 @@ from contaccum.encoder import DualEncoder
 from contaccum.engine import encoding_device, process_place, torch_dtype
 from contaccum.errors import InputError
 from contaccum.evaluation.answers import evaluate_answers
-from contaccum.evaluation.beir import CUTS, Metrics, cuts_within, drop_own, evaluate_encoder, evaluate_run
+from contaccum.evaluation.beir import CUTS, Metrics, cuts_within, drop_own, evaluate_run
 from contaccum.evaluation.download import is_published, resolve_dataset
 from contaccum.files import write_json
 from contaccum.options import ModelChoice, SearchSettings
 from contaccum.retrieval.bm25 import bm25_search
 from contaccum.retrieval.encode import Texts, encode_texts
 from contaccum.retrieval.runs import Run, read_run, write_run
-from contaccum.retrieval.search import Hit, passage_shards, retrieve, top_passages
+from contaccum.retrieval.search import Hit, retrieve, top_passages
 
 BM25 = "bm25"
 """The model name that stands for the lexical baseline."""
@@ -73,14 +73,17 @@ def encode(
 
 
 def search(
-    choice: ModelChoice,
+    choice: ModelChoice | DualEncoder | str,
     data: str,
     split: str = "test",
     k: int = 100,
     settings: SearchSettings = DEFAULTS,
     repair: bool = False,
 ) -> Run:
-    """The k best passages for every query of a split: query id to (passage id, score), best first."""
+    """The k best passages for every query of a split: query id to (passage id, score), best first.
+
+    choice: what to load, the name of an encoder, or one that is loaded.
+    """
     return _search(choice, load_judged(data, split, repair=repair), k, settings)
 
 
@@ -90,7 +93,7 @@ def look(
     """The k best passages of a corpus for one query text, with their texts."""
     path, repair = _open(data, repair)
     corpus, encoder = load_corpus(path, repair), load_encoder(choice)
-    return top_passages(encoder, query, passage_shards(encoder, corpus, settings), corpus, k)
+    return top_passages(encoder, query, corpus, k, settings)
 
 
 def evaluate(
@@ -110,14 +113,9 @@ def evaluate(
     every query.
     """
     judged = load_judged(data, split, strict, repair)
-    choice = ModelChoice(choice) if isinstance(choice, str) else choice
-    if isinstance(choice, DualEncoder):
-        metrics = evaluate_encoder(choice, judged, k, settings)
-    elif choice.model == BM25:
-        metrics = evaluate_run(judged.qrels, _search(choice, judged, k, settings), cuts=cuts_within(CUTS, k))
-    else:
-        metrics = evaluate_encoder(load_encoder(choice), judged, k, settings)
-    return _keep(metrics, output, {"model": getattr(choice, "model", None), "data": data, "split": split})
+    metrics = evaluate_run(judged.qrels, _search(choice, judged, k, settings), cuts=cuts_within(CUTS, k))
+    model = choice if isinstance(choice, str) else getattr(choice, "model", None)
+    return _keep(metrics, output, {"model": model, "data": data, "split": split})
 
 
 def evaluate_questions(
@@ -159,11 +157,13 @@ def _open(data: str, repair: bool) -> tuple[Any, bool]:
     return resolve_dataset(data), repair or is_published(data)
 
 
-def _search(choice: ModelChoice, judged: RetrievalSet, k: int, settings: SearchSettings) -> Run:
+def _search(choice: ModelChoice | DualEncoder | str, judged: RetrievalSet, k: int, settings: SearchSettings) -> Run:
     # one more than asked for: BEIR drops the passage whose id is the query's own
-    if choice.model == BM25:
+    choice = ModelChoice(choice) if isinstance(choice, str) else choice
+    if isinstance(choice, ModelChoice) and choice.model == BM25:
         return drop_own(bm25_search(judged.queries, judged.corpus, k + 1), k)
-    return drop_own(retrieve(load_encoder(choice), judged.queries, judged.corpus, k + 1, settings), k)
+    encoder = load_encoder(choice) if isinstance(choice, ModelChoice) else choice
+    return drop_own(retrieve(encoder, judged.queries, judged.corpus, k + 1, settings), k)
 
 
 def _keep(metrics: Metrics, output: str | None, about: Mapping[str, str | None]) -> Metrics:

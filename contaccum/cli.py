@@ -116,7 +116,7 @@ def _search_parser() -> ArgumentParser:
     parser.add_argument("--split", default="test", help="whose queries to search for")
     parser.add_argument("--output", help="TREC run file to write")
     parser.add_argument("--query", help="one query text; its best passages are printed")
-    parser.add_argument("--k", type=int, default=100, help="passages per query")
+    parser.add_argument("--k", type=int, help="passages per query; 100 for a run, 10 for one query when not given")
     parser.add_class_arguments(SearchSettings, None)
     _add_repair(parser)
     return parser
@@ -239,15 +239,15 @@ def _search(options: Namespace) -> None:
 
     choice, rest = _take(ModelChoice, options.as_dict())
     settings, rest = _take(SearchSettings, rest)
-    query, output, split = rest.pop("query"), rest.pop("output"), rest.pop("split")
+    query, output, split, k = (rest.pop(name) for name in ("query", "output", "split", "k"))
     if (query is None) == (output is None):
         raise InputError(f"search was given --query {query} and --output {output}, expected exactly one of them")
     if query is None:
-        run = api.search(choice, split=split, settings=settings, **rest)
+        run = api.search(choice, split=split, k=100 if k is None else k, settings=settings, **rest)
         api.write_run(output, run)
         print(output)
     else:
-        print(api.render_hits(api.look(choice, query=query, settings=settings, **rest)))
+        print(api.render_hits(api.look(choice, query=query, k=10 if k is None else k, settings=settings, **rest)))
 
 
 def _evaluate(options: Namespace) -> None:
@@ -258,6 +258,10 @@ def _evaluate(options: Namespace) -> None:
     sources = {name: rest.pop(name) for name in ("data", "questions", "passages", "run", "qrels")}
     given = {name: value for name, value in {"model": choice.model, **sources}.items() if value is not None}
     given.pop("model", None)
+    if choice.model is None and "run" not in given:
+        raise InputError("evaluate was given no --model, expected one (or --run and --qrels)")
+    if rest["processes"] < 1:
+        raise InputError(f"--processes is {rest['processes']}, expected at least 1")
     shared = {name: rest[name] for name in ("k", "repair", "output")}
     if given.keys() == {"data"}:
         metrics = api.evaluate(choice, split=rest["split"], strict=rest["strict"], settings=settings, **given, **shared)

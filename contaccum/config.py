@@ -8,6 +8,9 @@ import yaml
 
 from contaccum.errors import InputError
 
+METRIC_MEASURES = ("ndcg", "map", "recall", "precision", "mrr")
+METRIC_CUTS = (1, 3, 5, 10, 20, 100)
+
 MethodName = Literal["in_batch", "grad_accum", "grad_cache", "passage_bank", "cont_accum", "cont_cache"]
 
 
@@ -235,6 +238,10 @@ class TrainConfig:
         """Check every rule between settings, or raise InputError naming the setting; warn of settings without effect."""
         self._check_names()
         _check_ranges(self)
+        measure, _, cut = self.run.metric.partition("@")
+        if measure not in METRIC_MEASURES or cut not in map(str, METRIC_CUTS):
+            expected = f"{', '.join(METRIC_MEASURES)} at {', '.join(map(str, METRIC_CUTS))}, such as ndcg@10"
+            raise InputError(f"run.metric is {self.run.metric!r}, expected one of {expected}")
         self._check_batch(world)
         self._check_bank(world)
         if self.optim.warmup_steps is not None and self.optim.warmup_ratio is not None:
@@ -317,6 +324,9 @@ def _check_ranges(config: TrainConfig) -> None:
     for name in ABOVE_ZERO:
         if not value_at(config, name) > 0:
             raise InputError(f"{name} is {value_at(config, name)}, expected more than 0")
+    for name in ("optim.adam_beta1", "optim.adam_beta2"):
+        if not 0 <= value_at(config, name) < 1:
+            raise InputError(f"{name} is {value_at(config, name)}, expected at least 0 and less than 1")
     for name in ("optim.warmup_ratio", "model.dropout"):
         value = value_at(config, name)
         if value is not None and not 0 <= value <= 1:

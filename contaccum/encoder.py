@@ -129,6 +129,8 @@ class DualEncoder(nn.Module):
 
     @torch.inference_mode()
     def _encode(self, tower: Tower, texts: list[str], max_length: int, batch_size: int, progress: bool) -> np.ndarray:
+        if batch_size < 1:
+            raise InputError(f"batch_size is {batch_size}, expected at least 1")
         was_training = self.training
         self.eval()
         vectors = np.empty((len(texts), self.dim), dtype=np.float32)
@@ -272,7 +274,11 @@ def sentence_transformers_settings(name: str) -> dict[str, Any]:
     modules = _optional_json(name, "modules.json")
     if modules is None:
         return {}
-    settings: dict[str, Any] = {"similarity": "dot"}
+    about = _optional_json(name, "config_sentence_transformers.json") or {}
+    # their own default where a model neither normalises nor says otherwise
+    settings: dict[str, Any] = {
+        "similarity": "dot" if about.get("similarity_fn_name") in ("dot", "dot_score") else "cosine"
+    }
     for module in modules:
         kind = module["type"].rsplit(".", 1)[-1]
         if kind == "Pooling":
@@ -286,7 +292,7 @@ def sentence_transformers_settings(name: str) -> dict[str, Any]:
     length = (_optional_json(name, "sentence_bert_config.json") or {}).get("max_seq_length")
     if length:
         settings |= {"max_query_length": length, "max_passage_length": length}
-    prompts = (_optional_json(name, "config_sentence_transformers.json") or {}).get("prompts") or {}
+    prompts = about.get("prompts") or {}
     passage_prompts = [prompts[key] for key in ("document", "passage", "corpus") if prompts.get(key)]
     return settings | {"query_prefix": prompts.get("query") or "", "passage_prefix": (passage_prompts or [""])[0]}
 
@@ -315,7 +321,7 @@ def _check_length(config: Any, side: str, length: int) -> None:
     limit = getattr(config, "max_position_embeddings", None)
     if limit is None:
         return
-    if getattr(config, "model_type", "") in ("roberta", "xlm-roberta", "camembert"):
+    if getattr(config, "model_type", "") in ("roberta", "xlm-roberta", "camembert", "mpnet"):
         limit -= config.pad_token_id + 1  # their positions start behind the padding token's
     if not 2 < length <= limit:
         raise InputError(

@@ -1,6 +1,6 @@
 """Processes, devices and precision: the only file that imports accelerate or torch.distributed.
 
-Gradients are summed over the processes by one all-reduce at the end of an optimizer step. DistributedDataParallel is not used:
+Gradients are summed over the processes once, at the end of an optimizer step. DistributedDataParallel is not used:
 its hooks expect one forward and one backward pass at a time, which GradCache's kept graphs do not keep to, and it averages
 where a sum over the global rows is meant.
 """
@@ -129,7 +129,7 @@ class Engine:
         return torch.cat(parts)
 
     def reduce_gradients(self) -> None:
-        """Sum the gradients over the processes: the one all-reduce of the step."""
+        """Sum the gradients over the processes, once a step."""
         if self.world == 1:
             return
         waits = [dist.all_reduce(p.grad, async_op=True) for p in self.parameters if p.grad is not None]
@@ -150,11 +150,10 @@ class Engine:
         """Scale all gradients, whose L2 norm together is ``norm``, down to the norm ``limit`` where they exceed it."""
         torch.nn.utils.clip_grads_with_norm_(self.parameters, limit, torch.tensor(norm, device=self.device))
 
-    def update(self) -> bool:
-        """Take the optimizer step and clear the gradients; False when fp16 gradients overflowed and the step was skipped."""
+    def update(self) -> None:
+        """Take the optimizer step (fp16's scaler skips it when gradients overflowed) and clear the gradients."""
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return not self.optimizer.step_was_skipped
 
     def scaler_state(self) -> dict[str, Any]:
         return self.accelerator.scaler.state_dict() if self.accelerator.scaler is not None else {}
@@ -172,13 +171,13 @@ class Engine:
     def barrier(self) -> None:
         self.accelerator.wait_for_everyone()
 
-    def any(self, mine: bool) -> bool:
-        """Whether it is true on any process."""
+    def largest(self, mine: int) -> int:
+        """The largest of all processes' numbers."""
         if self.world == 1:
             return mine
-        flag = torch.tensor(float(mine), device=self.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag.item())
+        number = torch.tensor(mine, device=self.device)
+        dist.all_reduce(number, op=dist.ReduceOp.MAX)
+        return int(number.item())
 
     # trackers
 
@@ -236,8 +235,9 @@ def peak_resident() -> int:
     """Most bytes of memory that this process has held."""
     status = Path("/proc/self/status")
     if status.exists():  # ru_maxrss on Linux also knows the peak of the program that started this one
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024
+        found = [line for line in status.read_text().splitlines() if line.startswith("VmHWM:")]
+        if found:
+            return int(found[0].split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
 
 

@@ -90,7 +90,12 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
         _sync_folder(part)
         if path.exists():
             os.replace(path, old)
-        os.replace(part, path)
+        try:
+            os.replace(part, path)
+        except OSError:
+            if old.exists():
+                os.replace(old, path)
+            raise
         _sync_folder(path.parent)
     except (OSError, SafetensorError) as error:  # safetensors wraps a full disk in an error of its own
         raise InputError(f"{path}: could not be written ({getattr(error, 'strerror', None) or error})") from error

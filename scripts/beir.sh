@@ -6,14 +6,13 @@
 # Several GPUs: LAUNCH="torchrun --nproc_per_node 4 -m" bash scripts/beir.sh DATA OUTPUT
 set -euo pipefail
 [ $# -ge 2 ] || { sed -n '2,6p' "$0" >&2; exit 2; }
-data=$1 output=$(realpath -m "$2")
+data=$1 output=$2
 shift 2
-[ ! -e "$data" ] || data=$(realpath "$data")
 . "$(dirname "$0")/environment.sh"
 
 launch=(${LAUNCH:-python -m})
 data=$(contaccum data fetch "$data")
-"${launch[@]}" contaccum train --config configs/finetune.yaml --data.train "$data" --data.repair true \
+"${launch[@]}" contaccum train --config "$root/configs/finetune.yaml" --data.train "$data" --data.repair true \
     --model.name sentence-transformers/all-MiniLM-L6-v2 --output_dir "$output" --resume "$@"
 "${launch[@]}" contaccum encode --model "$output/model" --input "$data" --output "$output/embeddings" --repair
 if [ ! -e "$output/test.trec" ]; then

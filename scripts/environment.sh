@@ -1,24 +1,32 @@
 # Sourced by the other scripts: uses the active environment or makes .venv, and installs exactly what requirements.lock names.
-# A second call finds the lock unchanged and returns at once.
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# A second call finds the lock unchanged and returns at once. The working folder stays; $root is the project's.
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 if [ -z "${VIRTUAL_ENV:-}" ] && [ -z "${CONDA_PREFIX:-}" ]; then
-    if [ ! -x .venv/bin/python ]; then
+    if [ ! -x "$root/.venv/bin/pip" ]; then
         echo "making .venv" >&2
-        "${PYTHON:-python3}" -m venv .venv
+        "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 11) and "requirements.lock needs Python 3.11 or newer: set PYTHON to one")'
+        "${PYTHON:-python3}" -m venv "$root/.venv"
     fi
-    . .venv/bin/activate
+    . "$root/.venv/bin/activate"
 fi
 
 contaccum_install() {
     local stamp wanted
     stamp="$(python -c 'import sys; print(sys.prefix)')/.contaccum-installed"
-    wanted="$(cat requirements.lock pyproject.toml | python -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())') $PWD"
+    wanted="$(cat "$root/requirements.lock" "$root/pyproject.toml" | python -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())') $root"
     if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
         echo "installing from requirements.lock" >&2
-        python -m pip install --quiet --disable-pip-version-check -r requirements.lock
-        python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+        python -m pip install --quiet --disable-pip-version-check -r "$root/requirements.lock"
+        python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e "$root"
         echo "$wanted" > "$stamp"
     fi
 }
 contaccum_install
+
+data_flags() { # contaccum train options: what evaluation must be told of them
+    contaccum train "$@" --print_config | python -c '
+import sys, yaml
+data = yaml.safe_load(sys.stdin)["data"]
+print(*(f"--{name}" for name in ("repair", "strict") if data[name]))'
+}

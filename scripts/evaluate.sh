@@ -5,8 +5,6 @@ set -euo pipefail
 [ $# -ge 2 ] || { sed -n '2,3p' "$0" >&2; exit 2; }
 model=$1 data=$2
 shift 2
-[ ! -d "$model" ] || model=$(realpath "$model")
-[ ! -e "$data" ] || data=$(realpath "$data")
 . "$(dirname "$0")/environment.sh"
 
 contaccum evaluate --model "$model" --data "$data" "$@"

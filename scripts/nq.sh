@@ -7,11 +7,8 @@
 # Several GPUs: LAUNCH="torchrun --nproc_per_node 4 -m" bash scripts/nq.sh OUTPUT
 set -euo pipefail
 [ $# -ge 1 ] || { sed -n '2,7p' "$0" >&2; exit 2; }
-output=$(realpath -m "$1")
+output=$1
 shift
-for name in TRAIN PASSAGES QUESTIONS; do
-    [ -z "${!name:-}" ] || printf -v "$name" '%s' "$(realpath "${!name}")"
-done
 . "$(dirname "$0")/environment.sh"
 
 base=https://dl.fbaipublicfiles.com/dpr
@@ -21,23 +18,23 @@ fetch() { # URL FILE: the file appears whole or not at all; a broken download go
     curl --fail --location --retry 5 --continue-at - --output "$2.part" "$1" && mv "$2.part" "$2"
 }
 if [ -z "${TRAIN:-}" ]; then
-    TRAIN=data/downloads/biencoder-nq-train.json.gz
+    TRAIN=$root/data/downloads/biencoder-nq-train.json.gz
     fetch "$base/data/retriever/biencoder-nq-train.json.gz" "$TRAIN"
 fi
 if [ -z "${PASSAGES:-}" ]; then
-    PASSAGES=data/downloads/psgs_w100.tsv.gz
+    PASSAGES=$root/data/downloads/psgs_w100.tsv.gz
     fetch "$base/wikipedia_split/psgs_w100.tsv.gz" "$PASSAGES"
 fi
 if [ -z "${QUESTIONS:-}" ]; then
-    QUESTIONS=data/downloads/nq-test.qa.csv
+    QUESTIONS=$root/data/downloads/nq-test.qa.csv
     fetch "$base/data/retriever/nq-test.qa.csv" "$QUESTIONS"
 fi
 
 launch=(${LAUNCH:-python -m})
-"${launch[@]}" contaccum train --config configs/paper/nq.yaml --data.train "$TRAIN" --output_dir "$output" --resume "$@"
+"${launch[@]}" contaccum train --config "$root/configs/paper/nq.yaml" --data.train "$TRAIN" --output_dir "$output" --resume "$@"
 "${launch[@]}" contaccum encode --model "$output/model" --input "$PASSAGES" --output "$output/embeddings" --dtype float16
 if [ ! -e "$output/metrics.json" ]; then
     contaccum evaluate --model "$output/model" --questions "$QUESTIONS" --passages "$PASSAGES" \
-        --embeddings "$output/embeddings" --dtype float16 --processes "$(nproc)" --output "$output/metrics.json"
+        --embeddings "$output/embeddings" --dtype float16 --processes "$(python -c 'import os; print(os.cpu_count())')" --output "$output/metrics.json"
 fi
 python -c 'import json, sys; print(json.load(open(sys.argv[1]))["mean"])' "$output/metrics.json"

@@ -3,7 +3,7 @@
 # Run again, it continues where it was stopped and prints the same table; delete runs/quickstart to begin anew.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-export OMP_NUM_THREADS=1  # one thread a process: quick enough for so small a model, and the same sums on every machine
+export OMP_NUM_THREADS=1  # one thread a process: quick enough for so small a model, and the sums do not depend on the number of cores
 bash scripts/compare.sh configs/demo.yaml runs/quickstart "grad_accum grad_cache cont_accum"
 echo
 echo "Trained models: runs/quickstart/METHOD/model; logs: log.jsonl; metrics of every query: metrics.json"

@@ -4,16 +4,16 @@
 #   bash scripts/train.sh my_data runs/mine sentence-transformers/all-MiniLM-L6-v2 --method grad_cache
 set -euo pipefail
 [ $# -ge 2 ] || { sed -n '2,4p' "$0" >&2; exit 2; }
-data=$(realpath "$1") output=$(realpath -m "$2") model=sentence-transformers/all-MiniLM-L6-v2
+data=$1 output=$2 model=sentence-transformers/all-MiniLM-L6-v2
 shift 2
 if [ $# -gt 0 ] && [[ $1 != --* ]]; then
     model=$1
     shift
 fi
-[ ! -d "$model" ] || model=$(realpath "$model")
 . "$(dirname "$0")/environment.sh"
 
-contaccum train --config configs/finetune.yaml --data.train "$data" --model.name "$model" --output_dir "$output" --resume "$@"
+settings=(--config "$root/configs/finetune.yaml" --data.train "$data" --model.name "$model" --output_dir "$output" "$@")
+contaccum train "${settings[@]}" --resume
 if [ -e "$data/qrels/test.tsv" ] || [ -e "$data/qrels/test.tsv.gz" ]; then
-    bash scripts/evaluate.sh "$output/model" "$data" --output "$output/metrics.json"
+    contaccum evaluate --model "$output/model" --data "$data" --output "$output/metrics.json" $(data_flags "${settings[@]}")
 fi

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from helpers import train_config, write_beir
 
-from contaccum import DualEncoder, evaluate, train
+from contaccum import DualEncoder, evaluate, search, train
 from contaccum.cli import main
 from contaccum.config import to_yaml
 
@@ -64,6 +64,7 @@ def test_train_encode_search_evaluate_report(data, tmp_path, capsys):
     assert len(json.loads(direct.read_text())["per_query"]) == 10
     assert evaluate(str(model), str(data))["mean"] == pytest.approx(means[0])
     assert evaluate(DualEncoder.load(model), str(data))["mean"] == pytest.approx(means[0])
+    assert search(str(model), str(data)) == search(DualEncoder.load(model), str(data))
 
     baseline = tmp_path / "bm25"
     assert call(capsys, "evaluate", "--model", "bm25", "--data", data, "--output", baseline / "metrics.json")[0] == 0
@@ -201,6 +202,8 @@ BAD_CALLS = {
     "config absent": (["train", "--config", "absent.yaml"], "absent.yaml"),
     "number is a word": (["train", "--bank.size", "many"], "many"),
     "nothing to evaluate": (["evaluate", "--model", "x"], "found none of them"),
+    "no model to evaluate": (["evaluate", "--data", "{data}"], "given no --model"),
+    "no processes": (["evaluate", "--model", "x", "--data", "{data}", "--processes", "0"], "--processes is 0"),
     "two things to evaluate": (["evaluate", "--data", "x", "--run", "y"], "found --data, --run"),
     "bm25 has no vectors": (["encode", "--model", "bm25", "--input", "{data}", "--output", "v"], "has no vectors"),
     "no model there": (["evaluate", "--model", "./absent", "--data", "{data}"], "./absent: no encoder could be loaded"),

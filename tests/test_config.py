@@ -68,6 +68,12 @@ def test_the_saved_config_is_complete_and_can_be_read_back(tmp_path, capsys):
         ({"optim.warmup_ratio": 0.1, "optim.warmup_steps": 3}, "are both given"),
         ({"optim.learning_rate": -1.0}, "optim.learning_rate is -1.0, expected at least 0"),
         ({"run.keep_checkpoints": 0}, "run.keep_checkpoints is 0, expected at least 1"),
+        ({"optim.adam_beta1": 1.5}, "optim.adam_beta1 is 1.5, expected at least 0 and less than 1"),
+        (
+            {"run.metric": "ndcg@1O"},
+            "run.metric is 'ndcg@1O', expected one of ndcg, map, recall, precision, mrr at 1, 3",
+        ),
+        ({"run.metric": "recall@1000"}, "run.metric is 'recall@1000', expected one of"),
         ({"optim.learning_rate": float("nan")}, "optim.learning_rate is nan"),
     ],
 )

@@ -1,6 +1,7 @@
 """Search: from query vectors, or an encoder and texts, to a run."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ from contaccum.retrieval.encode import Encoder, Texts, encode_in_memory, encode_
 from contaccum.retrieval.exact import exact_search
 from contaccum.retrieval.index import Index
 from contaccum.retrieval.runs import Run, ranked
-from contaccum.retrieval.shards import Shards
+from contaccum.retrieval.shards import MANIFEST, Shards
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -102,7 +103,10 @@ def passage_shards(encoder: Encoder, corpus: "Dataset", settings: SearchSettings
     passages = Texts.of_corpus(corpus)
     if settings.embeddings is None:
         return [encode_in_memory(encoder, passages, settings.batch_size)]
-    encode_texts(encoder, passages, settings.embeddings, dtype=settings.dtype, batch_size=settings.batch_size)
+    if not (
+        Path(settings.embeddings) / MANIFEST
+    ).is_file():  # finished embeddings serve whatever their shard size and form
+        encode_texts(encoder, passages, settings.embeddings, dtype=settings.dtype, batch_size=settings.batch_size)
     return open_embeddings(encoder, passages, settings.embeddings)
 
 
@@ -115,10 +119,11 @@ class Hit(NamedTuple):
     text: str
 
 
-def top_passages(encoder: Encoder, query: str, shards: Shards, corpus: "Dataset", k: int = 10) -> list[Hit]:
-    """The k best passages for one query text, best first, to be looked at. ``shards`` hold the corpus's embeddings."""
-    vectors = encoder.encode_queries([query])
-    hits = search(["query"], vectors, shards, k)["query"]
+def top_passages(
+    encoder: Encoder, query: str, corpus: "Dataset", k: int = 10, settings: SearchSettings = DEFAULTS
+) -> list[Hit]:
+    """The k best passages for one query text, best first, to be looked at."""
+    hits = retrieve(encoder, {"query": query}, corpus, k, settings)["query"]
     rows = rows_of(corpus, {passage_id for passage_id, _ in hits})
     found = corpus[[rows[passage_id] for passage_id, _ in hits]]
     return [

@@ -53,18 +53,22 @@ def save_checkpoint(
         encoder.save(folder / "model")
         save_file(_optimizer_tensors(encoder, optimizer), folder / "optimizer.safetensors")
         tensors, numbers = bank.state()
+        stateless = [name for name, p in trained_parameters(encoder).items() if not optimizer.state[p]]
         save_file(tensors, folder / "bank.safetensors")
-        write_json(folder / "state.json", {**state, "bank": numbers})
+        write_json(folder / "state.json", {**state, "bank": numbers, "without_gradient": stateless})
         files = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
         manifest = {name: {"size": path.stat().st_size, "sha256": sha256_of(path)} for name, path in files.items()}
         write_json(folder / MANIFEST, manifest)
-    for older in _all_checkpoints(run)[keep:]:
-        shutil.rmtree(older)
+    # what bears a later step was passed over as damaged when this run was resumed
+    others = [folder for folder in all_checkpoints(run) if folder != target]
+    later = [folder for folder in others if folder.name > target.name]
+    for folder in [*later, *others[len(later) + keep - 1 :]]:
+        shutil.rmtree(folder)
 
 
 def newest_checkpoint(run: Path) -> Checkpoint | None:
     """The newest complete checkpoint of a run, None where there is none; says on stderr which it passed over, and why."""
-    for folder in _all_checkpoints(run):
+    for folder in all_checkpoints(run):
         fault = _fault(folder)
         if fault is None:
             return Checkpoint(folder, read_json(folder / "state.json"))
@@ -76,6 +80,10 @@ def restore(checkpoint: Checkpoint, encoder: DualEncoder, optimizer: torch.optim
     """Bring optimizer and bank to the checkpoint's state; the encoder was loaded from ``checkpoint.model``."""
     tensors = load_file(checkpoint.folder / "optimizer.safetensors")
     for name, parameter in trained_parameters(encoder).items():
+        if (
+            name in checkpoint.state["without_gradient"]
+        ):  # the encoder has parameters that its forward pass does not use
+            continue
         kept = {
             key: tensors[f"{name}:{key}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}:{key}" in tensors
         }
@@ -95,8 +103,8 @@ def _optimizer_tensors(encoder: DualEncoder, optimizer: torch.optim.Optimizer) -
     }
 
 
-def _all_checkpoints(run: Path) -> list[Path]:
-    """Newest first."""
+def all_checkpoints(run: Path) -> list[Path]:
+    """The folders of a run's checkpoints, complete or not, newest first."""
     return sorted((run / "checkpoints").glob("step-*"), reverse=True)
 
 
@@ -108,12 +116,14 @@ def _fault(folder: Path) -> str | None:
         manifest = read_json(folder / MANIFEST)
     except InputError as error:
         return str(error)
+    if not isinstance(manifest, dict) or not all(isinstance(entry, dict) for entry in manifest.values()):
+        return f"its {MANIFEST} is not a list of files with their sizes and hashes"
     for name, expected in manifest.items():
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
-        if path.stat().st_size != expected["size"]:
-            return f"{name} is {path.stat().st_size} bytes, expected {expected['size']}"
-        if sha256_of(path) != expected["sha256"]:
+        if path.stat().st_size != expected.get("size"):
+            return f"{name} is {path.stat().st_size} bytes, expected {expected.get('size')}"
+        if sha256_of(path) != expected.get("sha256"):
             return f"{name} is damaged: its SHA-256 is not the manifest's"
     return None

@@ -1,5 +1,6 @@
 """A run's log: one progress line on the console, one JSON line a step in log.jsonl, and accelerate's trackers."""
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 from tqdm import tqdm
 
 from contaccum.engine import Engine
+from contaccum.errors import InputError
 from contaccum.files import write_text
 
 LOG_FILE = "log.jsonl"
@@ -59,7 +61,10 @@ class RunLog:
             self.bar.write(text, file=sys.stderr)
 
     def _write(self, values: dict[str, Any]) -> None:
-        self.file.write(json.dumps(values) + "\n")
+        try:
+            self.file.write(json.dumps(values) + "\n")
+        except OSError as error:
+            raise InputError(f"{self.file.name}: could not be written ({error.strerror or error})") from error
         if "loss" in values:
             numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
             self.engine.track(numbers, values["step"])
@@ -67,4 +72,5 @@ class RunLog:
     def close(self) -> None:
         if self.active:
             self.bar.close()
-            self.file.close()
+            with contextlib.suppress(OSError):  # what could not be written was reported when it was tried
+                self.file.close()

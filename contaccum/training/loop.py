@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from contaccum.batch import MicroBatch
-from contaccum.config import TrainConfig
+from contaccum.config import METRIC_CUTS, TrainConfig
 from contaccum.data.collate import Prefetch
 from contaccum.data.dataset import TrainSet, load_train_set
 from contaccum.data.tables import RetrievalSet, load_retrieval_set
@@ -22,14 +22,14 @@ from contaccum.methods import METHODS
 from contaccum.methods.loss import LossValue
 from contaccum.retrieval.search import SearchSettings
 from contaccum.training import setup
-from contaccum.training.checkpoint import Checkpoint, newest_checkpoint, restore, save_checkpoint
+from contaccum.training.checkpoint import Checkpoint, all_checkpoints, newest_checkpoint, restore, save_checkpoint
 from contaccum.training.log import RunLog
 from contaccum.training.optimizer import learning_rate_factor, make_optimizer, set_learning_rate, warmup_steps
 from contaccum.training.signals import StopSignals
 
 DEV_METRICS_FILE = "dev_metrics.json"
-DEV_DEPTH = 100
-"""Passages retrieved per dev query: recall@100 is the deepest metric."""
+DEV_DEPTH = max(METRIC_CUTS)
+"""Passages retrieved per dev query."""
 
 
 def train(config: TrainConfig) -> Path:
@@ -47,8 +47,9 @@ def train(config: TrainConfig) -> Path:
     )
     try:
         config.validate(engine.world)
+        training = Training(config, engine)
         with StopSignals() as signals:
-            return Training(config, engine, signals).run()
+            return training.run(signals)
     finally:
         engine.close()
 
@@ -56,8 +57,8 @@ def train(config: TrainConfig) -> Path:
 class Training:
     """One run, from its first or its last saved step to its end."""
 
-    def __init__(self, config: TrainConfig, engine: Engine, signals: StopSignals) -> None:
-        self.config, self.engine, self.signals = config, engine, signals
+    def __init__(self, config: TrainConfig, engine: Engine) -> None:
+        self.config, self.engine = config, engine
         self.folder = Path(config.output_dir)
         checkpoint = newest_checkpoint(self.folder) if config.resume else None
         with engine.main_first():
@@ -82,6 +83,7 @@ class Training:
         optimizer = make_optimizer(self.encoder, config.optim)
         self.done = 0
         self.best: dict[str, Any] = {}
+        self.evaluated = 0  # the step of the last evaluation
         if checkpoint:
             self._resume(checkpoint, optimizer)
         engine.prepare(self.encoder, optimizer)
@@ -107,12 +109,15 @@ class Training:
                 )
         restore(checkpoint, self.encoder, optimizer, self.bank)
         self.engine.load_scaler_state(state["scaler"])
-        self.done, self.best = state["step"], state["best"]
+        self.done, self.best, self.evaluated = state["step"], state["best"], state["evaluated"]
         if self.engine.is_main:
             print(f"resuming at step {self.done} from {checkpoint.folder}", file=sys.stderr)
 
-    def run(self) -> Path:
+    def run(self, signals: StopSignals) -> Path:
         try:
+            if self.done and self._evaluation_due() and self.evaluated < self.done:
+                self.evaluate()  # the evaluation of the checkpoint's own step broke off
+                self.save()
             with Prefetch(self.batches.step(step) for step in range(self.done, self.total)) as prepared:
                 while self.done < self.total:
                     began, waited = time.perf_counter(), prepared.waited
@@ -123,7 +128,7 @@ class Training:
                     values["pairs_per_second"] = self.config.batch.global_batch_size / values["seconds"]
                     self.done += 1
                     self.log.step(values, self._due(self.config.run.log_steps))
-                    self.after_step()
+                    self.after_step(signals)
             self._finish()
         finally:
             self.log.close()
@@ -141,9 +146,8 @@ class Training:
         query_norm, passage_norm = engine.gradient_norms()
         tied = self.encoder.settings.tie_towers
         norm = query_norm if tied else math.hypot(query_norm, passage_norm)
-        if (
-            not math.isfinite(norm) and config.run.precision != "fp16"
-        ):  # fp16 gradients may overflow: the scaler skips the step
+        finite = math.isfinite(norm)
+        if not finite and config.run.precision != "fp16":  # fp16 gradients may overflow: the scaler skips the step
             raise InputError(
                 f"step {self.done + 1}: the gradient's norm is {norm}, expected a finite number; {self._last_good()}"
             )
@@ -152,17 +156,17 @@ class Training:
         )
         set_learning_rate(engine.optimizer, rate)
         engine.clip(norm, config.optim.max_grad_norm)
-        updated = engine.update()
+        engine.update()
         self.bank.end_step()
         return {
             "step": self.done + 1,
             "epoch": (self.done + 1) * config.batch.global_batch_size / self.examples,
             "loss": loss,
-            "learning_rate": rate if updated else 0.0,
-            "grad_norm": norm,
-            "query_grad_norm": None if tied else query_norm,
-            "passage_grad_norm": None if tied else passage_norm,
-            "grad_norm_ratio": passage_norm / query_norm if not tied and query_norm else None,
+            "learning_rate": rate if finite else 0.0,
+            "grad_norm": norm if finite else None,
+            "query_grad_norm": query_norm if finite and not tied else None,
+            "passage_grad_norm": passage_norm if finite and not tied else None,
+            "grad_norm_ratio": passage_norm / query_norm if finite and not tied and query_norm else None,
             "negatives": negatives,
             "masked": masked,
             "bank_fill": bank_fill,
@@ -184,31 +188,44 @@ class Training:
         return sum(row[0] for row in table) / count, sum(row[1] for row in table) / count, sum(row[2] for row in table)
 
     def _last_good(self) -> str:
-        return f"no later state was saved; a lower optim.learning_rate and --resume continue from {self.folder / 'checkpoints'}"
+        saved = [path.name for path in all_checkpoints(self.folder)]
+        kept = (
+            f"the last good state is {self.folder / 'checkpoints' / saved[0]}"
+            if saved
+            else "no checkpoint was written before"
+        )
+        return f"{kept}; a new run with a lower optim.learning_rate may go further"
 
-    def after_step(self) -> None:
+    def after_step(self, signals: StopSignals) -> None:
         """Evaluate and save where it is time, and leave when a signal came."""
         last = self.done == self.total
-        if self.dev is not None and (last or self._due(self.config.run.eval_steps)):
-            self.evaluate(self.dev)
-        stop = self.engine.any(bool(self.signals.received))
+        if self._evaluation_due():
+            try:
+                self.evaluate()
+            except Exception:
+                self.save()  # a resumed run evaluates this step first
+                raise
+        stop = self.engine.largest(signals.received)
         if last or stop or self._due(self.config.run.save_steps):
             self.save()
         if stop and not last:
-            raise Interrupted(self.signals.received, f"stopped after step {self.done}; continue with --resume")
+            raise Interrupted(stop, f"stopped after step {self.done}; continue with --resume")
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.done % every == 0
 
-    def evaluate(self, dev: RetrievalSet) -> None:
+    def _evaluation_due(self) -> bool:
+        return self.dev is not None and (self.done == self.total or self._due(self.config.run.eval_steps))
+
+    def evaluate(self) -> None:
         """Retrieve the dev set with the model as it stands; the best one so far is kept in ``model/``."""
+        assert self.dev is not None
         name = self.config.run.metric
         settings = SearchSettings(batch_size=self.config.run.eval_batch_size)
-        metrics = evaluate_encoder(SharedEncoder(self.engine), dev, DEV_DEPTH, settings)
-        if name not in metrics["mean"]:
-            raise InputError(f"run.metric is {name!r}, expected one of {', '.join(metrics['mean'])}")
+        metrics = evaluate_encoder(SharedEncoder(self.engine), self.dev, DEV_DEPTH, settings)
         score = metrics["mean"][name]
         self.log.evaluation(self.done, metrics["mean"])
+        self.evaluated = self.done
         better = not self.best or score > self.best["score"]
         self.log.say(f"step {self.done}: dev {name} {score:.4f}{' (best so far)' if better else ''}")
         if better:
@@ -223,6 +240,7 @@ class Training:
             state = {
                 "step": self.done,
                 "best": self.best,
+                "evaluated": self.evaluated,
                 "identity": self.identity,
                 "scaler": self.engine.scaler_state(),
             }

@@ -165,3 +165,25 @@ def test_refusals(tmp_path):
     dense = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Dense"}]
     with pytest.raises(InputError, match="names a Dense module"):
         DualEncoder.load(broken_folder(tmp_path / "dense", query_encoder__modules_json=dense) / "query_encoder")
+
+
+@pytest.mark.parametrize(
+    ("said", "similarity"),
+    [({}, "cosine"), ({"similarity_fn_name": "cosine"}, "cosine"), ({"similarity_fn_name": "dot"}, "dot")],
+)
+def test_without_a_normalize_module_the_named_similarity_counts(said, similarity, tmp_path):
+    words_encoder(similarity="dot").save(tmp_path / "model")
+    folder = tmp_path / "model" / "query_encoder"
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(said))
+    loaded = DualEncoder.load(folder)
+    assert loaded.similarity == similarity
+    scores = SentenceTransformer(str(folder), device="cpu").similarity(
+        *2 * [torch.from_numpy(loaded.encode_queries(TEXTS))]
+    )
+    vectors = loaded.encode_queries(TEXTS)
+    np.testing.assert_allclose(scores.numpy(), vectors @ vectors.T, atol=1e-5)
+
+
+def test_a_batch_of_no_texts_is_refused():
+    with pytest.raises(InputError, match="batch_size is 0, expected at least 1"):
+        words_encoder().encode_queries(TEXTS, batch_size=0)

@@ -11,7 +11,7 @@ from contaccum.errors import InputError
 from contaccum.options import SearchSettings
 from contaccum.retrieval import exact, index
 from contaccum.retrieval.encode import Texts, encode_in_memory, encode_texts
-from contaccum.retrieval.search import retrieve, rows_of, search, top_passages
+from contaccum.retrieval.search import passage_shards, retrieve, rows_of, search, top_passages
 from contaccum.retrieval.shards import Shard, ShardFolder
 
 
@@ -233,9 +233,15 @@ def test_shards_on_disk_and_in_memory_give_one_run(tmp_path):
     assert on_disk == search(["q"], queries, [encode_in_memory(WordEncoder(), texts)], 4)
 
 
+def test_finished_embeddings_serve_whatever_their_shard_size_and_form(tmp_path):
+    encode_texts(WordEncoder(), Texts.of_corpus(CORPUS), tmp_path / "e", shard_size=3, dtype="float16")
+    shards = passage_shards(WordEncoder(), CORPUS, SearchSettings(embeddings=str(tmp_path / "e")))
+    assert len(shards[0].ids) == 3
+    assert shards[0].vectors.dtype == np.float16
+
+
 def test_top_passages_bring_their_texts():
-    shards = [encode_in_memory(WordEncoder(), Texts.of_corpus(CORPUS))]
-    hits = top_passages(WordEncoder(), "rings of Saturn", shards, CORPUS, 2)
+    hits = top_passages(WordEncoder(), "rings of Saturn", CORPUS, 2)
     assert (hits[0].id, hits[0].title, hits[0].text) == ("d", "Planets", "Saturn has rings")
     assert hits[0].score > hits[1].score
 

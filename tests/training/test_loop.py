@@ -11,7 +11,7 @@ from helpers import tiny_encoder, train_config, weights, write_beir
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 from contaccum import DualEncoder
-from contaccum.config import TRAITS, OptimConfig
+from contaccum.config import METRIC_CUTS, METRIC_MEASURES, TRAITS, OptimConfig
 from contaccum.data.tables import load_retrieval_set
 from contaccum.errors import InputError
 from contaccum.evaluation.beir import evaluate_encoder
@@ -101,9 +101,34 @@ def test_the_best_model_on_dev_is_kept(data, tmp_path):
     assert max(scores.values()) != scores[24]
 
 
-def test_a_metric_that_is_none_is_refused_by_name(data, tmp_path):
-    with pytest.raises(InputError, match=r"run\.metric is 'accuracy', expected one of ndcg@1"):
-        train(train_config(data, tmp_path / "run", **{"data.dev": str(data), "run.metric": "accuracy"}))
+def test_every_metric_that_may_decide_is_computed(data, tmp_path):
+    train(
+        train_config(
+            data, tmp_path / "run", **{"data.dev": str(data), "run.metric": "recall@100", "optim.max_steps": 1}
+        )
+    )
+    computed = read_json(tmp_path / "run" / "dev_metrics.json")["mean"]
+    assert set(computed) == {f"{measure}@{cut}" for measure in METRIC_MEASURES for cut in METRIC_CUTS}
+
+
+def test_an_evaluation_that_fails_loses_no_training(data, tmp_path, monkeypatch):
+    """The checkpoint of that step is written first, and a resumed run evaluates it before it goes on."""
+    changes = {"data.dev": str(data), "run.eval_steps": 3, "run.save_steps": 0}
+    train(train_config(data, tmp_path / "whole", **changes))
+    run = tmp_path / "run"
+
+    def fail(*_):
+        raise RuntimeError("no memory left for the evaluation")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("contaccum.training.loop.evaluate_encoder", fail)
+        with pytest.raises(RuntimeError, match="no memory left"):
+            train(train_config(data, run, **changes))
+    assert newest_checkpoint(run).state["step"] == 3
+    train(train_config(data, run, resume=True, **changes))
+    assert weights(run) == weights(tmp_path / "whole")
+    evaluations = [[line for line in read_log(folder) if "dev" in line] for folder in (run, tmp_path / "whole")]
+    assert evaluations[0] == evaluations[1]
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(data, tmp_path, monkeypatch):

@@ -106,6 +106,26 @@ def test_damaged_checkpoints_are_passed_over(data, tmp_path, capsys):
     assert weights(run) == before
 
 
+def test_rotation_keeps_what_was_just_written(data, tmp_path, capsys):
+    """A damaged later checkpoint does not push out the good one that a resumed run writes."""
+    run = tmp_path / "run"
+    train(train_config(data, run, **{"run.keep_checkpoints": 1}))
+    shutil.rmtree(run / "checkpoints" / "step-00000006")
+    (run / "checkpoints" / "step-00000008").mkdir()
+    train(train_config(data, run, resume=True, **{"run.keep_checkpoints": 1, "run.save_steps": 3}))
+    assert "step-00000008: passed over" in capsys.readouterr().err
+    assert [folder.name for folder in (run / "checkpoints").iterdir()] == ["step-00000006"]
+    assert newest_checkpoint(run).state["step"] == 6
+
+
+def test_a_manifest_of_another_shape_is_passed_over(data, tmp_path, capsys):
+    run = tmp_path / "run"
+    train(train_config(data, run, **{"optim.max_steps": 1}))
+    (run / "checkpoints" / "step-00000001" / "manifest.json").write_text("[]")
+    assert newest_checkpoint(run) is None
+    assert "is not a list of files" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
