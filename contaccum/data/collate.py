@@ -143,8 +143,3 @@ class Prefetch(Generic[Item]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def prefetch(items: Iterable[Item], depth: int = 2) -> Prefetch[Item]:
-    """Start a ``Prefetch`` over ``items``."""
-    return Prefetch(items, depth)

@@ -8,7 +8,7 @@ import torch
 from tiny_data import beir
 
 from contaccum.batch import NO_PASSAGE
-from contaccum.data.collate import BatchSource, pad, prefetch
+from contaccum.data.collate import BatchSource, Prefetch, pad
 from contaccum.data.dataset import StepSampler, load_train_set
 
 
@@ -81,7 +81,7 @@ def test_each_side_has_its_own_padding_token(parts):
 
 
 def test_prefetch_gives_all_items_in_order():
-    with prefetch(range(50), depth=3) as items:
+    with Prefetch(range(50), depth=3) as items:
         assert list(items) == list(range(50))
         assert list(items) == []
 
@@ -97,7 +97,7 @@ def test_prefetch_runs_ahead_by_its_depth_and_no_further():
                 third.set()
             yield number
 
-    with prefetch(produce(), depth=2) as items:
+    with Prefetch(produce(), depth=2) as items:
         assert next(items) == 0
         # one taken, two waiting, one in the thread's hand
         assert third.wait(timeout=10)
@@ -109,7 +109,7 @@ def test_prefetch_raises_the_error_behind_the_items_before_it():
         yield 1
         raise KeyError("broken")
 
-    with prefetch(produce()) as items:
+    with Prefetch(produce()) as items:
         assert next(items) == 1
         with pytest.raises(KeyError, match="broken"):
             next(items)
@@ -124,7 +124,7 @@ def test_prefetch_can_be_closed_early():
         while True:
             yield 0
 
-    items = prefetch(endless(), depth=2)
+    items = Prefetch(endless(), depth=2)
     next(items)
     items.close()
     assert threading.active_count() == before
@@ -137,7 +137,7 @@ def test_prefetch_counts_the_time_that_the_consumer_waits():
         asked.wait(timeout=10)
         yield 1
 
-    with prefetch(produce()) as items:
+    with Prefetch(produce()) as items:
         assert items.waited == 0
         asked.set()
         next(items)
