@@ -11,6 +11,7 @@ from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 from contaccum.config import TrainConfig
 from contaccum.errors import InputError, Interrupted
+from contaccum.launch import is_main, process_place
 from contaccum.options import ModelChoice, SearchSettings
 
 Options = TypeVar("Options", ModelChoice, SearchSettings)
@@ -27,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
         path, options = chosen.subcommand, chosen[chosen.subcommand]
         if path == "data":
             path, options = f"data {options.subcommand}", options[options.subcommand]
-        VERBS[path](options)
+        _run(VERBS[path], options)
     except (InputError, Interrupted) as error:
         return _fail(str(error), error.exit_code)
     except ArgumentError as error:
@@ -37,13 +38,37 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def _run(verb: Callable[[Namespace], None], options: Namespace) -> None:
+    if process_place()[1] == 1:
+        return verb(options)
+    from contaccum.processes import recorded
+
+    return recorded(verb, options)
+
+
 def _fail(sentence: str, code: int) -> int:
-    print(f"contaccum: {sentence}", file=sys.stderr)
+    _say(sentence)
     return code
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    print(f"contaccum: warning: {message}", file=sys.stderr)
+    _say(f"warning: {message}")
+
+
+def _say(sentence: str) -> None:
+    """To stderr; what several processes of a launch have to say alike is said once."""
+    if process_place()[1] > 1:
+        from contaccum.processes import first_to_say
+
+        if not first_to_say(sentence):
+            return
+    print(f"contaccum: {sentence}", file=sys.stderr)
+
+
+def _show(result: object) -> None:
+    """To stdout, from the main process of a launch alone."""
+    if is_main():
+        print(result)
 
 
 # parsers
@@ -224,7 +249,7 @@ def _train(options: Namespace) -> None:
     values.pop("config")
     from contaccum.training.loop import train
 
-    print(train(TrainConfig(**values)))
+    _show(train(TrainConfig(**values)))
 
 
 def _encode(options: Namespace) -> None:
@@ -243,11 +268,15 @@ def _search(options: Namespace) -> None:
     if (query is None) == (output is None):
         raise InputError(f"search was given --query {query} and --output {output}, expected exactly one of them")
     if query is None:
-        run = api.search(choice, split=split, k=100 if k is None else k, settings=settings, **rest)
-        api.write_run(output, run)
-        print(output)
+        with api.joined(choice.timeout_minutes) as group:
+            run = api.search(choice, split=split, k=100 if k is None else k, settings=settings, group=group, **rest)
+        if is_main():
+            api.write_run(output, run)
+        _show(output)
     else:
-        print(api.render_hits(api.look(choice, query=query, k=10 if k is None else k, settings=settings, **rest)))
+        with api.joined(choice.timeout_minutes) as group:
+            hits = api.look(choice, query=query, k=10 if k is None else k, settings=settings, group=group, **rest)
+        _show(api.render_hits(hits))
 
 
 def _evaluate(options: Namespace) -> None:
@@ -262,18 +291,21 @@ def _evaluate(options: Namespace) -> None:
         raise InputError("evaluate was given no --model, expected one (or --run and --qrels)")
     if rest["processes"] < 1:
         raise InputError(f"--processes is {rest['processes']}, expected at least 1")
-    shared = {name: rest[name] for name in ("k", "repair", "output")}
-    if given.keys() == {"data"}:
-        metrics = api.evaluate(choice, split=rest["split"], strict=rest["strict"], settings=settings, **given, **shared)
-    elif given.keys() == {"questions", "passages"}:
-        how = {"match": rest["match"], "processes": rest["processes"]}
-        metrics = api.evaluate_questions(choice, settings=settings, **given, **how, **shared)
-    elif given.keys() == {"run", "qrels"}:
-        metrics = api.evaluate_run_file(output=rest["output"], **given)
-    else:
-        found = ", ".join(f"--{name}" for name in given) or "none of them"
-        raise InputError(f"expected --data, or --questions and --passages, or --run and --qrels; found {found}")
-    print(api.render_metrics(metrics))
+    shared = {name: rest[name] for name in ("k", "repair")} | {"settings": settings}
+    output = rest["output"] if is_main() else None
+    with api.joined(choice.timeout_minutes) as group:
+        if given.keys() == {"data"}:
+            how = {"split": rest["split"], "strict": rest["strict"]}
+            metrics = api.evaluate(choice, output=output, group=group, **given, **how, **shared)
+        elif given.keys() == {"questions", "passages"}:
+            how = {"match": rest["match"], "processes": rest["processes"]}
+            metrics = api.evaluate_questions(choice, output=output, group=group, **given, **how, **shared)
+        elif given.keys() == {"run", "qrels"}:
+            metrics = api.evaluate_run_file(output=output, **given)
+        else:
+            found = ", ".join(f"--{name}" for name in given) or "none of them"
+            raise InputError(f"expected --data, or --questions and --passages, or --run and --qrels; found {found}")
+    _show(api.render_metrics(metrics))
 
 
 def _report(options: Namespace) -> None:

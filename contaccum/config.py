@@ -187,6 +187,15 @@ class RunConfig:
     """The dev metric that decides which model is kept."""
     eval_batch_size: int = 64
     """Texts in one forward pass of an evaluation."""
+    timeout_minutes: float = 30.0
+    """Minutes that one of several processes waits for the others before it gives up and ends the run; the longest wait is for
+    the main process to prepare the data."""
+    bank_check_steps: int = 100
+    """Compare the hashes of all processes' banks every so many steps and before each checkpoint, and stop where they differ; 0:
+    never."""
+    redistribute: bool = False
+    """On `resume`, continue the checkpoint of another number of processes (W); `batch.micro_batch_size` (B) may then change too,
+    and where B x W stays the same, so does the result, up to rounding and dropout."""
     log_steps: int = 1
     """Write a line to log.jsonl and the trackers every so many steps."""
     trackers: list[str] = field(default_factory=list)
@@ -311,9 +320,10 @@ AT_LEAST: dict[str, float] = {
     "run.keep_checkpoints": 1,
     "run.eval_steps": 0,
     "run.eval_batch_size": 1,
+    "run.bank_check_steps": 0,
     "run.log_steps": 1,
 }
-ABOVE_ZERO = ("model.temperature", "optim.epochs", "optim.max_grad_norm", "optim.adam_eps")
+ABOVE_ZERO = ("model.temperature", "optim.epochs", "optim.max_grad_norm", "optim.adam_eps", "run.timeout_minutes")
 
 
 def _check_ranges(config: TrainConfig) -> None:

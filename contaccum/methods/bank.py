@@ -4,6 +4,7 @@ Capacity is counted in rows. A query and its passages share one slot, so the two
 carry no gradient. Source: Kim et al. 2024 (arXiv 2406.12356), section 4.
 """
 
+import hashlib
 from typing import Any
 
 import torch
@@ -163,9 +164,8 @@ class Bank:
         """Take over what ``state`` gave; a bank of another shape raises InputError."""
         width = tensors["positives"].shape[1] if "positives" in tensors else 1
         self._widen(width)
-        own, _ = self.state()
-        shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
-        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        shapes = {name: tuple(getattr(self, name).shape) for name in self._stored_tensors()}
+        found = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name != "sums"}
         if found != shapes:
             raise InputError(
                 f"the checkpoint's bank has the shapes {found}, expected {shapes}: it is another configuration's"
@@ -173,9 +173,21 @@ class Bank:
         for name in self._stored_tensors():
             getattr(self, name).copy_(tensors[name])
         self.pointer, self.stored, self.step = numbers["pointer"], numbers["stored"], numbers["step"]
-        if self.sums is not None:
+        if self.sums is None:
+            return
+        if tensors["sums"].shape == self.sums.values.shape:
             self.sums.values.copy_(tensors["sums"])
             self.sums.open = list(numbers["open"])
+        else:  # written with pushes of another size, whose blocks are others
+            self.sums.overwrite(0, self.stored, self.stored, self._logits)
+
+    def fingerprint(self) -> str:
+        """Hash of all that is stored; processes that were pushed the same rows have the same one."""
+        digest = hashlib.sha256(f"{self.pointer} {self.stored} {self.step}".encode())
+        # the log-sum-exps are left out: each process computes its own, and unequal machines round them differently
+        for name in (name for name in self._stored_tensors() if name != "positive_logits"):
+            digest.update(getattr(self, name).cpu().numpy().data)
+        return digest.hexdigest()
 
     def _stored_tensors(self) -> list[str]:
         names = ["passages", "column_ids", "positives"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from contaccum.batch import MicroBatch
-from contaccum.config import METRIC_CUTS, TrainConfig
+from contaccum.config import METRIC_CUTS, TrainConfig, to_yaml
 from contaccum.data.collate import Prefetch
 from contaccum.data.dataset import TrainSet, load_train_set
 from contaccum.data.tables import RetrievalSet, load_retrieval_set
@@ -44,6 +44,7 @@ def train(config: TrainConfig) -> Path:
         seed=config.seed,
         trackers=config.run.trackers,
         tracker_dir=config.output_dir,
+        timeout_minutes=config.run.timeout_minutes,
     )
     try:
         config.validate(engine.world)
@@ -64,6 +65,9 @@ class Training:
         with engine.main_first():
             train_set = self._load_train()
             self.dev = self._load_dev()
+        self._require_same(
+            checkpoint=str(checkpoint and checkpoint.state["step"]), config=to_yaml(config), data=train_set.fingerprint
+        )
         self.encoder = (
             DualEncoder.load(checkpoint.model, trust_remote_code=config.model.trust_remote_code)
             if checkpoint
@@ -100,12 +104,22 @@ class Training:
         data = self.config.data
         return load_retrieval_set(data.dev, data.dev_split, data.strict, data.repair) if data.dev else None
 
+    def _require_same(self, **values: str) -> None:
+        """Refuse to start when the machines of a launch see different files."""
+        for name, value in values.items():
+            if others := self.engine.differing(value):
+                raise InputError(
+                    f"processes {', '.join(map(str, others))} of {self.engine.world} find another {name} than process 0, "
+                    "expected the same data and the same output_dir on every machine"
+                )
+
     def _resume(self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> None:
         state = checkpoint.state
         for name, value in self.identity.items():
-            if state["identity"][name] != value:
+            if state["identity"][name] != value and not (name == "world" and self.config.run.redistribute):
                 raise InputError(
                     f"{checkpoint.folder}: was written with {name} {state['identity'][name]}, expected {value}"
+                    f"{'; --run.redistribute true continues it with another number of processes' * (name == 'world')}"
                 )
         restore(checkpoint, self.encoder, optimizer, self.bank)
         self.engine.load_scaler_state(state["scaler"])
@@ -206,10 +220,20 @@ class Training:
                 self.save()  # a resumed run evaluates this step first
                 raise
         stop = self.engine.largest(signals.received)
-        if last or stop or self._due(self.config.run.save_steps):
+        save = bool(last or stop or self._due(self.config.run.save_steps))
+        if self.config.run.bank_check_steps and (save or self._due(self.config.run.bank_check_steps)):
+            self._require_same_bank()
+        if save:
             self.save()
         if stop and not last:
             raise Interrupted(stop, f"stopped after step {self.done}; continue with --resume")
+
+    def _require_same_bank(self) -> None:
+        if self.engine.world > 1 and (others := self.engine.differing(self.bank.fingerprint())):
+            raise RuntimeError(
+                f"step {self.done}: processes {', '.join(map(str, others))} of {self.engine.world} hold another bank than "
+                f"process 0, expected the same on all; {self._last_good()}"
+            )
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.done % every == 0

@@ -1,6 +1,7 @@
 """From a config to the parts of a run: folder, encoder, data, bank."""
 
 import copy
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,13 @@ from contaccum.tiny_bert import tiny_tower
 CONFIG_FILE = "config.yaml"
 MAY_CHANGE = {
     "output_dir", "resume", "run.save_steps", "run.keep_checkpoints", "run.log_steps", "run.trackers", "run.eval_batch_size",
+    "run.timeout_minutes", "run.bank_check_steps", "run.redistribute",
 }  # fmt: skip
 """Settings that a resumed run may have otherwise: they change no weight."""
+
+
+REDISTRIBUTED = {"batch.micro_batch_size"}
+"""What may change with the number of processes: pairs in one loss are B x W."""
 
 
 def claim_folder(config: TrainConfig) -> None:
@@ -37,7 +43,9 @@ def claim_folder(config: TrainConfig) -> None:
         raise InputError(f"output_dir {run} already holds something, expected a new or empty folder, or --resume")
     if not (run / CONFIG_FILE).is_file():
         raise InputError(f"output_dir {run} has no {CONFIG_FILE}, expected the folder of a run to resume")
-    changes = config_differences(read_config(run), asdict(config))
+    changes = config_differences(
+        read_config(run), asdict(config), also=REDISTRIBUTED if config.run.redistribute else set()
+    )
     if changes:
         raise InputError(
             f"output_dir {run} holds a run with other settings, expected the same to resume: {'; '.join(changes)}"
@@ -60,13 +68,14 @@ def read_config(run: Path) -> dict[str, Any]:
     return values
 
 
-def config_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """``name was x and is y`` for every setting that differs and may not."""
+def config_differences(old: dict[str, Any], new: dict[str, Any], also: Collection[str] = ()) -> list[str]:
+    """``name was x and is y`` for every setting that differs and may not; ``also`` may differ too."""
     before, after = _flat(old), _flat(new)
+    allowed = MAY_CHANGE | set(also)
     return [
         f"{name} was {before.get(name)} and is {after.get(name)}"
         for name in sorted(before.keys() | after.keys())
-        if name not in MAY_CHANGE and before.get(name) != after.get(name)
+        if name not in allowed and before.get(name) != after.get(name)
     ]
 
 
@@ -117,7 +126,7 @@ def build_batches(config: TrainConfig, engine: Engine, encoder: DualEncoder, tra
     """Tokens, made once, and the order of the examples."""
     settings = encoder.settings
     query, passage = encoder.query_tower.tokenizer, encoder.passage_tower.tokenizer
-    with engine.main_first():  # the others then find the tokens in the cache
+    with engine.main_first():
         query_tokens = build_token_table(
             train_set.queries,
             ["text"],
