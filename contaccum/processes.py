@@ -19,8 +19,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from contaccum.errors import InputError, Interrupted
 from contaccum.launch import process_place
 
-BUCKET = 25 * 2**20
-"""Bytes of small tensors that are summed in one message, as much as DistributedDataParallel takes."""
+SMALL = 2**20
+"""Tensors of fewer bytes are summed in one message: each message has a fixed cost, and a copy of them takes little memory."""
 _SAY_SECONDS = 10  # how long a process that failed looks for the launcher's store before it speaks unasked
 
 Options = TypeVar("Options")
@@ -95,9 +95,14 @@ class Processes:
         """Replace each tensor by its sum over the processes."""
         if self.world == 1:
             return
-        waits = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
-        for wait in waits:
+        small = [tensor for tensor in tensors if tensor.nbytes < SMALL]
+        together = [torch.cat([tensor.flatten() for tensor in small])] if small else []
+        large = [tensor for tensor in tensors if tensor.nbytes >= SMALL]
+        for wait in [dist.all_reduce(tensor, async_op=True) for tensor in (*large, *together)]:
             wait.wait()
+        for flat in together:
+            for tensor, part in zip(small, flat.split([tensor.numel() for tensor in small]), strict=True):
+                tensor.copy_(part.view_as(tensor))
 
 
 ALONE = Processes()
