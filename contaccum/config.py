@@ -257,6 +257,8 @@ class TrainConfig:
             raise InputError("optim.warmup_steps and optim.warmup_ratio are both given, expected one of them")
         if self.run.eval_steps and not self.data.dev:
             warnings.warn("run.eval_steps has no effect without data.dev", stacklevel=2)
+        if self.run.redistribute and not self.resume:
+            warnings.warn("run.redistribute has no effect without resume", stacklevel=2)
         if self.optim.lr_scaling == "none" and self.optim.reference_batch_size != OptimConfig.reference_batch_size:
             warnings.warn("optim.reference_batch_size has no effect with optim.lr_scaling none", stacklevel=2)
 
