@@ -39,7 +39,7 @@ def config_file(folder: Path, name: str, micro_batch_size: int, **changes) -> Pa
     return file
 
 
-def test_two_machines_train_what_one_process_trains_and_search_what_it_finds(tmp_path):
+def test_two_machines_train_what_one_process_trains(tmp_path):
     write_beir(tmp_path / "data", 41)
     file, port = config_file(tmp_path, "two", 1), next(PORTS)
     machines = [start(m, port, tmp_path, "-m", "contaccum", "train", "--config", str(file)) for m in (0, 1)]
