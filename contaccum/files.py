@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -42,7 +42,8 @@ def whole_file(path: str | Path) -> Iterator[BinaryIO]:
     except OSError as error:
         raise InputError(f"{path}: could not be written ({error.strerror or error})") from error
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(NotADirectoryError):  # the folder's own path is a file
+            part.unlink(missing_ok=True)
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -66,6 +67,8 @@ def read_json(path: str | Path) -> Any:
         raise InputError(f"{path}: byte {error.start} is not UTF-8, expected a UTF-8 JSON file") from error
     except json.JSONDecodeError as error:
         raise InputError(f"{path}, line {error.lineno}: {error.msg}, expected JSON") from error
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets without end
+        raise InputError(f"{path}: not usable JSON ({error}), expected JSON") from error
 
 
 @contextmanager
