@@ -245,12 +245,12 @@ CASES: dict[str, Case] = {
     "psgs: empty text": row("2\t\tT", "text of passage '2' is empty", "expected some text"),
     "psgs: header in another order": Case(
         "data check psgs.tsv",
-        ["psgs.tsv, line 1", "header is id, title, text", "expected id, text, title"],
+        ["psgs.tsv, line 1", "header is 'id', 'title', 'text'", "expected id, text, title"],
         {"psgs.tsv": "id\ttitle\ttext\n1\tT\tone\n"},
     ),
     "psgs: column twice": Case(
         "data check psgs.tsv",
-        ["psgs.tsv, line 1", "header is id, text, text", "expected id, text, title"],
+        ["psgs.tsv, line 1", "header is 'id', 'text', 'text'", "expected id, text, title"],
         {"psgs.tsv": "id\ttext\ttext\n1\tone\tone\n"},
     ),
     # DPR's questions
@@ -383,13 +383,17 @@ CASES: dict[str, Case] = {
     "config: a list": whole_config("\n- a\n- b\n", "config.yaml, line 2", "found a list", "expected settings"),
     "config: a word": whole_config("hello\n", "config.yaml, line 1", "found 'hello'", "expected settings"),
     "config: a number": whole_config("5\n", "config.yaml, line 1", "found '5'", "expected settings"),
-    "config: tabs": whole_config("batch:\n\tmicro_batch_size: 2\n", "config.yaml, line 2", "cannot start any token", "expected YAML"),
+    "config: tabs": whole_config(
+        "batch:\n\tmicro_batch_size: 2\n", "config.yaml, line 2", "cannot start any token", "expected YAML"
+    ),
     "config: colon missing": whole_config("method cont_accum\nseed: 1\n", "config.yaml, line 2", "not YAML", "expected YAML"),
     "config: not UTF-8": whole_config(b"method: \xff\n", "config.yaml: byte 8 is not UTF-8", "expected UTF-8 text"),
     "config: NUL": whole_config(b"method: \0\n", "config.yaml: not usable YAML", "expected YAML"),
     "config: nested without end": whole_config("a: " + "[" * 99_000 + "]" * 99_000, "config.yaml: not usable YAML"),
     "config: nested deep": whole_config("a: " + "[" * 50 + "]" * 50, "config.yaml, line 1", "deeper than 20 levels"),
-    "config: alias of itself": whole_config("data: &a {train: *a}\n", "config.yaml, line 1", "inside what it names", "plain values"),
+    "config: alias of itself": whole_config(
+        "data: &a {train: *a}\n", "config.yaml, line 1", "inside what it names", "plain values"
+    ),
     "config: a setting twice": whole_config("seed: 1\nseed: 2\n", "config.yaml, line 2", "'seed' stands a second time"),
     "config: aliases without end": whole_config(BOMB, "config.yaml, line", "more than 10000 values", "settings"),
     "config: a key of lists": whole_config("? [a, b]\n: 1\n", "config.yaml, line 1", "found a list as a key"),
@@ -430,8 +434,12 @@ CASES: dict[str, Case] = {
     "config: dev split missing": config("train: d", "train: d, dev: d", "holds no split 'dev'", "test, train"),
     "config: more negatives than passages": config("train: d", "train: d, hard_negatives: 9", "9 of hard_negatives"),
     "config: nothing to resume": Case("train --config config.yaml --output_dir d --resume", ["d has no config.yaml"]),
-    "config: a Python object": whole_config("output_dir: !!python/object/apply:os.getcwd []\n", "config.yaml, line 1", "python/object/apply:os.getcwd", "plain values"),
-    "config: a class": whole_config("model: {class_path: os.system, init_args: {command: 'true'}}\n", "config.yaml, line 1", "the key 'class_path'", "plain values"),
+    "config: a Python object": whole_config(
+        "output_dir: !!python/object/apply:os.getcwd []\n", "config.yaml, line 1", "python/object/apply:os.getcwd", "plain values"
+    ),
+    "config: a class": whole_config(
+        "model: {class_path: os.system, init_args: {command: 'true'}}\n", "config.yaml, line 1", "the key 'class_path'", "plain values"
+    ),
 }  # fmt: skip
 
 if os.geteuid() != 0:  # who may read everything is refused nothing
@@ -482,7 +490,7 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(name, tmp_path, capsys, mo
     code = main(arguments_of(case))
     is_refused(case, code, *capsys.readouterr())
     assert standing(tmp_path) == before
-    assert not [path for path in (tmp_path / "cache").rglob("*.part*")]
+    assert not list((tmp_path / "cache").rglob("*.part*"))
 
 
 def test_there_are_at_least_80_cases_and_the_sound_world_passes(tmp_path, capsys, monkeypatch):
@@ -497,7 +505,7 @@ def test_there_are_at_least_80_cases_and_the_sound_world_passes(tmp_path, capsys
     ):  # fmt: skip
         assert main(arguments.split()) == 0, arguments
     capsys.readouterr()
-    assert main("evaluate --run run.trec --qrels d/qrels/test.tsv".split()) == 0
+    assert main(["evaluate", "--run", "run.trec", "--qrels", "d/qrels/test.tsv"]) == 0
     assert "1 of 3 judged queries have no result" in capsys.readouterr().err
 
 

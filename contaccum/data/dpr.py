@@ -60,7 +60,7 @@ def dpr_corpus(path: Path) -> Iterator[tuple[int, Passage]]:
             raise Place(path, line).error(f"found {len(row)} columns, expected {_CORPUS_ROW}")
         if line == 1 and row[0].lower() == _HEADER[0]:
             if row != _HEADER:
-                raise Place(path, 1).error(f"the header is {', '.join(row)}, expected {', '.join(_HEADER)}")
+                raise Place(path, 1).error(f"the header is {', '.join(map(repr, row))}, expected {', '.join(_HEADER)}")
             continue
         if not row[0]:
             raise Place(path, line).error(f"the id is empty, expected {_CORPUS_ROW}")
@@ -97,7 +97,7 @@ def _tab_rows(path: Path, expected: str) -> Iterator[tuple[int, list[str]]]:
 
     def lines() -> Iterator[str]:
         nonlocal line
-        for number, text in numbered_lines(path):
+        for number, text in numbered_lines(path, blank=True):  # a quoted field may hold empty lines
             line = line or number
             yield text + "\n"
 
@@ -110,4 +110,5 @@ def _tab_rows(path: Path, expected: str) -> Iterator[tuple[int, list[str]]]:
             return
         except csv.Error as error:
             raise Place(path, line).error(f"{error} (is a quote left open?), expected {expected}") from error
-        yield line, row
+        if "".join(row).strip():
+            yield line, row

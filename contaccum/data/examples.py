@@ -77,6 +77,10 @@ def _load(folder: Path, name: str) -> np.ndarray:
     return np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
 
 
+def _save(folder: Path, name: str, numbers: array) -> None:
+    np.save(folder / f"{name}.npy", np.array(numbers, dtype=np.int64), allow_pickle=False)
+
+
 class _Problem:
     """Counts what is no reason to stop, and keeps the sentence of the first case."""
 
@@ -106,8 +110,8 @@ class _Builder:
         for place, example in tqdm(examples, desc=f"reading {self.path.name}", unit=" examples", disable=None):
             self._add(place, example)
         for name in _LISTS:
-            np.save(self.folder / f"{name}_offsets.npy", np.array(self.ends[name], dtype=np.int64))
-            np.save(self.folder / f"{name}_values.npy", np.array(self.values[name], dtype=np.int64))
+            _save(self.folder, f"{name}_offsets", self.ends[name])
+            _save(self.folder, f"{name}_values", self.values[name])
         problems = [problem for problem in (self.unanswerable, self.conflicts) if problem.count]
         about = {
             "fingerprint": self.queries.close() + self.passages.close(),

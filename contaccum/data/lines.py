@@ -19,6 +19,7 @@ from contaccum.errors import InputError
 CHUNK = 1 << 20  # bytes read at a time
 MAX_LINE = 1 << 24  # bytes of one line or record; what is longer is no line of text
 _BOM = b"\xef\xbb\xbf"
+_SPACE = " \t\r\v\f"  # other white space, such as U+2028, is text
 _GZIP = b"\x1f\x8b"
 
 
@@ -78,8 +79,8 @@ def first_character(path: Path) -> str:
     return ""
 
 
-def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Every line that is not blank, without its line end, and its number from 1."""
+def numbered_lines(path: Path, blank: bool = False) -> Iterator[tuple[int, str]]:
+    """Every line without its line end, and its number from 1; those of white space alone only when ``blank``."""
     with open_bytes(path) as file:
         for number, raw in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), 1):
             if len(raw) > MAX_LINE:
@@ -91,7 +92,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
             if "\0" in line:
                 raise Place(path, number).error("found a NUL byte, expected text")
             line = line.removesuffix("\n").removesuffix("\r")
-            if line and not line.isspace():
+            if blank or line.strip(_SPACE):
                 yield number, line
 
 

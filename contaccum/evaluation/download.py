@@ -45,6 +45,7 @@ GIB = 1 << 30
 MAX_DOWNLOAD = 16 * GIB  # the largest archive, cqadupstack's, has 5 GiB
 MAX_UNPACKED = 64 * GIB
 _MAX_ENTRIES = 1000
+_MAX_RATIO = 100  # of unpacked to packed bytes; text has 3 to 10, zeros have 1000
 _CHUNK = 1 << 20
 _TIMEOUT = 30  # seconds without any byte
 
@@ -130,9 +131,10 @@ def _fetch(url: str, file: BinaryIO, limit: int, folder: Path) -> str:
 def unpack(archive: Path, name: str, target: Path, limit: int = MAX_UNPACKED) -> None:
     """Unpack the folder ``name`` of a zip archive as ``target``, which appears whole or not at all.
 
-    Refused with InputError: entries that climb (``..``), absolute paths, links, more than ``limit`` bytes once unpacked
-    (counted, not believed), encrypted or damaged entries, and an archive without that folder.
+    Refused with InputError: entries that climb (``..``), absolute paths, links, more than ``limit`` bytes or a hundred
+    times the archive's own once unpacked (counted, not believed; a first MiB is free), encrypted or damaged entries, and an archive without that folder.
     """
+    limit = min(limit, _MAX_RATIO * archive.stat().st_size + (1 << 20))
     try:
         with zipfile.ZipFile(archive) as bundle, whole_folder(target) as part:
             entries = [(_safe_path(entry, archive), entry) for entry in _entries(bundle, archive)]

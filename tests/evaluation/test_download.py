@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import random
 import socket
 import stat
 import threading
@@ -197,12 +198,26 @@ def test_hostile_entries_are_refused_and_nothing_is_unpacked(tmp_path, entry, wo
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_a_bomb_is_stopped_by_what_it_unpacks_to_and_not_by_what_it_says(tmp_path):
-    archive(tmp_path / "nq.zip", [("nq/corpus.jsonl", bytes(30_000_000)), ("nq/queries.jsonl", b"{}")])
+def test_a_bomb_within_the_limit_is_told_by_its_ratio(tmp_path):
+    """30 MB of zeros in 30 kB; the same bytes beside as many that do not shrink are let in."""
+    archive(tmp_path / "nq.zip", [("nq/corpus.jsonl", bytes(30_000_000))])
     with pytest.raises(InputError, match="not a bomb"):
-        unpack(tmp_path / "nq.zip", "nq", tmp_path / "out" / "nq", limit=29_999_999)
+        unpack(tmp_path / "nq.zip", "nq", tmp_path / "out" / "nq")
     assert list((tmp_path / "out").iterdir()) == []
-    unpack(tmp_path / "nq.zip", "nq", tmp_path / "out" / "nq", limit=30_000_002)
+    archive(
+        tmp_path / "nq.zip", [("nq/corpus.jsonl", bytes(30_000_000)), ("nq/queries.jsonl", random.randbytes(400_000))]
+    )
+    unpack(tmp_path / "nq.zip", "nq", tmp_path / "out" / "nq")
+
+
+def test_a_bomb_is_stopped_by_what_it_unpacks_to_and_not_by_what_it_says(tmp_path):
+    archive(
+        tmp_path / "nq.zip", [("nq/corpus.jsonl", bytes(30_000_000)), ("nq/queries.jsonl", random.randbytes(400_000))]
+    )
+    with pytest.raises(InputError, match="not a bomb"):
+        unpack(tmp_path / "nq.zip", "nq", tmp_path / "out" / "nq", limit=30_399_999)
+    assert list((tmp_path / "out").iterdir()) == []
+    unpack(tmp_path / "nq.zip", "nq", tmp_path / "out" / "nq", limit=30_400_000)
     assert (tmp_path / "out" / "nq" / "corpus.jsonl").stat().st_size == 30_000_000
 
 
