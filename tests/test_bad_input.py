@@ -438,7 +438,7 @@ CASES: dict[str, Case] = {
         "output_dir: !!python/object/apply:os.getcwd []\n", "config.yaml, line 1", "python/object/apply:os.getcwd", "plain values"
     ),
     "config: a class": whole_config(
-        "model: {class_path: os.system, init_args: {command: 'true'}}\n", "config.yaml, line 1", "the key 'class_path'", "plain values"
+        "model: {class_path: os.system, init_args: {command: 'true'}}\n", "line 1", "the key 'class_path'", "plain values"
     ),
 }  # fmt: skip
 
