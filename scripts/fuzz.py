@@ -105,7 +105,8 @@ PIECES = [
     b"\0", b"\xff", b"\xef\xbb\xbf", b"\r", b"\n", b"\t", b'"', b"'", b"\\", b"\\u0000", b"\\ud800", b"\\udc00\\ud800",
     b"\xe2\x80\xa8", b"\xc2\x85", b"\xed\xa0\x80", b"[", b"]", b"{", b"}", b",", b":", b"null", b"true", b"NaN", b"-1",
     b"1e999", b"0.5", b"9" * 5000, b"[" * 3000, b"{\"a\":" * 3000, b"(" * 300, b"__import__('os')", b"{}", b"[]", b'""', b" ",
-    b"*a", b"&a ", b"!!python/name:os.system ", b"..", b"/", b"\xf0\x9f\x98\x80", b"query-id\tcorpus-id\tscore\n", b"\x1f\x8b\x08\0",
+    b"*a", b"&a ", b"!!python/name:os.system ", b"..", b"/", b"\xf0\x9f\x98\x80", b"query-id\tcorpus-id\tscore\n",
+    b"\x1f\x8b\x08\0",
 ]  # fmt: skip
 
 
@@ -171,6 +172,8 @@ def main() -> int:
     try:
         while time.monotonic() < end:
             for name in TARGETS:
+                if time.monotonic() >= end:
+                    break
                 try:
                     hunt(name, number, 300, counts)
                 except BaseException as error:

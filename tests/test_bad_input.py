@@ -509,6 +509,25 @@ def test_there_are_at_least_80_cases_and_the_sound_world_passes(tmp_path, capsys
     assert "1 of 3 judged queries have no result" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["with a space", "é\u2028\U0001f600'\"$(x)", "x" * 250, "é" * 125, "-dash", "%s{}"])
+def test_odd_names_are_names(name, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make(Case("", []), tmp_path)
+    data = (tmp_path / "d").rename(tmp_path / name)
+    pairs, folder, metrics = (tmp_path / f"out{number}" / name for number in range(3))
+    for parent in (pairs.parent, folder.parent):
+        parent.mkdir()
+    for arguments in (
+        ["data", "check", data],
+        ["data", "convert", data, pairs, "--to", "jsonl"],
+        ["data", "convert", pairs, folder, "--to", "beir"],
+        ["evaluate", "--model", "bm25", "--data", data, "--output", metrics],
+    ):
+        assert main([str(argument) for argument in arguments]) == 0, capsys.readouterr().err
+    assert json.loads(metrics.read_text())["queries"] == 3
+    assert [path.name for path in folder.parent.iterdir()] == [name]
+
+
 IN_A_PROCESS = ["passage: nested without end", "qa: brackets without end", "config: unknown key"]
 
 
