@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from contaccum.data.formats import read_qrels, read_questions
+from contaccum.data.formats import read_questions
 from contaccum.data.hub import PREFIX as HUB
-from contaccum.data.tables import RetrievalSet, load_corpus, load_queries, load_retrieval_set
+from contaccum.data.tables import RetrievalSet, load_corpus, load_grades, load_queries, load_retrieval_set
 from contaccum.encoder import DualEncoder
 from contaccum.engine import encoding_device, torch_dtype
 from contaccum.errors import InputError
@@ -157,10 +157,7 @@ def evaluate_questions(
 
 def evaluate_run_file(run: str, qrels: str, output: str | None = None) -> Metrics:
     """Score a TREC run file against a qrels file."""
-    grades: dict[str, dict[str, int]] = {}
-    for judgement in read_qrels(qrels):
-        grades.setdefault(judgement.query_id, {})[judgement.passage_id] = judgement.grade
-    return _keep(evaluate_run(grades, read_run(run)), output, {"run": run, "data": qrels})
+    return _keep(evaluate_run(load_grades(qrels), read_run(run)), output, {"run": run, "data": qrels})
 
 
 def load_judged(data: str, split: str, strict: bool = False, repair: bool = False) -> RetrievalSet:
@@ -180,6 +177,8 @@ def _search(
     choice: ModelChoice | DualEncoder | str, judged: RetrievalSet, k: int, settings: SearchSettings, group: Processes
 ) -> Run:
     # one more than asked for: BEIR drops the passage whose id is the query's own
+    if k < 1:
+        raise InputError(f"k is {k}, expected at least 1")
     choice = ModelChoice(choice) if isinstance(choice, str) else choice
     if isinstance(choice, ModelChoice) and choice.model == BM25:
         return drop_own(bm25_search(judged.queries, judged.corpus, k + 1), k)

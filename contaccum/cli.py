@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
 
-from contaccum.config import TrainConfig
+from contaccum.config import GROUPS, TrainConfig
+from contaccum.config_file import check_config_file
 from contaccum.errors import InputError, Interrupted
 from contaccum.launch import is_main, process_place
 from contaccum.options import ModelChoice, SearchSettings
@@ -96,13 +97,21 @@ def _new(prog: str, description: str, usage: str = "%(prog)s [--help] VERB ...")
     return ArgumentParser(prog=prog, description=description, usage=usage, exit_on_error=False)
 
 
+class _ConfigFile(ActionConfigFile):
+    """A file of settings; what is no such file is refused by name and line, which jsonargparse's own sentences lack."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        check_config_file(values, GROUPS)
+        super().__call__(parser, namespace, values, option_string)
+
+
 def _train_parser() -> ArgumentParser:
     parser = _new(
         "contaccum train",
         "Train two encoder towers. Every setting can stand in the config file or on the command line, which goes before it.",
         "%(prog)s --config FILE [--method NAME] [--output_dir DIR] [--resume] [--GROUP.FIELD VALUE ...]",
     )
-    parser.add_argument("--config", action="config", help="YAML file with any of the settings below")
+    parser.add_argument("--config", action=_ConfigFile, help="YAML file with any of the settings below")
     parser.add_class_arguments(TrainConfig, None, skip={"resume"})
     parser.add_argument(
         "--resume", action="store_true", help="continue the run in output_dir from its newest checkpoint"

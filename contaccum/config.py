@@ -1,8 +1,9 @@
 """Every setting of a training run, its meaning, unit and default, and the rules between settings. Imports no torch."""
 
+import math
 import warnings
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import Any, Literal, get_args
 
 import yaml
 
@@ -303,6 +304,9 @@ class TrainConfig:
             warnings.warn("bank.row_weight has no effect without bank.queries", stacklevel=3)
 
 
+GROUPS = tuple(each.name for each in fields(TrainConfig) if is_dataclass(getattr(TrainConfig(), each.name)))
+"""The settings that are groups of settings."""
+
 AT_LEAST: dict[str, float] = {
     "seed": 0,
     "model.tiny_layers": 1,
@@ -329,6 +333,9 @@ ABOVE_ZERO = ("model.temperature", "optim.epochs", "optim.max_grad_norm", "optim
 
 
 def _check_ranges(config: TrainConfig) -> None:
+    _check_given(config)
+    for group in GROUPS:
+        _check_given(getattr(config, group), f"{group}.")
     for name, least in AT_LEAST.items():
         value = value_at(config, name)
         if value is not None and not value >= least:
@@ -345,6 +352,16 @@ def _check_ranges(config: TrainConfig) -> None:
             raise InputError(f"{name} is {value}, expected a share between 0 and 1")
     if config.model.tiny_width % 32:
         raise InputError(f"model.tiny_width is {config.model.tiny_width}, expected a multiple of 32")
+
+
+def _check_given(values: Any, prefix: str = "") -> None:
+    """Refuse a null that stands where a value must, which jsonargparse lets pass, and a number without bound."""
+    for each in fields(values):
+        value = getattr(values, each.name)
+        if value is None and type(None) not in get_args(each.type):
+            raise InputError(f"{prefix}{each.name} is null, expected a value")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InputError(f"{prefix}{each.name} is {value}, expected a finite number")
 
 
 def value_at(config: Any, name: str) -> Any:

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,6 +23,12 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def _beside(path: Path, ending: str) -> Path:
+    """This process's own hidden sibling of a path; its name is cut, because a file's name has at most 255 bytes."""
+    name = os.fsencode(path.name)[:200].decode("utf-8", errors="ignore")
+    return path.with_name(f".{name}.{os.getpid()}.{ending}")
+
+
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[BinaryIO]:
     """Open a binary file beside ``path``; when the block ends well it is flushed and renamed to ``path``, else removed.
@@ -30,7 +36,7 @@ def whole_file(path: str | Path) -> Iterator[BinaryIO]:
     Raises InputError when the disk is full or the folder cannot be written.
     """
     path = Path(path)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part = _beside(path, "part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(part, "wb") as file:
@@ -42,7 +48,8 @@ def whole_file(path: str | Path) -> Iterator[BinaryIO]:
     except OSError as error:
         raise InputError(f"{path}: could not be written ({error.strerror or error})") from error
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(NotADirectoryError):  # the folder's own path is a file
+            part.unlink(missing_ok=True)
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -66,6 +73,8 @@ def read_json(path: str | Path) -> Any:
         raise InputError(f"{path}: byte {error.start} is not UTF-8, expected a UTF-8 JSON file") from error
     except json.JSONDecodeError as error:
         raise InputError(f"{path}, line {error.lineno}: {error.msg}, expected JSON") from error
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets without end
+        raise InputError(f"{path}: not usable JSON ({error}), expected JSON") from error
 
 
 @contextmanager
@@ -75,8 +84,7 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
     An older folder at ``path`` is replaced, and is deleted only after the new one stands in its place.
     """
     path = Path(path)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    old = path.with_name(f".{path.name}.{os.getpid()}.old")
+    part, old = _beside(path, "part"), _beside(path, "old")
     try:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)

@@ -57,7 +57,7 @@ def build_token_table(
     def build(folder: Path) -> None:
         with open(folder / "tokens.npy", "wb") as file:
             offsets = _write_tokens(file, texts, columns, tokenizer, max_length, prefix)
-        np.save(folder / "offsets.npy", offsets)
+        np.save(folder / "offsets.npy", offsets, allow_pickle=False)
 
     return TokenTable(cached_folder("tokens", key, build))
 
