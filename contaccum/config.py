@@ -189,6 +189,8 @@ class RunConfig:
     """Texts in one forward pass of an evaluation."""
     log_steps: int = 1
     """Write a line to log.jsonl and the trackers every so many steps."""
+    on_nan: str = "stop"
+    """When an embedding, the loss or a gradient is NaN or infinite: `stop`, or `skip:N` to drop such steps, up to N in a run."""
     trackers: list[str] = field(default_factory=list)
     """Further logs, by accelerate's names, e.g. tensorboard (needs the extra `tensorboard`) or wandb."""
 
@@ -205,6 +207,8 @@ class TrainConfig:
     """Folder of the run; must be new or empty unless `resume` is given."""
     resume: bool = False
     """Continue the run in `output_dir` from its newest checkpoint."""
+    allow_changes: bool = False
+    """With `resume`: go on although settings, data, tokenizer or encoder differ from the run's; the differences are printed."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
@@ -234,6 +238,15 @@ class TrainConfig:
         ratio = self.batch.global_batch_size / self.optim.reference_batch_size
         return self.optim.learning_rate * {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[self.optim.lr_scaling]
 
+    def skips(self) -> int:
+        """How many steps may be dropped in a run because their numbers are not finite."""
+        word, colon, number = self.run.on_nan.partition(":")
+        if (word, colon, number) == ("stop", "", ""):
+            return 0
+        if word != "skip" or not number.isascii() or not number.isdigit() or int(number) < 1:
+            raise InputError(f"run.on_nan is {self.run.on_nan!r}, expected stop, or skip:N with N at least 1")
+        return int(number)
+
     def validate(self, world: int = 1) -> None:
         """Check every rule between settings, or raise InputError naming the setting; warn of settings without effect."""
         self._check_names()
@@ -246,6 +259,9 @@ class TrainConfig:
         self._check_bank(world)
         if self.optim.warmup_steps is not None and self.optim.warmup_ratio is not None:
             raise InputError("optim.warmup_steps and optim.warmup_ratio are both given, expected one of them")
+        self.skips()
+        if self.allow_changes and not self.resume:
+            warnings.warn("allow_changes has no effect without resume", stacklevel=2)
         if self.run.eval_steps and not self.data.dev:
             warnings.warn("run.eval_steps has no effect without data.dev", stacklevel=2)
         if self.optim.lr_scaling == "none" and self.optim.reference_batch_size != OptimConfig.reference_batch_size:

@@ -4,14 +4,22 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
+
+from contaccum.errors import Interrupted
 
 
 class StopSignals:
-    """While the block runs, ``received`` turns from 0 to the signal's number instead of ending the process."""
+    """While the block runs, a signal raises Interrupted; within ``deferred``, ``received`` turns to its number instead.
+
+    So what has nothing to save stops where it is, and what has finishes its step first. A second signal ends the process.
+    """
 
     def __init__(self) -> None:
         self.received = 0
+        self._deferred = False
 
     def __enter__(self) -> "StopSignals":
         self.before = {}
@@ -19,10 +27,21 @@ class StopSignals:
             self.before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """A block that asks ``received`` itself when it can stop."""
+        self._deferred = True
+        try:
+            yield
+        finally:
+            self._deferred = False
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received:
             os._exit(128 + number)
         self.received = number
+        if not self._deferred:
+            raise Interrupted(number, f"stopped by {signal.Signals(number).name}")
         print("stopping after this step: a checkpoint is being written (again to leave at once)", file=sys.stderr)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
