@@ -2,9 +2,11 @@
 
 A lock file and not ``flock``: over NFS that works on one machine alone or not at all, and it cannot say who holds it. The file
 is created exclusively (``O_EXCL``, which NFS keeps since version 3). A lock left by a killed process of this machine is taken
-over; whether a process on another machine still lives cannot be known from here, so its lock is a refusal.
+over; whether a process on another machine still lives cannot be known from here, so its lock is a refusal. ``flock`` has one
+small part: of two processes of this machine that find the same lock left behind, one removes it at a time.
 """
 
+import fcntl
 import json
 import os
 import platform
@@ -46,12 +48,15 @@ def folder_lock(folder: str | Path) -> Iterator[None]:
 
 
 def _acquire(lock: Path) -> None:
-    while True:
+    with _one_at_a_time(lock.parent):
+        if lock.exists():
+            _clear_stale(lock)
         try:
             descriptor = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-        except FileExistsError:
-            _clear_stale(lock)
-            continue
+        except FileExistsError as error:  # from another machine, just now
+            raise InputError(
+                f"{lock}: made by another run at this moment, expected no other run in this folder"
+            ) from error
         except OSError as error:
             raise InputError(f"{lock}: could not be written ({error.strerror})") from error
         try:
@@ -61,26 +66,31 @@ def _acquire(lock: Path) -> None:
             raise InputError(f"{lock}: could not be written ({error.strerror})") from error
         finally:
             os.close(descriptor)
-        return
+
+
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Let the processes of this machine into the block one after the other; its end, or the process's, lets the next one in."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(
+            OSError
+        ):  # a file system without flock: two that start within a millisecond may not see each other
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _clear_stale(lock: Path) -> None:
     """Remove the lock of a process that is gone, with a note; InputError when it may still be at work."""
     holder = _read(lock)
-    if holder is None:  # just created, or its process died before it could write its name
+    if holder is None:  # just created on another machine, or its process died before it could write its name
         time.sleep(_PATIENCE)
         holder = _read(lock)
     if holder is not None:
         _refuse_living(lock, holder)
-    aside = lock.with_name(f".{lock.name}.{os.getpid()}.stale")
-    try:
-        os.replace(lock, aside)  # of two that find it stale, one gets it
-    except FileNotFoundError:
-        return
-    if _read(aside) != holder:  # the other was faster, and this is its new lock
-        os.replace(aside, lock)
-        return
-    aside.unlink()
+    lock.unlink(missing_ok=True)
     who = f"process {holder['pid']}" if holder else "a process that died at once"
     print(f"{lock}: left by {who}, which is gone; taken over", file=sys.stderr)
 
