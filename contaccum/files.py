@@ -60,6 +60,7 @@ def remove_folder(path: Path) -> None:
 
 def make_folder(path: Path) -> list[Path]:
     """Make a folder and those above it, flushed; returns the new ones, outermost first. InputError where it cannot be."""
+    missing: list[Path] = []
     try:
         missing = [each for each in (path, *path.parents) if not each.exists()][::-1]
         for each in missing:
@@ -69,8 +70,16 @@ def make_folder(path: Path) -> list[Path]:
         if not path.is_dir():
             raise NotADirectoryError(None, "is a file, expected a folder")
     except OSError as error:
+        remove_empty(missing)
         raise InputError(f"{path}: could not be made ({error.strerror or error})") from error
     return missing
+
+
+def remove_empty(folders: list[Path]) -> None:
+    """Remove folders that ``make_folder`` made, where nothing came to stand in them."""
+    for each in reversed(folders):
+        with suppress(OSError):  # not empty, or never made
+            each.rmdir()
 
 
 def _sync_folder(folder: Path) -> None:
@@ -108,9 +117,8 @@ def whole_file(path: str | Path) -> Iterator[BinaryIO]:
     Raises InputError when the disk is full or the folder cannot be written.
     """
     path = Path(path)
-    part = _beside(path, "part")
+    part, made = _beside(path, "part"), make_folder(path.parent)
     try:
-        make_folder(path.parent)
         with open(part, "wb") as file:
             yield file
             file.flush()
@@ -120,9 +128,12 @@ def whole_file(path: str | Path) -> Iterator[BinaryIO]:
         if not _inside_a_whole_folder(path):
             _sync_folder(path.parent)
     except OSError as error:
+        if _inside_a_whole_folder(path):
+            raise  # the folder's own sentence names a path that the user knows
         raise InputError(f"{path}: could not be written ({error.strerror or error})") from error
     finally:
         part.unlink(missing_ok=True)
+        remove_empty(made)
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -155,9 +166,8 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
     An older folder at ``path`` is replaced, and is deleted only after the new one stands in its place.
     """
     path = Path(path)
-    part, old = _beside(path, "part"), _beside(path, "old")
+    part, old, made = _beside(path, "part"), _beside(path, "old"), make_folder(path.parent)
     try:
-        make_folder(path.parent)
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
         _filling.append(part)
@@ -176,12 +186,15 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
         if not _inside_a_whole_folder(path):
             _sync_folder(path.parent)
     except (OSError, SafetensorError) as error:  # safetensors wraps a full disk in an error of its own
+        if _inside_a_whole_folder(path):
+            raise
         raise InputError(f"{path}: could not be written ({getattr(error, 'strerror', None) or error})") from error
     finally:
         with suppress(ValueError):
             _filling.remove(part)
         shutil.rmtree(part, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
+        remove_empty(made)
 
 
 def sha256_of(path: str | Path) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from contaccum.errors import InputError
-from contaccum.files import make_folder
+from contaccum.files import make_folder, remove_empty
 
 LOCK_FILE = "contaccum.lock"
 _PATIENCE = 1.0  # seconds that a process is given between creating its lock and writing its name into it
@@ -42,9 +42,7 @@ def folder_lock(folder: str | Path) -> Iterator[None]:
             with suppress(OSError):  # on a disk gone read-only it stays, and is taken over as stale
                 lock.unlink()
     finally:
-        for each in reversed(made):
-            with suppress(OSError):  # not empty: something was written
-                each.rmdir()
+        remove_empty(made)
 
 
 def _acquire(lock: Path) -> None:
