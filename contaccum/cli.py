@@ -1,12 +1,10 @@
 """The command line: one subcommand per verb, no logic. Nothing heavy is imported before a verb runs."""
 
 import errno
-import os
 import sys
 import warnings
 from argparse import ArgumentError
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -36,7 +34,9 @@ def main(arguments: list[str] | None = None) -> int:
         path, options = chosen.subcommand, chosen[chosen.subcommand]
         if path == "data":
             path, options = f"data {options.subcommand}", options[options.subcommand]
-        with _stop_on_signals():
+        from contaccum.training.signals import StopSignals
+
+        with StopSignals():
             VERBS[path](options)
     except (InputError, Interrupted) as error:
         return _fail(str(error), error.exit_code)
@@ -51,13 +51,6 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted", Interrupted.KEYBOARD)
     return 0
-
-
-def _stop_on_signals() -> AbstractContextManager:
-    """Let SIGTERM unwind a verb, as Ctrl-C does. Not under a launcher: a process that waits for the others could not hear it."""
-    from contaccum.training.signals import StopSignals
-
-    return nullcontext() if int(os.environ.get("WORLD_SIZE", 1)) > 1 else StopSignals()
 
 
 def _fail(sentence: str, code: int) -> int:

@@ -86,6 +86,7 @@ def test_each_broken_rule_is_one_sentence(changes, sentence):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
+        ({"allow_changes": True}, "allow_changes has no effect without resume"),
         ({"run.eval_steps": 5}, "run.eval_steps has no effect without data.dev"),
         ({"optim.reference_batch_size": 64}, "optim.reference_batch_size has no effect"),
         ({"method": "cont_cache", "bank.visibility": "on_step"}, "bank.visibility has no effect with cont_cache"),

@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 
 from contaccum.data.records import Passage
 from contaccum.errors import InputError
+from contaccum.files import sweep
 from contaccum.lock import folder_lock
 from contaccum.retrieval.shards import (
     DTYPES,
@@ -131,6 +132,8 @@ def encode_texts(
     check_folder(folder, job)
     # one lock a launch: the shards of its other processes are theirs alone
     with folder_lock(folder) if rank == 0 else nullcontext():
+        if world == 1:  # the others of a launch may be writing already
+            sweep(folder)
         return _encode_own(encoder, texts, folder, job, batch_size, range(rank, job.count, world))
 
 
