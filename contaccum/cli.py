@@ -1,5 +1,6 @@
 """The command line: one subcommand per verb, no logic. Nothing heavy is imported before a verb runs."""
 
+import errno
 import sys
 import warnings
 from argparse import ArgumentError
@@ -17,11 +18,17 @@ from contaccum.options import ModelChoice, SearchSettings
 
 Options = TypeVar("Options", ModelChoice, SearchSettings)
 
+DISK_ERRORS = {
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENAMETOOLONG,
+    errno.ENOTDIR, errno.EISDIR,
+}  # fmt: skip
+"""What a full, read-only or failing disk, or a path that cannot be, says: the user's to mend, one sentence."""
+
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one verb; returns the exit code: 0 done, 2 the user's input, 130 Ctrl-C, 143 SIGTERM; anything else raises (1)."""
+    """Run one verb; returns the exit code: 0 done, 2 the user's input or disk, 130 Ctrl-C, 143 SIGTERM; else raises (1)."""
     warnings.showwarning = _show_warning
     try:
         parser = _parser()
@@ -29,11 +36,20 @@ def main(arguments: list[str] | None = None) -> int:
         path, options = chosen.subcommand, chosen[chosen.subcommand]
         if path == "data":
             path, options = f"data {options.subcommand}", options[options.subcommand]
-        _run(VERBS[path], options)
+        from contaccum.training.signals import StopSignals
+
+        with StopSignals():
+            _run(VERBS[path], options)
     except (InputError, Interrupted) as error:
         return _fail(str(error), error.exit_code)
     except ArgumentError as error:
         return _fail(" ".join(str(error).split()), InputError.exit_code)
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        return _fail(
+            f"{error.filename or 'a file'}: could not be read or written ({error.strerror})", InputError.exit_code
+        )
     except KeyboardInterrupt:
         return _fail("interrupted", Interrupted.KEYBOARD)
     return 0
@@ -109,7 +125,7 @@ def _train_parser() -> ArgumentParser:
     parser = _new(
         "contaccum train",
         "Train two encoder towers. Every setting can stand in the config file or on the command line, which goes before it.",
-        "%(prog)s --config FILE [--method NAME] [--output_dir DIR] [--resume] [--GROUP.FIELD VALUE ...]",
+        "%(prog)s --config FILE [--method NAME] [--output_dir DIR] [--resume [--allow_changes true]] [--GROUP.FIELD VALUE ...]",
     )
     parser.add_argument("--config", action=_ConfigFile, help="YAML file with any of the settings below")
     parser.add_class_arguments(TrainConfig, None, skip={"resume"})

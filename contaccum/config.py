@@ -194,11 +194,10 @@ class RunConfig:
     bank_check_steps: int = 100
     """Compare the hashes of all processes' banks every so many steps and before each checkpoint, and stop where they differ; 0:
     never."""
-    redistribute: bool = False
-    """On `resume`, continue the checkpoint of another number of processes (W); `batch.micro_batch_size` (B) may then change too,
-    and where B x W stays the same, so does the result, up to rounding and dropout."""
     log_steps: int = 1
     """Write a line to log.jsonl and the trackers every so many steps."""
+    on_nan: str = "stop"
+    """When an embedding, the loss or a gradient is NaN or infinite: `stop`, or `skip:N` to drop such steps, up to N in a run."""
     trackers: list[str] = field(default_factory=list)
     """Further logs, by accelerate's names, e.g. tensorboard (needs the extra `tensorboard`) or wandb."""
 
@@ -215,6 +214,9 @@ class TrainConfig:
     """Folder of the run; must be new or empty unless `resume` is given."""
     resume: bool = False
     """Continue the run in `output_dir` from its newest checkpoint."""
+    allow_changes: bool = False
+    """With `resume`: go on although settings, data, tokenizer, encoder or the number of processes differ from the run's; the
+    differences are printed. Where B x W stays the same, another number of processes changes the result by rounding alone."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
@@ -244,6 +246,15 @@ class TrainConfig:
         ratio = self.batch.global_batch_size / self.optim.reference_batch_size
         return self.optim.learning_rate * {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[self.optim.lr_scaling]
 
+    def skips(self) -> int:
+        """How many steps may be dropped in a run because their numbers are not finite."""
+        word, colon, number = self.run.on_nan.partition(":")
+        if (word, colon, number) == ("stop", "", ""):
+            return 0
+        if word != "skip" or not number.isascii() or not number.isdigit() or int(number) < 1:
+            raise InputError(f"run.on_nan is {self.run.on_nan!r}, expected stop, or skip:N with N at least 1")
+        return int(number)
+
     def validate(self, world: int = 1) -> None:
         """Check every rule between settings, or raise InputError naming the setting; warn of settings without effect."""
         self._check_names()
@@ -256,10 +267,11 @@ class TrainConfig:
         self._check_bank(world)
         if self.optim.warmup_steps is not None and self.optim.warmup_ratio is not None:
             raise InputError("optim.warmup_steps and optim.warmup_ratio are both given, expected one of them")
+        self.skips()
         if self.run.eval_steps and not self.data.dev:
             warnings.warn("run.eval_steps has no effect without data.dev", stacklevel=2)
-        if self.run.redistribute and not self.resume:
-            warnings.warn("run.redistribute has no effect without resume", stacklevel=2)
+        if self.allow_changes and not self.resume:
+            warnings.warn("allow_changes has no effect without resume", stacklevel=2)
         if self.optim.lr_scaling == "none" and self.optim.reference_batch_size != OptimConfig.reference_batch_size:
             warnings.warn("optim.reference_batch_size has no effect with optim.lr_scaling none", stacklevel=2)
 

@@ -82,6 +82,7 @@ class Engine(Processes):
         self.seed = seed
         self.step = 0
         """Optimizer steps taken; with the seed it decides every random draw."""
+        self._encoded: list[tuple[list[str], Tensor]] = []
 
     def prepare(self, encoder: DualEncoder, optimizer: torch.optim.Optimizer) -> None:
         """Take over model and optimizer: device, autocast, loss scaling; every process starts from the weights of the first."""
@@ -102,12 +103,25 @@ class Engine(Processes):
     def encode(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         with self.accelerator.autocast():
             queries, passages = self.encoder(batch)
-        return self.all_rows(queries), self.all_rows(passages)
+        queries, passages = self.all_rows(queries), self.all_rows(passages)
+        # looked at once a step, so that the device never waits for the answer
+        self._encoded.append((batch.query_ids, torch.isfinite(queries).all() & torch.isfinite(passages).all()))
+        return queries, passages
 
     def backward(self, value: Tensor) -> None:
         self.accelerator.backward(value)
 
     # the rest of a step
+
+    def not_finite(self) -> list[str]:
+        """Query ids of the step's first micro-batch with an embedding that is NaN or infinite; none when all are finite."""
+        finite = torch.stack([flag for _, flag in self._encoded]).tolist()
+        return next((names for (names, _), fine in zip(self._encoded, finite, strict=True) if not fine), [])
+
+    def drop_step(self) -> None:
+        """Leave no trace of the step since the last update."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self._encoded = []
 
     def all_rows(self, own: Tensor) -> Tensor:
         """Rows of all processes in rank order; only this process's rows carry gradient."""
@@ -138,7 +152,7 @@ class Engine(Processes):
     def update(self) -> None:
         """Take the optimizer step (fp16's scaler skips it when gradients overflowed) and clear the gradients."""
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.drop_step()
 
     def scaler_state(self) -> dict[str, Any]:
         return self.accelerator.scaler.state_dict() if self.accelerator.scaler is not None else {}

@@ -136,7 +136,7 @@ def refuse_missing_processes(world: int) -> None:
 
 def recorded(verb: Callable[[Options], None], options: Options) -> None:
     """Run a verb so that torchrun's report of a failure shows the traceback of the process that failed first."""
-    ended: list[Exception] = []
+    ended: list[InputError | Interrupted] = []
 
     def run() -> None:
         try:

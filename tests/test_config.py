@@ -89,7 +89,7 @@ def test_each_broken_rule_is_one_sentence(changes, sentence):
     ("changes", "sentence"),
     [
         ({"run.eval_steps": 5}, "run.eval_steps has no effect without data.dev"),
-        ({"run.redistribute": True}, "run.redistribute has no effect without resume"),
+        ({"allow_changes": True}, "allow_changes has no effect without resume"),
         ({"optim.reference_batch_size": 64}, "optim.reference_batch_size has no effect"),
         ({"method": "cont_cache", "bank.visibility": "on_step"}, "bank.visibility has no effect with cont_cache"),
         ({"bank.keep": False, "bank.visibility": "on_step"}, "bank.keep false empties the bank before"),

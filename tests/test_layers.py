@@ -15,7 +15,7 @@ FLOORS = [
     {"evaluation"},
     {"retrieval"},
     {"methods", "engine", "encoder", "tiny_bert", "data"},
-    {"processes", "config", "config_file", "options", "batch", "files"},
+    {"processes", "config", "config_file", "options", "batch", "files", "lock"},
     {"errors", "launch"},
 ]
 MAY_STAND_BESIDE = {

@@ -52,7 +52,7 @@ def build_token_table(
     """
     if not tokenizer.is_fast:
         raise InputError(f"the tokenizer of {tokenizer.name_or_path!r} is a slow one, expected a fast tokenizer")
-    key = [fingerprint, list(columns), _tokenizer_hash(tokenizer), max_length, prefix]
+    key = [fingerprint, list(columns), tokenizer_hash(tokenizer), max_length, prefix]
 
     def build(folder: Path) -> None:
         with open(folder / "tokens.npy", "wb") as file:
@@ -62,7 +62,8 @@ def build_token_table(
     return TokenTable(cached_folder("tokens", key, build))
 
 
-def _tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
+def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """What tells one fast tokenizer from another."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     # calls leave their truncation and padding behind in the tokenizer; neither tells one tokenizer from another
     state.pop("truncation", None)

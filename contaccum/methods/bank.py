@@ -15,6 +15,7 @@ from contaccum.batch import NO_PASSAGE, RowIds
 from contaccum.errors import InputError
 from contaccum.methods.logsumexp import NestedLogSumExp
 from contaccum.methods.loss import InfoNCE
+from contaccum.methods.undo import Undo
 
 
 class Bank:
@@ -62,12 +63,14 @@ class Bank:
         self.queries = torch.zeros(size, dim, device=device) if queries else None
         self.positive_logits = torch.zeros(size, device=device)
         self.push_rows = push
+        self.undo = Undo()
         self.sums = self._no_sums()
+        self._begin_step()
 
     def _no_sums(self) -> NestedLogSumExp | None:
         if self.queries is None or self.size == 0:
             return None
-        return NestedLogSumExp(self.size, self.push_rows, self.loss.tile, self.passages.device)
+        return NestedLogSumExp(self.size, self.push_rows, self.loss.tile, self.undo, self.passages.device)
 
     @property
     def fill(self) -> int:
@@ -99,6 +102,20 @@ class Bank:
         if not self.keep:
             self.pointer = self.stored = 0
             self.sums = self._no_sums()
+        self._begin_step()
+
+    def rollback(self) -> None:
+        """Go back, to the bit, to where the optimizer step began: after construction, ``end_step`` or ``load_state``."""
+        self.undo.restore()
+        self.pending = []
+        self.pointer, self.stored, self.positives, opened = self._began
+        if self.sums is not None:
+            self.sums.open = opened
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self.undo.forget()
+        self._began = (self.pointer, self.stored, self.positives, list(self.sums.open) if self.sums else [])
 
     @torch.no_grad()
     def _store(self, queries: Tensor, passages: Tensor, ids: RowIds) -> None:
@@ -110,6 +127,8 @@ class Bank:
         pieces = [(self.pointer, slice(0, first)), (0, slice(first, b))] if first < b else [(self.pointer, slice(0, b))]
         for start, rows in pieces:
             slots = slice(start, start + rows.stop - rows.start)
+            for name in self._stored_tensors():
+                self.undo.note(getattr(self, name), slots)
             self.passages[slots] = passages[rows]
             self.column_ids[slots] = ids.columns[rows]
             self.positives[slots] = known[rows]
@@ -173,13 +192,12 @@ class Bank:
         for name in self._stored_tensors():
             getattr(self, name).copy_(tensors[name])
         self.pointer, self.stored, self.step = numbers["pointer"], numbers["stored"], numbers["step"]
-        if self.sums is None:
-            return
-        if tensors["sums"].shape == self.sums.values.shape:
+        if self.sums is not None and tensors["sums"].shape == self.sums.values.shape:
             self.sums.values.copy_(tensors["sums"])
             self.sums.open = list(numbers["open"])
-        else:  # written with pushes of another size, whose blocks are others
+        elif self.sums is not None:  # written with pushes of another size, whose blocks are others
             self.sums.overwrite(0, self.stored, self.stored, self._logits)
+        self._begin_step()
 
     def fingerprint(self) -> str:
         """Hash of all that is stored; processes that were pushed the same rows have the same one."""

@@ -23,7 +23,7 @@ MANIFEST = "manifest.json"
 DTYPES = ("float16", "float32")
 
 _PARTS = ("vectors", "ids")
-_OWN_FILE = re.compile(r"\d{5,}\.(npy|ids\.json|shard\.json)|manifest\.json|\..*\.part")
+_OWN_FILE = re.compile(r"\d{5,}\.(npy|ids\.json|shard\.json)|manifest\.json|contaccum\.lock|\..*\.part")
 
 
 class Shard(NamedTuple):

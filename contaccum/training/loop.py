@@ -15,9 +15,10 @@ from contaccum.data.dataset import TrainSet, load_train_set
 from contaccum.data.tables import RetrievalSet, load_retrieval_set
 from contaccum.encoder import DualEncoder
 from contaccum.engine import Engine, SharedEncoder
-from contaccum.errors import InputError, Interrupted
+from contaccum.errors import InputError, Interrupted, NotFiniteError
 from contaccum.evaluation.beir import evaluate_encoder
 from contaccum.files import write_json
+from contaccum.launch import process_place
 from contaccum.methods import METHODS
 from contaccum.methods.loss import LossValue
 from contaccum.retrieval.search import SearchSettings
@@ -37,22 +38,22 @@ def train(config: TrainConfig) -> Path:
 
     Raises InputError for what the user can mend, Interrupted after a signal (a checkpoint is then on disk).
     """
-    setup.claim_folder(config)
-    engine = Engine(
-        device=config.run.device,
-        precision=config.run.precision,
-        seed=config.seed,
-        trackers=config.run.trackers,
-        tracker_dir=config.output_dir,
-        timeout_minutes=config.run.timeout_minutes,
-    )
-    try:
-        config.validate(engine.world)
-        training = Training(config, engine)
-        with StopSignals() as signals:
-            return training.run(signals)
-    finally:
-        engine.close()
+    config.validate(process_place()[1])
+    with StopSignals() as signals, setup.claimed_folder(config):
+        engine = Engine(
+            device=config.run.device,
+            precision=config.run.precision,
+            seed=config.seed,
+            trackers=config.run.trackers,
+            tracker_dir=config.output_dir,
+            timeout_minutes=config.run.timeout_minutes,
+        )
+        try:
+            training = Training(config, engine)
+            with signals.deferred():
+                return training.run(signals)
+        finally:
+            engine.close()
 
 
 class Training:
@@ -83,11 +84,12 @@ class Training:
         self.examples = len(train_set.queries)
         epochs = config.optim.epochs * self.examples / config.batch.global_batch_size
         self.total = config.optim.max_steps or max(1, math.ceil(epochs))
-        self.identity = {"world": engine.world, "data": train_set.fingerprint}
+        self.identity = setup.identity(config.model, engine, self.encoder, train_set)
         optimizer = make_optimizer(self.encoder, config.optim)
         self.done = 0
         self.best: dict[str, Any] = {}
         self.evaluated = 0  # the step of the last evaluation
+        self.skipped = 0  # steps dropped because a number was not finite
         if checkpoint:
             self._resume(checkpoint, optimizer)
         engine.prepare(self.encoder, optimizer)
@@ -115,15 +117,12 @@ class Training:
 
     def _resume(self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> None:
         state = checkpoint.state
-        for name, value in self.identity.items():
-            if state["identity"][name] != value and not (name == "world" and self.config.run.redistribute):
-                raise InputError(
-                    f"{checkpoint.folder}: was written with {name} {state['identity'][name]}, expected {value}"
-                    f"{'; --run.redistribute true continues it with another number of processes' * (name == 'world')}"
-                )
+        changes = setup.identity_differences(state["identity"], self.identity)
+        setup.refuse_changes(f"{checkpoint.folder} was written otherwise", changes, self.config.allow_changes)
         restore(checkpoint, self.encoder, optimizer, self.bank)
         self.engine.load_scaler_state(state["scaler"])
         self.done, self.best, self.evaluated = state["step"], state["best"], state["evaluated"]
+        self.skipped = state["skipped"]
         if self.engine.is_main:
             print(f"resuming at step {self.done} from {checkpoint.folder}", file=sys.stderr)
 
@@ -136,12 +135,16 @@ class Training:
                 while self.done < self.total:
                     began, waited = time.perf_counter(), prepared.waited
                     micro_batches = next(prepared)
-                    values = self.take_step(micro_batches)
-                    values["seconds"] = time.perf_counter() - began
-                    values["waited"] = prepared.waited - waited
-                    values["pairs_per_second"] = self.config.batch.global_batch_size / values["seconds"]
-                    self.done += 1
-                    self.log.step(values, self._due(self.config.run.log_steps))
+                    try:
+                        values = self.take_step(micro_batches)
+                    except NotFiniteError as error:
+                        self.skip_step(error)
+                    else:
+                        values["seconds"] = time.perf_counter() - began
+                        values["waited"] = prepared.waited - waited
+                        values["pairs_per_second"] = self.config.batch.global_batch_size / values["seconds"]
+                        self.done += 1
+                        self.log.step(values, self._due(self.config.run.log_steps))
                     self.after_step(signals)
             self._finish()
         finally:
@@ -155,6 +158,10 @@ class Training:
         self.encoder.train()
         bank_fill = self.bank.fill
         losses = METHODS[config.method](engine, micro_batches, self.bank, self.loss)
+        if spoiled := engine.not_finite():
+            raise NotFiniteError(
+                f"step {self.done + 1} ({_named(spoiled)}): an embedding is NaN or infinite, expected finite numbers"
+            )
         loss, negatives, masked = self._finite_means(losses, micro_batches)
         engine.reduce_gradients()
         query_norm, passage_norm = engine.gradient_norms()
@@ -162,8 +169,9 @@ class Training:
         norm = query_norm if tied else math.hypot(query_norm, passage_norm)
         finite = math.isfinite(norm)
         if not finite and config.run.precision != "fp16":  # fp16 gradients may overflow: the scaler skips the step
-            raise InputError(
-                f"step {self.done + 1}: the gradient's norm is {norm}, expected a finite number; {self._last_good()}"
+            names = [name for batch in micro_batches for name in batch.query_ids]
+            raise NotFiniteError(
+                f"step {self.done + 1} ({_named(names)}): the gradient's norm is {norm}, expected a finite number"
             )
         rate = config.learning_rate() * learning_rate_factor(
             self.done, self.total, warmup_steps(config.optim, self.total), config.optim.schedule
@@ -194,21 +202,35 @@ class Training:
             if not math.isfinite(loss):
                 blamed = micro_batches if len(table) == 1 else [micro_batches[number]]
                 queries = [name for batch in blamed for name in batch.query_ids]
-                raise InputError(
-                    f"step {self.done + 1}, micro-batch {number + 1} of {len(table)} (queries {', '.join(queries[:8])}"
-                    f"{', …' if len(queries) > 8 else ''}): the loss is {loss}, expected a finite number; {self._last_good()}"
+                raise NotFiniteError(
+                    f"step {self.done + 1}, micro-batch {number + 1} of {len(table)} ({_named(queries)}): "
+                    f"the loss is {loss}, expected a finite number"
                 )
         count = len(table)
         return sum(row[0] for row in table) / count, sum(row[1] for row in table) / count, sum(row[2] for row in table)
 
+    def skip_step(self, error: NotFiniteError) -> None:
+        """Take back a step whose numbers are not finite; go on as if it had brought nothing where that is allowed, else raise."""
+        self.engine.drop_step()
+        self.bank.rollback()
+        if self.skipped == self.config.skips():
+            raise InputError(f"{error}; {self._last_good()}") from error
+        self.bank.end_step()
+        self.done += 1
+        self.skipped += 1
+        self.log.skipped(self.done, str(error), self.skipped)
+
     def _last_good(self) -> str:
+        """Where the last good state is, which is saved first unless it was already."""
+        if self.done and all(bool(torch.isfinite(parameter).all()) for parameter in self.encoder.parameters()):
+            self.save()
         saved = [path.name for path in all_checkpoints(self.folder)]
         kept = (
             f"the last good state is {self.folder / 'checkpoints' / saved[0]}"
             if saved
             else "no checkpoint was written before"
         )
-        return f"{kept}; a new run with a lower optim.learning_rate may go further"
+        return f"{kept}; --resume --run.on_nan skip:N goes on without such steps, a lower optim.learning_rate may have none"
 
     def after_step(self, signals: StopSignals) -> None:
         """Evaluate and save where it is time, and leave when a signal came."""
@@ -266,6 +288,7 @@ class Training:
                 "best": self.best,
                 "evaluated": self.evaluated,
                 "identity": self.identity,
+                "skipped": self.skipped,
                 "scaler": self.engine.scaler_state(),
             }
             save_checkpoint(
@@ -282,3 +305,8 @@ class Training:
         if self.dev is None and self.engine.is_main:
             self.encoder.save(self.folder / "model")
         self.engine.barrier()
+
+
+def _named(queries: list[str]) -> str:
+    """The first few of these queries, for a message."""
+    return f"queries {', '.join(queries[:8])}{', …' if len(queries) > 8 else ''}"

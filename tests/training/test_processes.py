@@ -73,11 +73,11 @@ def runs(tmp_path_factory):
     runs.add("stuck", 2, fault="is_stuck", grace=0, **{"run.timeout_minutes": 0.05})
     runs.add("flipped", 2, fault="flips_a_bit_of_its_bank", **{"run.save_steps": 0, "run.bank_check_steps": 1})
     runs.add("unchecked", 2, fault="flips_a_bit_of_its_bank", **{"run.bank_check_steps": 0})
-    runs.add("refused", 1, "--resume", run="stuck", **{"batch.micro_batch_size": 2})
+    runs.add("refused", 1, "--resume", run="stuck")
     runs.add("blind", 2, "--resume", run="stuck", fault="sees_no_checkpoint")
     runs.add("wrong", 2, **{"data.split": "absent"})
     runs.add("2 to 2", 2, "--resume", run="killed")
-    more = {"run.redistribute": True}
+    more = {"allow_changes": True}
     runs.add("2 to 1", 1, "--resume", run="raises", **more)
     runs.add("2 to 4", 4, "--resume", run="full", **more)
     runs.add("1 to 2", 2, "--resume", run="killed alone", **more)
@@ -206,7 +206,7 @@ def test_other_rows_in_a_loss_give_another_result(runs):
 def test_another_number_of_processes_is_refused_unless_allowed(runs):
     outcome = runs.outcomes["refused"]
     assert outcome.codes == [2]
-    assert "was written with world 2, expected 1; --run.redistribute true continues it" in outcome.err[0]
+    assert "expected the same to resume (or --allow_changes true): world was 2 and is 1" in outcome.err[0]
 
 
 def test_a_bank_read_with_other_pushes_has_the_same_sums():
