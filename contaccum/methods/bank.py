@@ -56,8 +56,8 @@ class Bank:
         self.step = 0  # optimizer steps that have ended
         self.pending: list[tuple[Tensor, Tensor, RowIds]] = []
         self.passages = torch.zeros(size, 1 + hard_negatives, dim, device=device)
-        self.column_ids = torch.full((size, 1 + hard_negatives), NO_PASSAGE, device=device)
-        self.positives = torch.full((size, 1), NO_PASSAGE, device=device)
+        self.column_ids = torch.full((size, 1 + hard_negatives), NO_PASSAGE)  # ids stay on the CPU
+        self.positives = torch.full((size, 1), NO_PASSAGE)
         self.queries = torch.zeros(size, dim, device=device) if queries else None
         self.positive_logits = torch.zeros(size, device=device)
         self.push_rows = push
@@ -66,7 +66,8 @@ class Bank:
     def _no_sums(self) -> NestedLogSumExp | None:
         if self.queries is None or self.size == 0:
             return None
-        return NestedLogSumExp(self.size, self.push_rows, self.loss.tile, self.passages.device)
+        tile = self.loss.tile // (1 + self.hard_negatives)
+        return NestedLogSumExp(self.size, self.push_rows, tile, self.passages.device)
 
     @property
     def fill(self) -> int:
@@ -128,21 +129,19 @@ class Bank:
             self.positives = F.pad(self.positives, (0, width - self.positives.shape[1]), value=NO_PASSAGE)
 
     def _logits(self, rows: slice, slots: slice) -> Tensor:
-        """Logits of bank rows against the columns of bank slots, (rows, slots, columns per slot), masked."""
+        """Logits of bank rows against the columns of bank slots, (slots * columns per slot, rows), masked."""
         assert self.queries is not None
-        shape = (rows.stop - rows.start, slots.stop - slots.start, self.column_ids.shape[1])
-        mask = self.loss.false_negatives(self.positives[rows], self.column_ids[slots].flatten())
-        if mask is not None:
-            first, end = max(rows.start, slots.start), min(rows.stop, slots.stop)
-            own = torch.arange(
-                first, max(first, end), device=mask.device
-            )  # rows whose own positive is among the columns
-            mask.view(shape)[own - rows.start, own - slots.start, 0] = False
-        return self.loss.logits(self.queries[rows], self.passages[slots].flatten(0, 1), mask).view(shape)
+        left_out = self.loss.left_out(self.positives[rows], self.column_ids[slots].flatten())
+        first, end = max(rows.start, slots.start), min(rows.stop, slots.stop)
+        if len(left_out) and first < end:  # rows whose own positive is among the columns
+            own = torch.arange(first, end)
+            left_out = left_out.without(own - rows.start, (own - slots.start) * self.column_ids.shape[1])
+        return self.loss.logits(self.passages[slots].flatten(0, 1), self.queries[rows], left_out.transposed())
 
     def _keep_positive_logits(self, start: int, stop: int) -> None:
-        rows = slice(start, stop)
-        self.positive_logits[rows] = self._logits(rows, rows)[:, :, 0].diagonal()
+        assert self.queries is not None
+        products = self.queries[start:stop] * self.passages[start:stop, 0]
+        self.positive_logits[start:stop] = products.sum(1) / self.loss.temperature
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything a resumed run needs: tensors, and plain numbers. Pending rows are none between steps."""
@@ -174,8 +173,7 @@ class Bank:
             getattr(self, name).copy_(tensors[name])
         self.pointer, self.stored, self.step = numbers["pointer"], numbers["stored"], numbers["step"]
         if self.sums is not None:
-            self.sums.values.copy_(tensors["sums"])
-            self.sums.open = list(numbers["open"])
+            self.sums.load(tensors["sums"], numbers["open"])
 
     def _stored_tensors(self) -> list[str]:
         names = ["passages", "column_ids", "positives"]

@@ -6,11 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import SlowBank, micro_batches, slow_loss
+from torch import Tensor
 
-from contaccum.batch import RowIds
+from contaccum.batch import NO_PASSAGE, RowIds
 from contaccum.methods.bank import Bank
 from contaccum.methods.logsumexp import NestedLogSumExp
-from contaccum.methods.loss import InfoNCE, relevant
+from contaccum.methods.loss import InfoNCE
+from contaccum.methods.masking import LeftOut, find_left_out
 
 DIM = 12
 TEMPERATURE = 0.2
@@ -112,9 +114,30 @@ def test_two_rows_by_hand():
     assert same.masked.item() == 2
 
 
-def test_relevant_finds_listed_passages_only():
-    found = relevant(torch.tensor([[3, -1], [5, 7]]), torch.tensor([7, 3, -2]))
-    assert found.tolist() == [[False, True, False], [True, False, False]]
+@pytest.mark.parametrize(("rows", "columns"), [(5, 40), (40, 5), (30, 30), (1, 1), (3, 0)])
+@pytest.mark.parametrize("passages", [3, 25, 10**6])
+def test_left_out_pairs_are_those_of_the_full_comparison(rows, columns, passages):
+    generator = torch.Generator().manual_seed(rows + passages)
+    positives = torch.randint(NO_PASSAGE, passages, (rows, 4), generator=generator)  # repeats and padding among them
+    column_ids = torch.randint(NO_PASSAGE, passages, (columns,), generator=generator)
+    found = find_left_out(positives, column_ids)
+    plain = {
+        (r, c)
+        for r, c in itertools.product(range(rows), range(columns))
+        if column_ids[c] != NO_PASSAGE and column_ids[c] in positives[r]
+    }
+    pairs = list(zip(found.rows.tolist(), found.columns.tolist(), strict=True))
+    assert len(pairs) == len(set(pairs))
+    assert set(pairs) == plain
+
+
+def test_left_out_pairs_of_a_block_and_without_the_own_ones():
+    pairs = LeftOut(torch.tensor([0, 1, 1, 4]), torch.tensor([2, 0, 3, 3]))
+    block = pairs.block(slice(1, 5), slice(2, 4))
+    assert list(zip(*map(Tensor.tolist, block), strict=True)) == [(0, 1), (3, 1)]
+    rest = pairs.without(torch.tensor([1, 4]), torch.tensor([3, 2]))
+    assert list(zip(*map(Tensor.tolist, rest), strict=True)) == [(0, 2), (1, 0), (4, 3)]
+    assert pairs.transposed().clear(torch.zeros(4, 5)).isinf().nonzero().tolist() == [[0, 1], [2, 0], [3, 1], [3, 4]]
 
 
 def test_a_wrapping_push_is_split_over_the_end_of_the_ring():
@@ -160,7 +183,7 @@ def test_bank_of_size_zero_stays_empty():
 def test_nested_sums_equal_plain_ones_after_every_push(size, push):
     """Against logsumexp of the whole matrix, and only the row state named in the module's cost is held."""
     generator = torch.Generator().manual_seed(0)
-    matrix = torch.full((size, size, 2), float("nan"))
+    matrix = torch.full((size, size, 2), float("nan"))  # rows, slots, columns per slot
     sums = NestedLogSumExp(size, push, tile=16)
     pointer = fill = 0
     for _ in range(3 * size // push + 2):
@@ -168,8 +191,9 @@ def test_nested_sums_equal_plain_ones_after_every_push(size, push):
         fill = max(fill, stop)
         matrix[pointer:stop] = torch.randn(stop - pointer, size, 2, generator=generator)
         matrix[:, pointer:stop] = torch.randn(size, stop - pointer, 2, generator=generator)
-        sums.overwrite(pointer, stop, fill, lambda rows, slots: matrix[rows, slots])
+        sums.overwrite(pointer, stop, fill, lambda rows, slots: matrix[rows, slots].flatten(1).T)
         plain = matrix[:fill, :fill].logsumexp((1, 2))
         torch.testing.assert_close(sums.total(fill), plain)
         pointer = stop % size
-    assert sums.values.shape[2] ** 3 >= size / push > (sums.values.shape[2] - 1) ** 3
+    assert sums.fan**3 >= size / push > (sums.fan - 1) ** 3
+    assert sums.values.shape == (3, sums.fan, size)
