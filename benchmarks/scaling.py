@@ -6,6 +6,7 @@ N and M over two decades, one process; the exponent is the slope of log time ove
 one update of N pairs over gloo (NCCL on GPUs): each takes N / W of them. Texts are made, as in methods.py.
 """
 
+import argparse
 import json
 import subprocess
 import sys
@@ -42,6 +43,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--micro", type=int, default=8, help="pairs in a micro-batch (B)")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)  # what one of several processes is to measure, as JSON
     args = parser.parse_args()
     if args.worker:
         in_processes(json.loads(args.worker))

@@ -79,6 +79,78 @@ def test_pushes_that_do_not_fit_the_blocks_change_nothing(push):
     assert differences(29, pushes=20, push=push) < 2e-6
 
 
+@pytest.mark.parametrize("mask", [True, False])
+@pytest.mark.parametrize("weight", ["all", "current"])
+@pytest.mark.parametrize("visibility", ["immediate", "on_step"])
+def test_micro_batches_of_differing_sizes(mask, weight, visibility):
+    """Pushes of 1 to 7 rows into a ring of 23 whose blocks are 4 wide, hard negatives among them, steps of three pushes."""
+    loss = InfoNCE(TEMPERATURE, mask)
+    bank = Bank(23, DIM, loss, push=4, hard_negatives=1, row_weight=weight, visibility=visibility)
+    slow, waiting = SlowBank(23), []
+    for number, b in enumerate([4, 1, 7, 3, 3, 6, 2, 7, 5, 1, 4, 7, 6, 2, 3] * 2):
+        batch = micro_batches(1, b, 1, passages=15, seed=number)[0]
+        queries, passages = embeddings(batch.ids, number)
+        fast = loss(queries, passages, batch.ids, columns=bank, rows=bank).value
+        plain = slow_loss(queries, passages, batch.ids, slow, TEMPERATURE, mask=mask, weight=weight)
+        torch.testing.assert_close(fast, plain, atol=2e-6, rtol=0)
+        for one, other in zip(
+            *(torch.autograd.grad(value, (queries, passages)) for value in (fast, plain)), strict=True
+        ):
+            torch.testing.assert_close(one, other, atol=2e-6, rtol=0)
+        bank.push(queries, passages, batch.ids)
+        waiting.append((queries, passages, batch.ids))
+        if visibility == "immediate" or number % 3 == 2:
+            for rows in waiting:
+                slow.push(*rows)
+            waiting = []
+        if number % 3 == 2:
+            bank.end_step()
+    assert bank.fill == 23
+
+
+def most_held(call) -> int:
+    """Most bytes that tensors hold during a call, from the profiler's list of allocations."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        call()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(changes))
+
+
+def test_a_large_step_needs_no_square_matrix():
+    """4,096 rows against 4,096 columns, each with gradient, in a few tiles' memory; untiled, the matrix alone is 64 MiB."""
+    n = 4096
+    ids = torch.arange(n).unsqueeze(1)
+    queries = F.normalize(torch.randn(n, 16, generator=torch.Generator().manual_seed(0)), dim=-1).requires_grad_()
+    passages = queries.detach().unsqueeze(1).clone().requires_grad_()
+
+    def step(tile):
+        value = InfoNCE(TEMPERATURE, tile=tile)(queries, passages, RowIds(ids, ids)).value
+        torch.autograd.grad(value, (queries, passages))
+
+    assert most_held(lambda: step(1 << 18)) < 8 * 2**20
+    assert most_held(lambda: step(n * n)) > 4 * n * n
+
+
+def test_gradients_by_finite_differences():
+    """In float64, with masked pairs, a row all of whose bank columns are masked, and both row weights."""
+    for weight in ("all", "current"):
+        loss = InfoNCE(TEMPERATURE, tile=5)
+        bank = Bank(6, DIM, loss, push=3, row_weight=weight)
+        for name in ("passages", "queries", "positive_logits"):
+            setattr(bank, name, getattr(bank, name).double())
+        bank.sums.values, bank.sums.closed = bank.sums.values.double(), bank.sums.closed.double()
+        same = RowIds(torch.tensor([[1], [1], [1]]), torch.tensor([[1], [1], [1]]))
+        vectors = [tensor.detach().double() for tensor in embeddings(same, 3)]
+        bank.push(*vectors, same)
+        ids = RowIds(torch.tensor([[1], [2], [3]]), torch.tensor([[1, 3], [2, -1], [3, -1]]))
+        queries, passages = (tensor.detach().double().requires_grad_() for tensor in embeddings(ids, 4))
+        assert torch.autograd.gradcheck(
+            lambda q, p, loss=loss, bank=bank, ids=ids: loss(q, p, ids, columns=bank, rows=bank).value,
+            (queries, passages),
+        )
+
+
 def test_the_slow_reading_tells_wrong_from_right():
     """Negative control: each rule, broken alone, is seen by the comparison above."""
     loss = InfoNCE(TEMPERATURE)
