@@ -15,8 +15,8 @@ FLOORS = [
     {"evaluation"},
     {"retrieval"},
     {"methods", "engine", "encoder", "tiny_bert", "data"},
-    {"processes", "config", "config_file", "options", "batch", "files", "lock"},
-    {"errors", "launch"},
+    {"processes", "config", "config_file", "options", "batch", "lock"},
+    {"errors", "launch", "files"},
 ]
 MAY_STAND_BESIDE = {
     ("engine", "encoder"),  # an engine runs an encoder
