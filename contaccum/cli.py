@@ -1,5 +1,6 @@
 """The command line: one subcommand per verb, no logic. Nothing heavy is imported before a verb runs."""
 
+import os
 import sys
 import warnings
 from argparse import ArgumentError
@@ -222,9 +223,13 @@ def _add_repair(parser: ArgumentParser) -> None:
 def _train(options: Namespace) -> None:
     values = _train_parser().instantiate(options).as_dict()
     values.pop("config")
+    config = TrainConfig(**values)
+    with warnings.catch_warnings():  # a wrong setting is refused before torch is imported; train warns
+        warnings.simplefilter("ignore")
+        config.validate(int(os.environ.get("WORLD_SIZE", 1)))
     from contaccum.training.loop import train
 
-    print(train(TrainConfig(**values)))
+    print(train(config))
 
 
 def _encode(options: Namespace) -> None:

@@ -10,6 +10,7 @@ import datetime
 import hashlib
 import os
 import resource
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ class Engine:
         *,
         device: str = "auto",
         precision: str = "fp32",
+        tf32: bool = False,
         seed: int = 0,
         trackers: list[str] | None = None,
         tracker_dir: str | None = None,
@@ -46,7 +48,8 @@ class Engine:
     ) -> None:
         """
         device: ``auto`` (CUDA, else MPS, else CPU) or ``cpu``. precision: ``fp32``, ``bf16`` or ``fp16`` (autocast; weights and
-        loss stay in fp32). trackers: names that accelerate knows, e.g. tensorboard.
+        loss stay in fp32). tf32: until ``close``, CUDA multiplies fp32 matrices in TF32. trackers: names that accelerate knows,
+        e.g. tensorboard.
         """
         wait = InitProcessGroupKwargs(timeout=datetime.timedelta(minutes=timeout_minutes))
         try:
@@ -70,6 +73,10 @@ class Engine:
                 f"launched for {self.accelerator.distributed_type.value}, expected one process or data-parallel processes: "
                 "sharded launches (FSDP, DeepSpeed) are not supported"
             )
+        if tf32 and self.device.type != "cuda":
+            warnings.warn(f"run.tf32 has no effect on {self.device.type}", stacklevel=2)
+        self.tf32_before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = tf32
         self.seed = seed
         self.step = 0
         """Optimizer steps taken; with the seed it decides every random draw."""
@@ -98,6 +105,11 @@ class Engine:
         if self.world > 1:
             for parameter in encoder.parameters():
                 dist.broadcast(parameter.data, src=0)
+        if (
+            encoder.graphs
+        ):  # a graph's outputs are overwritten at its next replay, so gradients need memory of their own
+            for parameter in self.parameters:
+                parameter.grad = torch.zeros_like(parameter)
         self.optimizer = self.accelerator.prepare_optimizer(optimizer)
 
     # the three verbs of a method
@@ -110,6 +122,8 @@ class Engine:
             yield batch.to(self.device)
 
     def encode(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        if self.encoder.graphs:
+            torch.compiler.cudagraph_mark_step_begin()
         with self.accelerator.autocast():
             queries, passages = self.encoder(batch)
         return self.gather(queries), self.gather(passages)
@@ -153,7 +167,7 @@ class Engine:
     def update(self) -> None:
         """Take the optimizer step (fp16's scaler skips it when gradients overflowed) and clear the gradients."""
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=not self.encoder.graphs)
 
     def scaler_state(self) -> dict[str, Any]:
         return self.accelerator.scaler.state_dict() if self.accelerator.scaler is not None else {}
@@ -190,6 +204,7 @@ class Engine:
 
     def close(self) -> None:
         """End trackers and the process group, and let a later run in this process choose its own device and precision."""
+        torch.backends.cuda.matmul.allow_tf32 = self.tf32_before
         self.accelerator.end_training()
         AcceleratorState._reset_state(reset_partial_state=self.world == 1)
 

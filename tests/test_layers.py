@@ -14,12 +14,13 @@ FLOORS = [
     {"training"},
     {"evaluation"},
     {"retrieval"},
-    {"methods", "engine", "encoder", "tiny_bert", "data"},
+    {"methods", "engine", "encoder", "unpadded", "tiny_bert", "data"},
     {"config", "options", "batch", "errors", "files"},
 ]
 MAY_STAND_BESIDE = {
     ("engine", "encoder"),  # an engine runs an encoder
     ("tiny_bert", "encoder"),  # it makes a tower
+    ("encoder", "unpadded"),  # one way of a tower's forward pass
 }
 HOMES = {
     "faiss": {"retrieval/index.py"},
@@ -28,6 +29,7 @@ HOMES = {
     "bm25s": {"retrieval/bm25.py"},
     "pytrec_eval": {"evaluation/beir.py"},
     "jsonargparse": {"cli.py"},
+    "bitsandbytes": {"training/optimizer.py"},
 }
 LIGHT = ["__init__.py", "cli.py", "config.py", "options.py", "errors.py", "data/__init__.py", "training/__init__.py"]
 
