@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -75,11 +76,16 @@ def run_steps(
     seed: int = 0,
     bank_size: int = 0,
     encoder: DualEncoder | None = None,
+    switch: Callable[[DualEncoder], object] = lambda encoder: None,
     **bank_options,
 ) -> tuple[list[dict[str, torch.Tensor]], list[float]]:
-    """Gradients of every parameter and the loss, at each step of a method whose weights move by plain gradient descent."""
+    """Gradients of every parameter and the loss, at each step of a method whose weights move by plain gradient descent.
+
+    ``switch`` is called with the encoder that is trained, a copy of the one given.
+    """
     encoder = copy.deepcopy(encoder) if encoder is not None else tiny_encoder(dropout, seed=seed)
     encoder.train()
+    switch(encoder)
     engine = Engine(device="cpu", seed=seed)
     engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1))
     loss = loss or InfoNCE(0.1)

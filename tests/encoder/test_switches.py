@@ -4,11 +4,13 @@ import copy
 
 import pytest
 import torch
-from helpers import VOCABULARY, gradients, largest_difference, micro_batches, run_steps, tiny_encoder
+from helpers import VOCABULARY, largest_difference, micro_batches, run_steps, tiny_encoder
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, BertTokenizerFast
 
 from contaccum.batch import Tokens
 from contaccum.encoder import DualEncoder, EncoderSettings, Tower
+from contaccum.engine import Engine
 from contaccum.errors import InputError
 from contaccum.methods import METHODS
 from contaccum.unpadded import FAMILIES, by_text, jagged, pack
@@ -173,18 +175,54 @@ def test_set_dropout_reaches_every_dropout_of_the_family(family):
 
 
 @pytest.mark.parametrize("family", ["bert", "modernbert"])
-def test_set_dropout_raises_attention_dropout(family):
+def test_set_dropout_sets_plain_numbers_too(family):
+    """With every nn.Dropout off, what is left is what a family holds as a number: ModernBERT's attention, nothing of BERT's."""
     encoder = family_encoder(family, **dict.fromkeys(DROPOUTS[family], 0.0)).train()
     encoder.set_dropout(0.5)
     for module in encoder.modules():
         if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0 if module.p != 0.5 or "Attention" not in type(module).__name__ else module.p
-    # only what stands outside nn.Dropout is left now: BERT has none, ModernBERT its attention's number
+            module.p = 0.0
     batch = micro_batches(1, 4)[0]
     assert torch.equal(encoder(batch)[0], encoder(batch)[0]) == (family == "bert")
 
 
-def compiled(encoder: DualEncoder, graphs: bool = False) -> DualEncoder:
-    made = copy.deepcopy(encoder)
-    made.compile_backbones(graphs)
-    return made
+@pytest.mark.acceptance  # compilers take their time
+@pytest.mark.parametrize("graphs", [False, True])
+def test_compiled_training_has_the_gradients_of_plain(graphs, tmp_path):
+    """On a CPU ``graphs`` records none, but lengths are padded to buckets and gradients keep their memory."""
+    data = [micro_batches(3, 4, 1, seed=i) for i in range(2)]
+    start, trained = tiny_encoder(), []
+
+    def switch(encoder):
+        trained.append(encoder)
+        encoder.compile_backbones(graphs)
+
+    plain, _ = run_steps("cont_cache", data, bank_size=16, push=12, encoder=start)
+    counters = torch._dynamo.utils.counters["stats"]
+    before = counters["unique_graphs"]
+    found, _ = run_steps("cont_cache", data, bank_size=16, push=12, encoder=start, switch=switch)
+    assert counters["unique_graphs"] > before
+    zero = {name: torch.zeros_like(parameter) for name, parameter in trained[0].named_parameters()}
+    assert largest_difference([{**zero, **step} for step in found], [{**zero, **step} for step in plain]) < 1e-4
+    trained[0].save(tmp_path / "model")
+    start.save(tmp_path / "plain")
+    states = [load_file(tmp_path / name / "query_encoder" / "model.safetensors") for name in ("model", "plain")]
+    assert states[0].keys() == states[1].keys()
+
+
+@pytest.mark.acceptance
+def test_compiled_passes_replay_their_dropout():
+    """GradCache's first pass, without graph, and its second, with one, are compiled apart; their noise must be one."""
+    batches = micro_batches(2, 4)
+    encoder = tiny_encoder(dropout=0.3).train()
+    encoder.compile_backbones()
+    engine = Engine(device="cpu")
+    engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1))
+    passes = []
+    for graph in (False, True, True):
+        with torch.set_grad_enabled(graph):
+            passes.append([engine.encode(batch)[0].detach() for batch in engine.micro_steps(batches)])
+        engine.step = int(len(passes) > 1)  # the third pass belongs to another step
+    for first, second, other in zip(*passes, strict=True):
+        torch.testing.assert_close(first, second, atol=1e-6, rtol=0)
+        assert (first - other).abs().max() > DIFFERENT
