@@ -73,6 +73,9 @@ class Engine:
                 f"launched for {self.accelerator.distributed_type.value}, expected one process or data-parallel processes: "
                 "sharded launches (FSDP, DeepSpeed) are not supported"
             )
+        if precision == "fp16" and self.device.type == "cpu":  # accelerate would run in fp32 and not say so
+            self._forget_choices()
+            raise InputError("run.precision is fp16 on cpu, expected fp32 or bf16")
         if tf32 and self.device.type != "cuda":
             warnings.warn(f"run.tf32 has no effect on {self.device.type}", stacklevel=2)
         self.tf32_before = torch.backends.cuda.matmul.allow_tf32
@@ -206,6 +209,10 @@ class Engine:
         """End trackers and the process group, and let a later run in this process choose its own device and precision."""
         torch.backends.cuda.matmul.allow_tf32 = self.tf32_before
         self.accelerator.end_training()
+        self._forget_choices()
+
+    def _forget_choices(self) -> None:
+        # accelerate keeps device and precision for the whole process
         AcceleratorState._reset_state(reset_partial_state=self.world == 1)
 
     def peak_memory(self) -> int:

@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from helpers import VOCABULARY, largest_difference, micro_batches, run_steps, tiny_encoder
@@ -58,6 +59,14 @@ def test_attention_across_texts_would_show():
     one = tower.backbone(input_ids=packed.input_ids, position_ids=packed.position_ids).last_hidden_state[0]
     first = one[: packed.bounds[1]].mean(0)
     assert (first - right[0]).abs().max() > DIFFERENT
+
+
+def test_texts_are_encoded_the_same_without_padding(minilm):
+    texts = ["Owls live in old barns. " * 9, "Where do owls live?", "", "Owls"]
+    encoder = DualEncoder.load(minilm)
+    padded = encoder.encode_passages(texts)
+    encoder.set_attention("auto", unpad=True)
+    np.testing.assert_allclose(encoder.encode_passages(texts), padded, atol=1e-6)
 
 
 def test_packing_by_hand():
