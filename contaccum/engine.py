@@ -78,8 +78,9 @@ class Engine:
             raise InputError("run.precision is fp16 on cpu, expected fp32 or bf16")
         if tf32 and self.device.type != "cuda":
             warnings.warn(f"run.tf32 has no effect on {self.device.type}", stacklevel=2)
-        self.tf32_before = torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = tf32
+        self.tf32 = tf32 and not torch.backends.cuda.matmul.allow_tf32
+        if self.tf32:
+            torch.backends.cuda.matmul.allow_tf32 = True
         self.seed = seed
         self.step = 0
         """Optimizer steps taken; with the seed it decides every random draw."""
@@ -207,7 +208,8 @@ class Engine:
 
     def close(self) -> None:
         """End trackers and the process group, and let a later run in this process choose its own device and precision."""
-        torch.backends.cuda.matmul.allow_tf32 = self.tf32_before
+        if self.tf32:
+            torch.backends.cuda.matmul.allow_tf32 = False
         self.accelerator.end_training()
         self._forget_choices()
 
