@@ -272,9 +272,13 @@ def _add_repair(parser: ArgumentParser) -> None:
 def _train(options: Namespace) -> None:
     values = _train_parser().instantiate(options).as_dict()
     values.pop("config")
+    config = TrainConfig(**values)
+    with warnings.catch_warnings():  # a wrong setting is refused before torch is imported; train warns
+        warnings.simplefilter("ignore")
+        config.validate(process_place()[1])
     from contaccum.training.loop import train
 
-    _show(train(TrainConfig(**values)))
+    _show(train(config))
 
 
 def _encode(options: Namespace) -> None:

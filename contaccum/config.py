@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, get_args
 
@@ -70,6 +71,12 @@ class ModelConfig:
     """Dropout of both towers in training, a share between 0 and 1. Not given: what the encoder's own config says."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
+    """How attention is computed; `auto` is what transformers chooses, SDPA where the family has it. `flash_attention_2` needs
+    the package flash-attn, CUDA and half precision."""
+    unpad: bool = False
+    """Compute on no padding token: the texts of a micro-batch run end to end, attention stays within each. For BERT, RoBERTa,
+    XLM-RoBERTa, CamemBERT, DistilBERT and ELECTRA; also while the dev set is encoded."""
     trust_remote_code: bool = False
     """Run model code that comes with the checkpoint. Only for sources that you trust."""
     tiny_layers: int = 2
@@ -134,6 +141,10 @@ class BankConfig:
 class OptimConfig:
     """AdamW, its schedule, and for how long."""
 
+    name: Literal["adamw", "adamw_8bit"] = "adamw"
+    """`adamw_8bit` keeps both moments in 8 bits (needs the extra `bitsandbytes`): a quarter of their memory."""
+    fused: bool = True
+    """One kernel updates all weights; false takes PyTorch's plain AdamW, the same to rounding."""
     learning_rate: float = 2e-5
     """Highest learning rate."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
@@ -178,6 +189,11 @@ class RunConfig:
     """`auto` takes CUDA, else MPS, else the CPU."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Autocast precision of the encoders; weights and loss stay in fp32."""
+    tf32: bool = False
+    """Let CUDA multiply fp32 matrices, the loss's among them, in TF32: faster, with 10 bits of mantissa instead of 23."""
+    compile: Literal["off", "default", "cuda_graphs"] = "off"
+    """Compile the encoders for training with torch.compile: `default`, or `cuda_graphs` (CUDA only), which also replays the
+    kernels of each length as one graph. The first steps take minutes."""
     save_steps: int = 500
     """A checkpoint every so many steps, and one at the end; 0 for the end alone."""
     keep_checkpoints: int = 2
@@ -265,15 +281,52 @@ class TrainConfig:
             raise InputError(f"run.metric is {self.run.metric!r}, expected one of {expected}")
         self._check_batch(world)
         self._check_bank(world)
+        self._check_encoder()
         if self.optim.warmup_steps is not None and self.optim.warmup_ratio is not None:
             raise InputError("optim.warmup_steps and optim.warmup_ratio are both given, expected one of them")
         self.skips()
-        if self.run.eval_steps and not self.data.dev:
-            warnings.warn("run.eval_steps has no effect without data.dev", stacklevel=2)
+        for sentence in self._without_effect():
+            warnings.warn(sentence, stacklevel=2)
+
+    def check_total(self, total: int) -> None:
+        """Warn of settings that have no effect in a run of ``total`` steps, which only the data may tell."""
+        if self.bank_size() and self.bank.warmup_steps >= total:
+            warnings.warn(
+                f"bank.warmup_steps is {self.bank.warmup_steps} in a run of {total} steps: the bank is never used",
+                stacklevel=2,
+            )
+
+    def _without_effect(self) -> Iterator[str]:
+        """A sentence for each setting that was changed and changes nothing, bank settings aside."""
+        model, optim, run = self.model, self.optim, self.run
         if self.allow_changes and not self.resume:
-            warnings.warn("allow_changes has no effect without resume", stacklevel=2)
-        if self.optim.lr_scaling == "none" and self.optim.reference_batch_size != OptimConfig.reference_batch_size:
-            warnings.warn("optim.reference_batch_size has no effect with optim.lr_scaling none", stacklevel=2)
+            yield "allow_changes has no effect without resume"
+        if run.eval_steps and not self.data.dev:
+            yield "run.eval_steps has no effect without data.dev"
+        if run.metric != RunConfig.metric and not self.data.dev:
+            yield "run.metric has no effect without data.dev"
+        if optim.lr_scaling == "none" and optim.reference_batch_size != OptimConfig.reference_batch_size:
+            yield "optim.reference_batch_size has no effect with optim.lr_scaling none"
+        if optim.max_steps is not None and optim.epochs != OptimConfig.epochs:
+            yield "optim.epochs has no effect with optim.max_steps, which goes before it"
+        if not optim.fused and optim.name != "adamw":
+            yield f"optim.fused has no effect with optim.name {optim.name}"
+        if model.name == "tiny" and model.passage_name:
+            yield "model.passage_name has no effect with model.name tiny"
+        for name in ("tiny_layers", "tiny_width", "tiny_vocabulary"):
+            if model.name != "tiny" and getattr(model, name) != getattr(ModelConfig, name):
+                yield f"model.{name} has no effect with model.name {model.name}"
+        if model.unpad and model.attention in ("eager", "sdpa"):
+            yield f"model.attention {model.attention} has no effect with model.unpad, which has its own"
+
+    def _check_encoder(self) -> None:
+        if self.model.attention == "flash_attention_2" and self.run.precision == "fp32":
+            raise InputError("model.attention is flash_attention_2 with run.precision fp32, expected bf16 or fp16")
+        if self.model.unpad and self.run.compile != "off":
+            raise InputError(
+                f"run.compile is {self.run.compile} with model.unpad, expected one or the other: unpadded passes have new "
+                "sizes at every step"
+            )
 
     def _check_names(self) -> None:
         if self.method not in TRAITS:
@@ -312,6 +365,8 @@ class TrainConfig:
             warnings.warn(
                 "bank.keep false empties the bank before any of its rows is used: it has no effect here", stacklevel=3
             )
+        if not bank.hard_negatives and not self.data.hard_negatives:
+            warnings.warn("bank.hard_negatives has no effect with data.hard_negatives 0", stacklevel=3)
         if self.traits.bank == "pairs" and not bank.queries and bank.row_weight != "all":
             warnings.warn("bank.row_weight has no effect without bank.queries", stacklevel=3)
 

@@ -9,6 +9,7 @@ import datetime
 import hashlib
 import os
 import resource
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ class Engine(Processes):
         *,
         device: str = "auto",
         precision: str = "fp32",
+        tf32: bool = False,
         seed: int = 0,
         trackers: list[str] | None = None,
         tracker_dir: str | None = None,
@@ -51,8 +53,8 @@ class Engine(Processes):
     ) -> None:
         """
         device: ``auto`` (CUDA, else MPS, else CPU) or ``cpu``. precision: ``fp32``, ``bf16`` or ``fp16`` (autocast; weights and
-        loss stay in fp32). trackers: names that accelerate knows, e.g. tensorboard. timeout_minutes: how long a process waits for
-        the others before it gives up.
+        loss stay in fp32). tf32: until ``close``, CUDA multiplies fp32 matrices in TF32. trackers: names that accelerate knows,
+        e.g. tensorboard. timeout_minutes: how long a process waits for the others before it gives up.
         """
         _refuse_sharding()
         wait = InitProcessGroupKwargs(timeout=datetime.timedelta(minutes=timeout_minutes))
@@ -79,6 +81,14 @@ class Engine(Processes):
         place = self.accelerator
         super().__init__(place.process_index, place.num_processes, place.local_process_index, place.device)
         refuse_missing_processes(self.world)
+        if precision == "fp16" and self.device.type == "cpu":  # accelerate would run in fp32 and not say so
+            self._forget_choices()
+            raise InputError("run.precision is fp16 on cpu, expected fp32 or bf16")
+        if tf32 and self.device.type != "cuda":
+            warnings.warn(f"run.tf32 has no effect on {self.device.type}", stacklevel=2)
+        self.tf32 = tf32 and not torch.backends.cuda.matmul.allow_tf32
+        if self.tf32:
+            torch.backends.cuda.matmul.allow_tf32 = True
         self.seed = seed
         self.step = 0
         """Optimizer steps taken; with the seed it decides every random draw."""
@@ -89,6 +99,11 @@ class Engine(Processes):
         self.encoder = encoder
         self.parameters = [parameter for parameter in encoder.parameters() if parameter.requires_grad]
         self.copy_from_main([parameter.data for parameter in encoder.parameters()])
+        if (
+            encoder.graphs
+        ):  # a graph's outputs are overwritten at its next replay, so gradients need memory of their own
+            for parameter in self.parameters:
+                parameter.grad = torch.zeros_like(parameter)
         self.optimizer = self.accelerator.prepare_optimizer(optimizer)
 
     # the three verbs of a method
@@ -101,6 +116,8 @@ class Engine(Processes):
             yield batch.to(self.device)
 
     def encode(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        if self.encoder.graphs:
+            torch.compiler.cudagraph_mark_step_begin()
         with self.accelerator.autocast():
             queries, passages = self.encoder(batch)
         queries, passages = self.all_rows(queries), self.all_rows(passages)
@@ -120,7 +137,7 @@ class Engine(Processes):
 
     def drop_step(self) -> None:
         """Leave no trace of the step since the last update."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=not self.encoder.graphs)
         self._encoded = []
 
     def all_rows(self, own: Tensor) -> Tensor:
@@ -172,7 +189,13 @@ class Engine(Processes):
 
     def close(self) -> None:
         """End trackers and the process group, and let a later run in this process choose its own device and precision."""
+        if self.tf32:
+            torch.backends.cuda.matmul.allow_tf32 = False
         self.accelerator.end_training()
+        self._forget_choices()
+
+    def _forget_choices(self) -> None:
+        # accelerate keeps device and precision for the whole process
         AcceleratorState._reset_state(reset_partial_state=self.world == 1)
 
     def peak_memory(self) -> int:

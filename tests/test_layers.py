@@ -14,13 +14,14 @@ FLOORS = [
     {"training"},
     {"evaluation"},
     {"retrieval"},
-    {"methods", "engine", "encoder", "tiny_bert", "data"},
+    {"methods", "engine", "encoder", "unpadded", "tiny_bert", "data"},
     {"processes", "config", "config_file", "options", "batch", "lock"},
     {"errors", "launch", "files"},
 ]
 MAY_STAND_BESIDE = {
     ("engine", "encoder"),  # an engine runs an encoder
     ("tiny_bert", "encoder"),  # it makes a tower
+    ("encoder", "unpadded"),  # one way of a tower's forward pass
 }
 HOMES = {
     "faiss": {"retrieval/index.py"},
@@ -29,6 +30,7 @@ HOMES = {
     "bm25s": {"retrieval/bm25.py"},
     "pytrec_eval": {"evaluation/beir.py"},
     "jsonargparse": {"cli.py"},
+    "bitsandbytes": {"training/optimizer.py"},
 }
 LIGHT = [
     "__init__.py",

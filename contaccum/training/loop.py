@@ -43,6 +43,7 @@ def train(config: TrainConfig) -> Path:
         engine = Engine(
             device=config.run.device,
             precision=config.run.precision,
+            tf32=config.run.tf32,
             seed=config.seed,
             trackers=config.run.trackers,
             tracker_dir=config.output_dir,
@@ -74,16 +75,14 @@ class Training:
             if checkpoint
             else setup.build_encoder(config.model, train_set, config.seed)
         ).to(engine.device)
-        if config.model.dropout is not None:
-            self.encoder.set_dropout(config.model.dropout)
-        if config.model.gradient_checkpointing:
-            self.encoder.gradient_checkpointing_enable()
+        setup.apply_switches(self.encoder, config)
         self.batches = setup.build_batches(config, engine, self.encoder, train_set)
         self.loss = setup.build_loss(config)
         self.bank = setup.build_bank(config, engine, self.encoder, self.loss)
         self.examples = len(train_set.queries)
         epochs = config.optim.epochs * self.examples / config.batch.global_batch_size
         self.total = config.optim.max_steps or max(1, math.ceil(epochs))
+        config.check_total(self.total)
         self.identity = setup.identity(config.model, engine, self.encoder, train_set)
         optimizer = make_optimizer(self.encoder, config.optim)
         self.done = 0

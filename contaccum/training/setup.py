@@ -180,6 +180,19 @@ def build_encoder(config: ModelConfig, train_set: TrainSet, seed: int) -> DualEn
     return DualEncoder(query, query if config.tie_towers else copy.deepcopy(query), made)
 
 
+def apply_switches(encoder: DualEncoder, config: TrainConfig) -> None:
+    """Make the encoder, on its device, compute as the config says: dropout, attention, padding, recomputation, compilation."""
+    if config.model.dropout is not None:
+        encoder.set_dropout(config.model.dropout)
+    encoder.set_attention(config.model.attention, config.model.unpad)
+    if config.model.gradient_checkpointing:
+        encoder.gradient_checkpointing_enable()
+    if config.run.compile == "cuda_graphs" and encoder.device.type != "cuda":
+        raise InputError(f"run.compile is cuda_graphs on {encoder.device.type}, expected a CUDA device")
+    if config.run.compile != "off":
+        encoder.compile_backbones(graphs=config.run.compile == "cuda_graphs")
+
+
 def build_batches(config: TrainConfig, engine: Engine, encoder: DualEncoder, train_set: TrainSet) -> BatchSource:
     """Tokens, made once, and the order of the examples."""
     settings = encoder.settings
