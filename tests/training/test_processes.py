@@ -70,7 +70,7 @@ def runs(tmp_path_factory):
     runs.add("killed alone", 1, fault="is_killed")
     runs.add("raises", 2, fault="raises")
     runs.add("full", 2, fault="has_a_full_disk")
-    runs.add("stuck", 2, fault="is_stuck", grace=0, **{"run.timeout_minutes": 0.05})
+    runs.add("stuck", 2, fault="is_stuck", grace=0, **{"run.timeout_minutes": 0.2})
     runs.add("flipped", 2, fault="flips_a_bit_of_its_bank", **{"run.save_steps": 0, "run.bank_check_steps": 1})
     runs.add("unchecked", 2, fault="flips_a_bit_of_its_bank", **{"run.bank_check_steps": 0})
     runs.add("refused", 1, "--resume", run="stuck", **{"batch.micro_batch_size": 2})
