@@ -50,9 +50,15 @@ def train(config: TrainConfig) -> Path:
         config.validate(engine.world)
         training = Training(config, engine)
         with StopSignals() as signals:
-            return training.run(signals)
-    finally:
-        engine.close()
+            folder = training.run(signals)
+    except BaseException:
+        if (
+            engine.world == 1
+        ):  # of several, none leaves the others, who then fail too, before its own error is on record
+            engine.close()
+        raise
+    engine.close()
+    return folder
 
 
 class Training:
