@@ -52,9 +52,14 @@ def train(config: TrainConfig) -> Path:
         try:
             training = Training(config, engine)
             with signals.deferred():
-                return training.run(signals)
-        finally:
-            engine.close()
+                folder = training.run(signals)
+        except BaseException:
+            # of several, none leaves the others, who then fail too, before its own error is on record
+            if engine.world == 1:
+                engine.close()
+            raise
+        engine.close()
+        return folder
 
 
 class Training:
