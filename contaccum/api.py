@@ -52,7 +52,7 @@ def encode(
     kind: str = "passage",
     dtype: str = "float32",
     shard_size: int = 50_000,
-    batch_size: int = 64,
+    batch_tokens: int | None = None,
     repair: bool = False,
 ) -> str:
     """Encode a corpus or a file of queries into shards under ``output``; returns a sentence that says what stands there.
@@ -66,7 +66,7 @@ def encode(
     )
     rank, world = process_place()
     encoder = load_encoder(choice)
-    form = {"dtype": dtype, "shard_size": shard_size, "batch_size": batch_size}
+    form = {"dtype": dtype, "shard_size": shard_size, "batch_tokens": batch_tokens}
     if encode_texts(encoder, texts, output, rank=rank, world=world, **form):  # type: ignore[arg-type]
         return f"{output}: {texts.rows} {kind} vectors of {encoder.dim} numbers"
     return f"{output}: process {rank} of {world} has made its shards, others are still at work"

@@ -185,8 +185,9 @@ class RunConfig:
     """Evaluate on `data.dev` every so many steps, and at the end; 0 for the end alone."""
     metric: str = "ndcg@10"
     """The dev metric that decides which model is kept."""
-    eval_batch_size: int = 64
-    """Texts in one forward pass of an evaluation."""
+    eval_batch_tokens: int | None = None
+    """Tokens in one forward pass of an evaluation, padding counted. Not given: 1024 for each thread on a CPU,
+    else 16384."""
     log_steps: int = 1
     """Write a line to log.jsonl and the trackers every so many steps."""
     trackers: list[str] = field(default_factory=list)
@@ -310,7 +311,7 @@ AT_LEAST: dict[str, float] = {
     "run.save_steps": 0,
     "run.keep_checkpoints": 1,
     "run.eval_steps": 0,
-    "run.eval_batch_size": 1,
+    "run.eval_batch_tokens": 1,
     "run.log_steps": 1,
 }
 ABOVE_ZERO = ("model.temperature", "optim.epochs", "optim.max_grad_norm", "optim.adam_eps")

@@ -15,7 +15,7 @@ FLOORS = [
     {"evaluation"},
     {"retrieval"},
     {"methods", "engine", "encoder", "tiny_bert", "data"},
-    {"config", "options", "batch", "errors", "files"},
+    {"config", "options", "batch", "errors", "files", "inference", "prefetch"},
 ]
 MAY_STAND_BESIDE = {
     ("engine", "encoder"),  # an engine runs an encoder

@@ -85,7 +85,7 @@ def retrieve(
 ) -> Run:
     """Encode queries (id to text) and corpus (columns id, title, text), and search."""
     shards = passage_shards(encoder, corpus, settings)
-    asked = encode_in_memory(encoder, Texts.of_queries(queries), settings.batch_size)
+    asked = encode_in_memory(encoder, Texts.of_queries(queries), settings.batch_tokens)
     return search(
         asked.ids,
         asked.vectors,
@@ -102,11 +102,11 @@ def passage_shards(encoder: Encoder, corpus: "Dataset", settings: SearchSettings
     """The corpus's embeddings: those of the settings' folder, where what is missing is encoded first, or made in memory."""
     passages = Texts.of_corpus(corpus)
     if settings.embeddings is None:
-        return [encode_in_memory(encoder, passages, settings.batch_size)]
+        return [encode_in_memory(encoder, passages, settings.batch_tokens)]
     if not (
         Path(settings.embeddings) / MANIFEST
     ).is_file():  # finished embeddings serve whatever their shard size and form
-        encode_texts(encoder, passages, settings.embeddings, dtype=settings.dtype, batch_size=settings.batch_size)
+        encode_texts(encoder, passages, settings.embeddings, dtype=settings.dtype, batch_tokens=settings.batch_tokens)
     return open_embeddings(encoder, passages, settings.embeddings)
 
 

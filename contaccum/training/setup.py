@@ -21,7 +21,7 @@ from contaccum.tiny_bert import tiny_tower
 
 CONFIG_FILE = "config.yaml"
 MAY_CHANGE = {
-    "output_dir", "resume", "run.save_steps", "run.keep_checkpoints", "run.log_steps", "run.trackers", "run.eval_batch_size",
+    "output_dir", "resume", "run.save_steps", "run.keep_checkpoints", "run.log_steps", "run.trackers", "run.eval_batch_tokens",
 }  # fmt: skip
 """Settings that a resumed run may have otherwise: they change no weight."""
 

@@ -233,8 +233,8 @@ class BrokenEncoder(WordEncoder):
         super().__init__()
         self.value = value
 
-    def encode_passages(self, texts, batch_size=64):
-        vectors = super().encode_passages(texts, batch_size)
+    def encode_passages(self, texts, batch_tokens=None):
+        vectors = super().encode_passages(texts, batch_tokens)
         vectors[7, 3] = self.value
         return vectors
 
