@@ -10,14 +10,14 @@ from contaccum.encoder import DualEncoder
 from contaccum.engine import encoding_device, process_place, torch_dtype
 from contaccum.errors import InputError
 from contaccum.evaluation.answers import evaluate_answers
-from contaccum.evaluation.beir import CUTS, Metrics, cuts_within, drop_own, evaluate_run
+from contaccum.evaluation.beir import CUTS, Metrics, cuts_within, drop_own, evaluate_run, retrieve_others
 from contaccum.evaluation.download import is_published, resolve_dataset
 from contaccum.files import write_json
 from contaccum.options import ModelChoice, SearchSettings
 from contaccum.retrieval.bm25 import bm25_search
 from contaccum.retrieval.encode import Texts, encode_texts
 from contaccum.retrieval.runs import Run, read_run, write_run
-from contaccum.retrieval.search import Hit, retrieve, top_passages
+from contaccum.retrieval.search import Hit, top_passages
 
 BM25 = "bm25"
 """The model name that stands for the lexical baseline."""
@@ -137,11 +137,13 @@ def evaluate_questions(
 
 
 def evaluate_run_file(run: str, qrels: str, output: str | None = None) -> Metrics:
-    """Score a TREC run file against a qrels file."""
+    """Score a TREC run file against a qrels file, at the cuts that its longest list can answer."""
     grades: dict[str, dict[str, int]] = {}
     for judgement in read_qrels(qrels):
         grades.setdefault(judgement.query_id, {})[judgement.passage_id] = judgement.grade
-    return _keep(evaluate_run(grades, read_run(run)), output, {"run": run, "data": qrels})
+    hits = read_run(run)
+    cuts = cuts_within(CUTS, max(map(len, hits.values())))
+    return _keep(evaluate_run(grades, hits, cuts=cuts), output, {"run": run, "data": qrels})
 
 
 def load_judged(data: str, split: str, strict: bool = False, repair: bool = False) -> RetrievalSet:
@@ -158,12 +160,11 @@ def _open(data: str, repair: bool) -> tuple[Any, bool]:
 
 
 def _search(choice: ModelChoice | DualEncoder | str, judged: RetrievalSet, k: int, settings: SearchSettings) -> Run:
-    # one more than asked for: BEIR drops the passage whose id is the query's own
     choice = ModelChoice(choice) if isinstance(choice, str) else choice
     if isinstance(choice, ModelChoice) and choice.model == BM25:
-        return drop_own(bm25_search(judged.queries, judged.corpus, k + 1), k)
+        return drop_own(bm25_search(judged.queries, judged.corpus, k + 1), k)  # one may be the query itself
     encoder = load_encoder(choice) if isinstance(choice, ModelChoice) else choice
-    return drop_own(retrieve(encoder, judged.queries, judged.corpus, k + 1, settings), k)
+    return retrieve_others(encoder, judged, k, settings)
 
 
 def _keep(metrics: Metrics, output: str | None, about: Mapping[str, str | None]) -> Metrics:

@@ -129,8 +129,9 @@ def encode_texts(
 
     Process ``rank`` of ``world`` makes the shards rank, rank + world, … ; whichever finds all finished writes the
     manifest. A finished shard that is whole is never made again, whatever number of processes made it; one that is
-    damaged is made again with a warning. A shard is written while the next one is encoded, so memory holds two. Raises InputError when the folder holds anything
-    else, or embeddings of other texts, another encoder or another form, and when an embedding is not finite.
+    damaged is made again with a warning. A shard is written while the next one is encoded, so memory holds two.
+    Raises InputError when the folder holds anything else, or embeddings of other texts, another encoder or another
+    form, and when an embedding is not finite.
     """
     if dtype not in DTYPES:
         raise InputError(f"dtype is {dtype!r}, expected {' or '.join(DTYPES)}")

@@ -10,7 +10,7 @@ from contaccum.errors import InputError
 from contaccum.options import SearchSettings
 from contaccum.retrieval.encode import Encoder, Texts, encode_in_memory, encode_texts, open_embeddings
 from contaccum.retrieval.exact import exact_search
-from contaccum.retrieval.index import Index
+from contaccum.retrieval.index import Index, Origin
 from contaccum.retrieval.runs import Run, ranked
 from contaccum.retrieval.shards import MANIFEST, Shards
 
@@ -39,17 +39,20 @@ def search(
     InputError when the dimensions differ, a query vector is not finite, or the settings do not go together.
     """
     if factory != "Flat":
-        if backend == "torch":
-            raise InputError(f"backend torch has only the exact index 'Flat', but the index asked for is {factory!r}")
-        index = Index.build(shards, factory, seed=seed)
-        if search_params:
-            index.set_search_params(search_params)
+        _check_approximate(backend, factory)
+        index = Index.build(shards, Origin(factory, seed))
+        index.set_search_params(search_params)
         return search_index(query_ids, query_vectors, index, k)
     if search_params:
         raise InputError(f"search_params {search_params!r} have no effect on the exact index 'Flat', expected none")
     dimension = shards[0].vectors.shape[1] if len(shards) else query_vectors.shape[1]
     queries = _checked_queries(query_ids, query_vectors, dimension, k)
     return dict(zip(query_ids, exact_search(queries, shards, k, backend), strict=True))
+
+
+def _check_approximate(backend: str, factory: str) -> None:
+    if backend == "torch":
+        raise InputError(f"backend torch has only the exact index 'Flat', but the index asked for is {factory!r}")
 
 
 def search_index(query_ids: Sequence[str], query_vectors: np.ndarray, index: Index, k: int = 100) -> Run:
@@ -84,8 +87,10 @@ def retrieve(
     settings: SearchSettings = DEFAULTS,
 ) -> Run:
     """Encode queries (id to text) and corpus (columns id, title, text), and search."""
-    shards = passage_shards(encoder, corpus, settings)
     asked = encode_in_memory(encoder, Texts.of_queries(queries), settings.batch_tokens)
+    if settings.index_dir is not None:
+        return search_index(asked.ids, asked.vectors, kept_index(encoder, corpus, settings), k)
+    shards = passage_shards(encoder, corpus, settings)
     return search(
         asked.ids,
         asked.vectors,
@@ -108,6 +113,23 @@ def passage_shards(encoder: Encoder, corpus: "Dataset", settings: SearchSettings
     ).is_file():  # finished embeddings serve whatever their shard size and form
         encode_texts(encoder, passages, settings.embeddings, dtype=settings.dtype, batch_tokens=settings.batch_tokens)
     return open_embeddings(encoder, passages, settings.embeddings)
+
+
+def kept_index(encoder: Encoder, corpus: "Dataset", settings: SearchSettings) -> Index:
+    """The corpus's approximate index in the settings' folder; where there is none, it is built, and the corpus encoded."""
+    if settings.factory == "Flat":
+        raise InputError(
+            f"index_dir {settings.index_dir!r} has no effect on the exact index 'Flat', expected none: "
+            "embeddings keeps the vectors, which exact search streams"
+        )
+    assert settings.index_dir is not None
+    _check_approximate(settings.backend, settings.factory)
+    origin = Origin(
+        settings.factory, settings.seed, encoder.fingerprint("passage"), Texts.of_corpus(corpus).fingerprint
+    )
+    index = Index.kept(settings.index_dir, origin, lambda: passage_shards(encoder, corpus, settings))
+    index.set_search_params(settings.search_params)
+    return index
 
 
 class Hit(NamedTuple):

@@ -12,7 +12,7 @@ from contaccum.encoder import DualEncoder, EncoderSettings
 from contaccum.inference import packed_linears, token_batches
 from contaccum.tiny_bert import tiny_tower
 
-WORDS = "red green blue fish bird tree river stone cloud light".split()
+WORDS = ["red", "green", "blue", "fish", "bird", "tree", "river", "stone", "cloud", "light"]
 RANDOM = np.random.default_rng(0)
 TEXTS = [" ".join(RANDOM.choice(WORDS, RANDOM.integers(0, 12))) for _ in range(90)]
 
