@@ -14,7 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import exponent, in_fresh_process, make_parser, publish, table
+from common import exponent, make_parser, publish, table
+from fresh import in_fresh_process
 
 from contaccum.data.tables import load_corpus
 from contaccum.encoder import DualEncoder, EncoderSettings

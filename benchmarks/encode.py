@@ -10,7 +10,8 @@ Peak memory is what a fresh process holds beyond what it held with model and tex
 import json
 
 import numpy as np
-from common import in_fresh_process, interleaved, make_parser, model_folder, publish, ratio, summary, table
+from common import interleaved, make_parser, model_folder, publish, ratio, summary, table
+from fresh import in_fresh_process
 from sentence_transformers import SentenceTransformer
 
 from contaccum.data.tables import load_corpus

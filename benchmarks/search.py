@@ -17,7 +17,8 @@ import faiss
 import numpy as np
 import torch
 from beir.retrieval.search.dense import DenseRetrievalExactSearch, FlatIPFaissSearch
-from common import in_fresh_process, interleaved, make_parser, publish, ratio, summary, table
+from common import interleaved, make_parser, publish, ratio, summary, table
+from fresh import in_fresh_process
 
 from contaccum.engine import peak_resident
 from contaccum.retrieval.search import search

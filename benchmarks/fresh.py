@@ -1,0 +1,16 @@
+"""A benchmark's own script again in a process of its own, so that its peak memory is its own too."""
+
+import json
+import shlex
+import subprocess
+import sys
+from typing import Any
+
+
+def in_fresh_process(request: dict[str, Any]) -> dict[str, Any]:
+    """Run this script with ``--worker request``; returns the JSON of its last line."""
+    call = [sys.executable, sys.argv[0], "--worker", json.dumps(request)]
+    done = subprocess.run(call, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{shlex.join(call)}\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
