@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from common import exponent, make_parser, publish, table
-from fresh import in_fresh_process
+from fresh import add_worker, in_fresh_process
 
 from contaccum.data.tables import load_corpus
 from contaccum.encoder import DualEncoder, EncoderSettings
@@ -70,6 +70,7 @@ def use(request: dict) -> dict:
 
 def main() -> None:
     parser = make_parser(__doc__, model=False)
+    add_worker(parser)
     parser.add_argument("--sizes", type=int, nargs="+", default=[10_000, 31_623, 100_000, 316_228, 1_000_000])
     parser.add_argument("--words", type=int, default=40, help="words of a passage")
     parser.add_argument("--queries", type=int, default=200)

@@ -11,7 +11,7 @@ import json
 
 import numpy as np
 from common import interleaved, make_parser, model_folder, publish, ratio, summary, table
-from fresh import in_fresh_process
+from fresh import add_worker, in_fresh_process
 from sentence_transformers import SentenceTransformer
 
 from contaccum.data.tables import load_corpus
@@ -62,6 +62,7 @@ def peak(request: dict) -> None:
 
 def main() -> None:
     parser = make_parser(__doc__)
+    add_worker(parser)
     parser.add_argument("--data", default="data/demo", help="BEIR folder whose corpus is encoded")
     parser.add_argument("--texts", type=int, help="so many passages, at even distances; all when not given")
     parser.add_argument("--max_length", type=int, default=256, help="tokens of a passage")

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from beir.retrieval.search.dense import DenseRetrievalExactSearch, FlatIPFaissSearch
 from common import interleaved, make_parser, publish, ratio, summary, table
-from fresh import in_fresh_process
+from fresh import add_worker, in_fresh_process
 
 from contaccum.engine import peak_resident
 from contaccum.retrieval.search import search
@@ -111,6 +111,7 @@ def agreement(found: dict[str, dict[str, float]], right: dict[str, dict[str, flo
 
 def main() -> None:
     parser = make_parser(__doc__, model=False)
+    add_worker(parser)
     parser.add_argument("--rows", type=int, default=1_000_000, help="vectors in the corpus")
     parser.add_argument("--dim", type=int, default=384, help="width of the vectors")
     parser.add_argument("--queries", type=int, default=1000)
