@@ -202,8 +202,9 @@ class RunConfig:
     """Evaluate on `data.dev` every so many steps, and at the end; 0 for the end alone."""
     metric: str = "ndcg@10"
     """The dev metric that decides which model is kept."""
-    eval_batch_size: int = 64
-    """Texts in one forward pass of an evaluation."""
+    eval_batch_tokens: int | None = None
+    """Tokens in one forward pass of an evaluation, padding counted. Not given: 1024 for each thread on a CPU,
+    else 16384."""
     timeout_minutes: float = 30.0
     """Minutes that one of several processes waits for the others before it gives up and ends the run; the longest wait is for
     the main process to prepare the data."""
@@ -392,7 +393,7 @@ AT_LEAST: dict[str, float] = {
     "run.save_steps": 0,
     "run.keep_checkpoints": 1,
     "run.eval_steps": 0,
-    "run.eval_batch_size": 1,
+    "run.eval_batch_tokens": 1,
     "run.bank_check_steps": 0,
     "run.log_steps": 1,
 }

@@ -221,22 +221,22 @@ class SharedEncoder:
         self.engine = engine
         self.dim = engine.encoder.dim
 
-    def encode_queries(self, texts: list[str], batch_size: int = 64, progress: bool = False) -> np.ndarray:
-        return self._encode(self.engine.encoder.encode_queries, texts, batch_size, progress)
+    def encode_queries(self, texts: list[str], batch_tokens: int | None = None, progress: bool = False) -> np.ndarray:
+        return self._encode(self.engine.encoder.encode_queries, texts, batch_tokens, progress)
 
-    def encode_passages(self, texts: list[str], batch_size: int = 64, progress: bool = False) -> np.ndarray:
-        return self._encode(self.engine.encoder.encode_passages, texts, batch_size, progress)
+    def encode_passages(self, texts: list[str], batch_tokens: int | None = None, progress: bool = False) -> np.ndarray:
+        return self._encode(self.engine.encoder.encode_passages, texts, batch_tokens, progress)
 
     def fingerprint(self, kind: str) -> str:
         return self.engine.encoder.fingerprint(kind)
 
     def _encode(
-        self, encode: Callable[..., np.ndarray], texts: list[str], batch_size: int, progress: bool
+        self, encode: Callable[..., np.ndarray], texts: list[str], batch_tokens: int | None, progress: bool
     ) -> np.ndarray:
         world, rank = self.engine.world, self.engine.rank
         own = texts[rank::world]
         with self.engine.accelerator.autocast():
-            vectors = encode(own, batch_size, progress and rank == 0)
+            vectors = encode(own, batch_tokens, progress and rank == 0)
         if world == 1:
             return vectors
         rows = torch.zeros(-(-len(texts) // world), self.dim, device=self.engine.device)  # the same height everywhere

@@ -40,10 +40,14 @@ class SearchSettings:
     """Folder that keeps the passages' vectors as shards and gives those it has. Not given: in memory, in float32."""
     dtype: Literal["float16", "float32"] = "float32"
     """Form of the vectors in the folder."""
-    batch_size: int = 64
-    """Texts in one forward pass."""
+    batch_tokens: int | None = None
+    """Tokens in one forward pass, padding counted; a longer text passes alone. Not given: 1024 for each thread
+    on a CPU, else 16384."""
     factory: str = "Flat"
-    """`Flat` is exact; else any index_factory string of faiss, such as IVF1024,Flat or HNSW32."""
+    """`Flat` is exact; else any index_factory string of faiss, such as IVF1024,Flat, IVF1024,SQfp16 (half the
+    memory) or HNSW32."""
+    index_dir: str | None = None
+    """Folder that keeps an approximate index: built at the first search, read at the next ones. Not given: built every time."""
     backend: Literal["auto", "faiss", "torch"] = "auto"
     """Library for the exact search; `auto` takes what the machine has."""
     search_params: str = ""

@@ -50,7 +50,7 @@ def verbs(data: Path, model: Path, config: Path) -> dict[str, Verb]:
 
     def encode(output: Path, kind: str) -> list[str]:
         source = ["--model", str(model), "--input", str(data), "--kind", kind, "--output", str(output)]
-        return ["encode", *source, "--shard_size", "20", "--batch_size", "4"]
+        return ["encode", *source, "--shard_size", "20", "--batch_tokens", "64"]
 
     def compare(output: Path, methods: str) -> list[str]:
         return ["compare", "--config", str(config), "--methods", methods, "--seeds", "2", "--output_dir", str(output)]

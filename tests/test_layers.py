@@ -15,8 +15,8 @@ FLOORS = [
     {"evaluation"},
     {"retrieval"},
     {"methods", "engine", "encoder", "unpadded", "tiny_bert", "data"},
-    {"processes", "config", "config_file", "options", "batch", "lock"},
-    {"errors", "launch", "files"},
+    {"processes", "config", "config_file", "options", "batch", "lock", "inference"},
+    {"errors", "launch", "files", "prefetch"},
 ]
 MAY_STAND_BESIDE = {
     ("engine", "encoder"),  # an engine runs an encoder

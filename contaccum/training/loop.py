@@ -10,7 +10,6 @@ import torch
 
 from contaccum.batch import MicroBatch
 from contaccum.config import METRIC_CUTS, TrainConfig, to_yaml
-from contaccum.data.collate import Prefetch
 from contaccum.data.dataset import TrainSet, load_train_set
 from contaccum.data.tables import RetrievalSet, load_retrieval_set
 from contaccum.encoder import DualEncoder
@@ -21,6 +20,7 @@ from contaccum.files import write_json
 from contaccum.launch import process_place
 from contaccum.methods import METHODS
 from contaccum.methods.loss import LossValue
+from contaccum.prefetch import Prefetch
 from contaccum.retrieval.search import SearchSettings
 from contaccum.training import setup
 from contaccum.training.checkpoint import Checkpoint, all_checkpoints, newest_checkpoint, restore, save_checkpoint
@@ -271,7 +271,7 @@ class Training:
         """Retrieve the dev set with the model as it stands; the best one so far is kept in ``model/``."""
         assert self.dev is not None
         name = self.config.run.metric
-        settings = SearchSettings(batch_size=self.config.run.eval_batch_size)
+        settings = SearchSettings(batch_tokens=self.config.run.eval_batch_tokens)
         metrics = evaluate_encoder(SharedEncoder(self.engine), self.dev, DEV_DEPTH, settings)
         score = metrics["mean"][name]
         self.log.evaluation(self.done, metrics["mean"])

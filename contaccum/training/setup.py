@@ -28,7 +28,7 @@ from contaccum.tiny_bert import tiny_tower
 CONFIG_FILE = "config.yaml"
 MAY_CHANGE = {
     "output_dir", "resume", "allow_changes", "run.save_steps", "run.keep_checkpoints", "run.log_steps", "run.trackers",
-    "run.eval_batch_size", "run.on_nan", "run.timeout_minutes", "run.bank_check_steps",
+    "run.eval_batch_tokens", "run.on_nan", "run.timeout_minutes", "run.bank_check_steps",
 }  # fmt: skip
 """Settings that a resumed run may have otherwise: they change no weight that was trained."""
 
