@@ -189,6 +189,9 @@ class RunConfig:
     """Texts in one forward pass of an evaluation."""
     log_steps: int = 1
     """Write a line to log.jsonl and the trackers every so many steps."""
+    drift_steps: int = 10
+    """Measure every so many steps how far a sample of the bank's vectors has drifted from what the encoders give now; 0 for
+    never. Changes no result."""
     trackers: list[str] = field(default_factory=list)
     """Further logs, by accelerate's names, e.g. tensorboard (needs the extra `tensorboard`) or wandb."""
 
@@ -312,6 +315,7 @@ AT_LEAST: dict[str, float] = {
     "run.eval_steps": 0,
     "run.eval_batch_size": 1,
     "run.log_steps": 1,
+    "run.drift_steps": 0,
 }
 ABOVE_ZERO = ("model.temperature", "optim.epochs", "optim.max_grad_norm", "optim.adam_eps")
 

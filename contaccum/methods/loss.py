@@ -34,6 +34,8 @@ class LossValue(NamedTuple):
     """Negatives that a current row meets, masked ones not counted, mean over the current rows; scalar."""
     masked: Tensor
     """(row, column) pairs of the current rows that were left out as false negatives; scalar."""
+    row_weight: Tensor
+    """Weight of each row, current or banked, in ``value``; scalar."""
 
     def detach(self) -> "LossValue":
         return LossValue(*(number.detach() for number in self))
@@ -111,7 +113,7 @@ class InfoNCE:
         if rows is not None and rows.queries is not None and rows.fill:
             total = total + self._bank_rows(rows, rows.queries, current, current_ids)
             n_rows += rows.fill if rows.row_weight == "all" else 0
-        return LossValue(total / n_rows, n_columns - 1 - masked / b, masked)
+        return LossValue(total / n_rows, n_columns - 1 - masked / b, masked, total.new_tensor(1 / n_rows))
 
     def _bank_rows(self, bank: BankRows, queries: Tensor, columns: Tensor, column_ids: Tensor) -> Tensor:
         """Sum of the losses of all bank rows: they have no gradient of their own, but push current passages away."""
