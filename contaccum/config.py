@@ -1,7 +1,8 @@
 """Every setting of a training run, its meaning, unit and default, and the rules between settings. Imports no torch."""
 
 import warnings
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, Literal
 
 import yaml
@@ -344,6 +345,12 @@ def value_at(config: Any, name: str) -> Any:
     for part in name.split("."):
         config = getattr(config, part)
     return config
+
+
+def from_mapping(values: Mapping[str, Any]) -> TrainConfig:
+    """The config of nested mappings, as ``asdict`` gives them."""
+    groups = {f.name: f.default_factory for f in fields(TrainConfig) if f.default_factory is not MISSING}
+    return TrainConfig(**{k: groups[k](**v) if k in groups else v for k, v in values.items()})
 
 
 def to_yaml(config: TrainConfig) -> str:

@@ -9,8 +9,8 @@ PACKAGE = Path(__file__).parent.parent / "contaccum"
 FLOORS = [
     {"__main__"},
     {"cli", "__init__"},
-    {"api"},
     {"study"},
+    {"api"},
     {"training"},
     {"evaluation"},
     {"retrieval"},
@@ -28,6 +28,8 @@ HOMES = {
     "bm25s": {"retrieval/bm25.py"},
     "pytrec_eval": {"evaluation/beir.py"},
     "jsonargparse": {"cli.py"},
+    "scipy": {"evaluation/significance.py"},
+    "matplotlib": {"study/plots.py"},
 }
 LIGHT = ["__init__.py", "cli.py", "config.py", "options.py", "errors.py", "data/__init__.py", "training/__init__.py"]
 

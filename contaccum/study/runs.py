@@ -17,6 +17,8 @@ from contaccum.training.log import read_log
 from contaccum.training.setup import CONFIG_FILE, MAY_CHANGE, flat, read_config
 
 METRICS_FILE = "metrics.json"
+TUNED_FILE = "tuned.json"
+"""What dev says of a finished run that is not scored on the test data."""
 
 
 @dataclass(frozen=True)
@@ -145,9 +147,7 @@ class Group:
 
     def per_query(self) -> dict[int, Scores]:
         """Seed to the values of every query."""
-        return {
-            run.seed: run.metrics["per_query"] for run in self.runs if run.metrics and run.metrics.get("per_query")
-        }
+        return {run.seed: run.metrics["per_query"] for run in self.runs if run.metrics and run.metrics.get("per_query")}
 
     def mean(self, name: str) -> float | None:
         """Mean over runs of a property of theirs, such as ``train_seconds``."""

@@ -1,4 +1,4 @@
-"""The table's figures from logs written by hand."""
+"""The tables' figures from logs written by hand."""
 
 import json
 from pathlib import Path
