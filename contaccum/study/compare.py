@@ -15,6 +15,7 @@ from contaccum.files import read_json, write_json
 from contaccum.options import StudyOptions
 from contaccum.study import grid
 from contaccum.study.grid import RATE, Configure, Planned, Setting
+from contaccum.study.plots import need_matplotlib
 from contaccum.study.pool import Job, Outcome, Place, places, run_jobs
 from contaccum.study.report import Tuned, write_report
 from contaccum.study.runs import METRICS_FILE, TUNED_FILE
@@ -65,6 +66,7 @@ class Study:
 
     def check(self) -> None:
         """Refuse what could not run to its end, and folders that hold something else."""
+        need_matplotlib()
         data = self.base.data
         planned = [
             run

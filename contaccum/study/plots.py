@@ -52,6 +52,12 @@ def _matplotlib() -> Iterator[type["Figure"]]:
         yield Figure
 
 
+def need_matplotlib() -> None:
+    """InputError that names the extra where matplotlib is not installed."""
+    with _matplotlib():
+        pass
+
+
 def draw_all(groups: list[Group], metric: str) -> list[Plot]:
     """Every figure that the runs have data for."""
     looks = {
@@ -145,7 +151,7 @@ def _over_steps(*names: str, log: bool = False, level: float | None = None, labe
             axes.set_yscale("log")
         if level is not None and drawn:
             axes.axhline(level, color=INK, linewidth=0.8, alpha=0.6)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.locator_params(axis="x", integer=True)
         axes.set_xlabel("step")
         axes.set_ylabel(label)
         return drawn
@@ -258,7 +264,7 @@ def _drift_by_age(axes: "Axes", groups: list[Group], looks: Looks, metric: str) 
                 label=group.label,
             )
             drawn = True
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params(axis="x", integer=True)
     axes.set_xlabel("age of the row, optimizer steps")
     axes.set_ylabel("cosine, stored and now")
     return drawn

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -24,7 +23,7 @@ from contaccum.training.log import read_log
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A data set, a config for it, and a comparison that has run: two methods, two bank sizes, two seeds, two baselines."""
+    """A data set, a config for it, and a comparison that has run: two methods, two bank sizes, two baselines."""
     folder = tmp_path_factory.mktemp("compare")
     data = write_beir(folder / "data")
     changes = {
@@ -35,9 +34,9 @@ def place(tmp_path_factory):
         "run.drift_steps": 1,
     }
     (folder / "config.yaml").write_text(to_yaml(train_config(data, folder / "unused", **changes)))
-    os.environ["CONTACCUM_CACHE"] = str(folder / "cache")
-    call = [*command(folder, folder / "study"), "--seeds", "2", "--vary", "bank.size=16,24", "--parallel", "2"]
-    done = subprocess.run([*call], capture_output=True, text=True, check=False)
+    call = [*command(folder, folder / "study"), "--seeds", "1", "--vary", "bank.size=16,24", "--parallel", "2"]
+    environment = {**os.environ, "CONTACCUM_CACHE": str(folder / "cache")}
+    done = subprocess.run(call, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{folder / 'study' / 'report.html'}\n"
     return folder
@@ -64,19 +63,19 @@ def stamps(study: Path) -> dict[str, int]:
 def test_every_combination_is_run_once_and_scored(place):
     """grad_accum reads no bank size, so it is not run once for each."""
     study = place / "study"
-    expected = [f"cont_accum-size={size}-seed{seed}" for size in (16, 24) for seed in (0, 1)]
-    assert folders(study) == sorted([*expected, "grad_accum-seed0", "grad_accum-seed1", "bm25", "untrained"])
+    trained = ["cont_accum-size=16-seed0", "cont_accum-size=24-seed0", "grad_accum-seed0"]
+    assert folders(study) == sorted([*trained, "bm25", "untrained"])
     for name in folders(study):
         metrics = read_json(study / "runs" / name / "metrics.json")
         assert len(metrics["per_query"]) == 10
         assert (metrics["data"], metrics["split"]) == (str(place / "data"), "test")
-    assert len(read_log(study / "runs" / "cont_accum-size=16-seed1")) == 6
+    assert len(read_log(study / "runs" / "cont_accum-size=16-seed0")) == 6
 
 
 def test_a_finished_comparison_runs_nothing_again(place, capsys):
     study = place / "study"
     before = stamps(study)
-    arguments = ["--methods", "grad_accum,cont_accum", "--seeds", 2, "--vary", "bank.size=16,24", "--output_dir", study]
+    arguments = ["--methods", "grad_accum,cont_accum", "--seeds", 1, "--vary", "bank.size=16,24", "--output_dir", study]
     code, said = call(capsys, place, *arguments)
     assert (code, said) == (0, "")
     assert stamps(study) == before
@@ -111,7 +110,7 @@ def test_other_settings_in_the_same_folder_are_refused(place, capsys):
         (["--test_split", "final"], "final"),
         (["--tune_learning_rate", "1e-3", "--vary", "optim.learning_rate=1e-3"], "varied and tuned"),
         (["--tune_learning_rate", "1e-3", "--test_split", "dev"], "data.dev is the test data"),
-        (["--tune_learning_rate", "1e-3", "--data.dev", "null"], "chooses by data.dev"),
+        (["--tune_learning_rate", "1e-3", "--data.dev", "null", "--run.eval_steps", 0], "chooses by data.dev"),
     ],
 )
 def test_what_could_not_run_to_its_end_is_refused_at_once(place, tmp_path, capsys, arguments, sentence):
@@ -121,6 +120,7 @@ def test_what_could_not_run_to_its_end_is_refused_at_once(place, tmp_path, capsy
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.acceptance
 def test_a_killed_comparison_goes_on_with_what_is_missing(place, tmp_path):
     """The processes of a killed comparison save and leave; the next one waits for them, and no finished run is touched."""
     study = tmp_path / "study"
@@ -159,6 +159,7 @@ def test_a_killed_comparison_goes_on_with_what_is_missing(place, tmp_path):
     assert len({json.dumps(weights(study / "runs" / name)) for name in folders(study)}) == 4
 
 
+@pytest.mark.acceptance
 def test_a_signal_stops_the_runs_and_says_so(place, tmp_path):
     study = tmp_path / "study"
     long = [
@@ -185,6 +186,7 @@ def test_a_signal_stops_the_runs_and_says_so(place, tmp_path):
     assert len(list((run / "checkpoints").iterdir())) == 1
 
 
+@pytest.mark.acceptance
 def test_a_run_that_breaks_off_is_named_and_the_others_are_reported(place, tmp_path, capsys):
     study = tmp_path / "study"
     arguments = ["--methods", "grad_accum", "--seeds", 1, "--baselines", "none", "--output_dir", study]
@@ -198,6 +200,7 @@ def test_a_run_that_breaks_off_is_named_and_the_others_are_reported(place, tmp_p
     assert (study / "runs" / "grad_accum-learning_rate=1e-3-seed0" / "metrics.json").exists()
 
 
+@pytest.mark.acceptance
 def test_the_learning_rate_is_chosen_on_dev_and_never_on_test(place, tmp_path, capsys):
     study = tmp_path / "study"
     arguments = ["--methods", "grad_accum,cont_accum", "--seeds", 2, "--baselines", "none", "--output_dir", study]
@@ -241,17 +244,15 @@ def test_the_report_says_what_the_files_hold(place):
     study = place / "study"
     rows = {row["run"]: row for row in csv.DictReader((study / "runs.csv").open())}
     assert set(rows) == set(folders(study))
-    pair = [study / "runs" / f"cont_accum-size=24-seed{seed}" for seed in (0, 1)]
-    values = [read_json(run / "metrics.json")["mean"]["ndcg@10"] for run in pair]
-    assert [float(rows[run.name]["ndcg@10"]) for run in pair] == values
+    run = study / "runs" / "cont_accum-size=24-seed0"
+    value = read_json(run / "metrics.json")["mean"]["ndcg@10"]
+    assert float(rows[run.name]["ndcg@10"]) == value
     assert rows["cont_accum-size=24-seed0"]["bank.size"] == "24"
     text = (study / "report.md").read_text()
     line = next(line for line in text.splitlines() if line.startswith("| cont_accum size=24"))
     cells = [cell.strip() for cell in line.strip("| ").split("|")]
-    seconds = [sum(line["seconds"] for line in read_log(run) if "loss" in line) for run in pair]
-    assert cells[1:5] == [
-        f"{statistics.mean(values):.4f}", f"{statistics.stdev(values):.4f}", "2", f"{statistics.mean(seconds):.1f}",
-    ]  # fmt: skip
+    seconds = sum(line["seconds"] for line in read_log(run) if "loss" in line)
+    assert cells[1:5] == [f"{value:.4f}", "-", "1", f"{seconds:.1f}"]
     tests = list(csv.DictReader((study / "tests.csv").open()))
     assert {row["against"] for row in tests} == {"grad_accum"}
     assert [row["setting"] for row in tests] == ["cont_accum size=16", "cont_accum size=24", "bm25", "untrained"]
@@ -319,7 +320,7 @@ def test_report_tests_runs_against_one_of_them(place, tmp_path, capsys):
         [label, "bm25"] for label in ("cont_accum size=16", "cont_accum size=24", "grad_accum", "untrained")
     ]
     means = {run: read_json(Path(run) / "metrics.json")["mean"]["ndcg@10"] for run in runs}
-    plain = statistics.mean(value for run, value in means.items() if "size=16" in run) - means[bm25]
+    plain = next(value for run, value in means.items() if "size=16" in run) - means[bm25]
     assert float(tested[2][2]) == pytest.approx(plain, abs=5e-5)
     files = [str(Path(run) / "metrics.json") for run in runs[:2]]
     assert main(["report", *files, "--against", files[1]]) == 0

@@ -39,6 +39,7 @@ def call(config, tmp_path, capsys) -> tuple[int, dict[str, list[str]], str]:
     return code, {row[0]: row[1:] for row in rows}, err
 
 
+@pytest.mark.acceptance
 def test_a_model_in_order_passes(config, tmp_path, capsys):
     code, rows, err = call(config, tmp_path, capsys)
     assert code == 0, err
@@ -50,6 +51,13 @@ def test_a_model_in_order_passes(config, tmp_path, capsys):
     assert "same bytes" in rows["resumed = unbroken"][3]
     assert "gloo on the CPU, dropout 0" in rows["two processes = one"][3]
     assert not (tmp_path / "run").exists()
+
+
+def test_a_model_in_order_passes_in_one_process(config, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(verify, "_processes", lambda *_: verify.Finding("two processes = one", None, 0.0, "left out"))
+    code, rows, err = call(config, tmp_path, capsys)
+    assert code == 0, err
+    assert [row[2] for row in rows.values()] == ["holds"] * 6 + ["not checked"]
 
 
 def bench_of(config, engine) -> verify.Bench:
@@ -109,6 +117,7 @@ def test_gradients_that_are_no_numbers_are_no_equality():
     assert verify.largest_difference([{"w": torch.zeros(2)}], [{"w": torch.zeros(2)}]) == float("inf")
 
 
+@pytest.mark.acceptance
 def test_processes_that_differ_fail(config, tmp_path, monkeypatch):
     """Negative control: the second call computes another method's gradients."""
     small = verify.replace(verify.small_config(config), method="cont_accum")
