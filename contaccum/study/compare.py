@@ -16,7 +16,7 @@ from contaccum.options import StudyOptions
 from contaccum.study import grid
 from contaccum.study.grid import RATE, Configure, Planned, Setting
 from contaccum.study.plots import need_matplotlib
-from contaccum.study.pool import Job, Outcome, Place, places, run_jobs
+from contaccum.study.pool import Job, Outcome, Place, one_process, places, run_jobs
 from contaccum.study.report import Tuned, write_report
 from contaccum.study.runs import METRICS_FILE, TUNED_FILE
 from contaccum.training.setup import CONFIG_FILE, config_differences, read_config
@@ -66,32 +66,34 @@ class Study:
 
     def check(self) -> None:
         """Refuse what could not run to its end, and folders that hold something else."""
+        one_process("compare")
         need_matplotlib()
-        data = self.base.data
         planned = [
             run
             for setting in self.settings
             for rated in ([setting.with_rate(rate) for rate in self.rates] or [setting])
             for run in self._runs(rated)
         ]
-        if Path(self.test["data"]).is_file() and self.options.test is None:
-            raise InputError(
-                f"{self.test['data']} is a file of examples, which has no split {self.test['split']!r}; expected --test DATA"
-            )
-        if self.rates and not data.dev:
-            raise InputError("--tune_learning_rate chooses by data.dev, which is not set")
-        if self.rates and (data.dev, data.dev_split) == (self.test["data"], self.test["split"]):
-            raise InputError(
-                f"data.dev is the test data ({data.dev}, {data.dev_split}), expected other queries to tune by"
-            )
-        if (data.train, data.split) == (self.test["data"], self.test["split"]):
-            warnings.warn(f"the test data is the training data ({data.train}, {data.split})", stacklevel=2)
+        self._check_data()
         names: dict[Path, str] = {}
         for run in [*planned, *self.baselines]:
             if names.setdefault(run.folder, run.name) != run.name:
                 raise InputError(f"{run.name} and {names[run.folder]} would share {run.folder}, expected other values")
             self._refuse_other(run)
-        api.load_judged(self.test["data"], self.test["split"], data.strict, data.repair)
+
+    def _check_data(self) -> None:
+        """The test data can be read, and is neither what is tuned by nor, without a warning, what is trained on."""
+        data, test = self.base.data, (self.test["data"], self.test["split"])
+        tested = _queries(*test)
+        if Path(test[0]).is_file() and self.options.test is None:
+            raise InputError(f"{test[0]} is a file of examples, which has no split {test[1]!r}; expected --test DATA")
+        if self.rates and not data.dev:
+            raise InputError("--tune_learning_rate chooses by data.dev, which is not set")
+        if self.rates and _queries(data.dev or "", data.dev_split) == tested:
+            raise InputError(f"data.dev is the test data ({' '.join(test)}), expected other queries to tune by")
+        if _queries(data.train, data.split) == tested:
+            warnings.warn(f"the test data is the training data ({' '.join(test)})", stacklevel=2)
+        api.load_judged(*test, data.strict, data.repair)
 
     def _runs(self, setting: Setting) -> list[Planned]:
         return [grid.planned_run(setting, seed, self.configure, self.output) for seed in self.seeds]
@@ -187,6 +189,11 @@ class Study:
             print(f"[{ended}/{len(jobs)}] {outcome.job.name}: {said} ({outcome.seconds:.0f} s)", file=sys.stderr)
 
         return run_jobs(jobs, room, signals, report, lock)
+
+
+def _queries(data: str, split: str) -> tuple[str, str]:
+    """What tells the queries of one data set and split from others; a file of examples has no splits."""
+    return os.path.realpath(data), "" if Path(data).is_file() else split
 
 
 @contextmanager

@@ -12,7 +12,8 @@ from typing import IO, NamedTuple
 
 import torch
 
-from contaccum.errors import Interrupted
+from contaccum.engine import process_place
+from contaccum.errors import InputError, Interrupted
 from contaccum.training.signals import StopSignals
 
 WORKER = "contaccum.study.worker"
@@ -50,6 +51,13 @@ class Place:
     process: subprocess.Popen | None = None
     log: IO | None = None
     began: float = field(default=0.0)
+
+
+def one_process(verb: str) -> None:
+    """InputError where a launcher has started several processes of a verb that starts its own."""
+    world = process_place()[1]
+    if world > 1:
+        raise InputError(f"contaccum {verb} was launched in {world} processes, expected one: it starts its own")
 
 
 def places(device: str, parallel: int | None) -> list[Place]:

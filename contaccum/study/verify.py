@@ -28,6 +28,7 @@ from contaccum.files import sha256_of, write_json
 from contaccum.methods import METHODS
 from contaccum.methods.bank import Bank
 from contaccum.methods.loss import relevant
+from contaccum.study.pool import one_process
 from contaccum.study.tables import Table
 from contaccum.training import setup
 from contaccum.training.loop import train
@@ -64,6 +65,7 @@ class Finding:
 
 def verify(config: TrainConfig, say: Callable[[str], None]) -> None:
     """Make every check and say the table; raises Failed where an equivalence does not hold."""
+    one_process("verify")
     small = small_config(config)
     findings = []
     with tempfile.TemporaryDirectory(prefix="contaccum-verify-") as folder:

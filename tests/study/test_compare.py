@@ -20,6 +20,8 @@ from contaccum.files import read_json
 from contaccum.study.grid import read_varied, settings
 from contaccum.training.log import read_log
 
+FILE = "examples.jsonl"
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
@@ -110,10 +112,14 @@ def test_other_settings_in_the_same_folder_are_refused(place, capsys):
         (["--test_split", "final"], "final"),
         (["--tune_learning_rate", "1e-3", "--vary", "optim.learning_rate=1e-3"], "varied and tuned"),
         (["--tune_learning_rate", "1e-3", "--test_split", "dev"], "data.dev is the test data"),
+        (["--tune_learning_rate", "1e-3", "--data.dev", FILE, "--test", FILE], "data.dev is the test data"),
         (["--tune_learning_rate", "1e-3", "--data.dev", "null", "--run.eval_steps", 0], "chooses by data.dev"),
     ],
 )
-def test_what_could_not_run_to_its_end_is_refused_at_once(place, tmp_path, capsys, arguments, sentence):
+def test_what_could_not_run_to_its_end_is_refused_at_once(place, tmp_path, capsys, monkeypatch, arguments, sentence):
+    example = {"query": "where is the red fox", "pos": ["a red fox lives here"], "neg": ["a blue cat lives there"]}
+    (tmp_path / FILE).write_text(json.dumps(example) + "\n")
+    monkeypatch.chdir(tmp_path)
     code, said = call(capsys, place, "--output_dir", tmp_path / "new", *arguments)
     assert code == 2
     assert sentence in said
@@ -228,6 +234,14 @@ def test_the_learning_rate_is_chosen_on_dev_and_never_on_test(place, tmp_path, c
 def learning_rates(study: Path) -> list[list[str]]:
     section = (study / "report.md").read_text().split("## Learning rate")[1].split("##")[0]
     return [[cell.strip() for cell in line.strip("| ").split("|")] for line in section.splitlines() if "|" in line][2:]
+
+
+def test_a_launcher_of_several_processes_is_refused(place, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, said = call(capsys, place, "--output_dir", tmp_path / "new")
+    assert (code, "compare was launched in 2 processes" in said) == (2, True)
+    assert main(["verify", "--config", str(place / "config.yaml")]) == 2
+    assert "verify was launched in 2 processes" in capsys.readouterr().err
 
 
 def test_only_settings_that_a_method_reads_are_varied():

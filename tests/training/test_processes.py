@@ -88,7 +88,11 @@ def test_training_in_two_processes_gives_the_metrics_of_one_and_resumes_to_the_b
     runs = {}
     for processes in (1, 2):
         runs[processes] = tmp_path / f"run{processes}"
-        train_in(processes, data, runs[processes], cache, **{"run.save_steps": 3})
+        train_in(processes, data, runs[processes], cache, **{"run.save_steps": 3, "run.drift_steps": 2})
+    for run in runs.values():  # the first process measures its own rows
+        cosines = [line["drift_passage_cosine"] for line in read_log(run) if "drift" in line]
+        assert len(cosines) == 3
+        assert all(0.5 < cosine < 1 for cosine in cosines)
     logs = [[line for line in read_log(run) if "loss" in line] for run in runs.values()]
     assert len(logs[0]) == len(logs[1]) == 6
     for one, two in zip(*logs, strict=True):
