@@ -75,7 +75,8 @@ def differences(groups: list[Group], metric: str, choose: Choose) -> list[Differ
     for size, members in by_step_size(groups).items():
         reference = choose(groups if size is None else members)
         if reference is not None and reference.per_query():
-            pairs += [(group, reference) for group in members if group is not reference and group.per_query()]
+            others = [group for group in members if group.label != reference.label and group.per_query()]
+            pairs += [(group, reference) for group in others]
     found = [compare(group.per_query(), reference.per_query(), metric) for group, reference in pairs]
     permutation, t = holm([one.p_permutation for one in found]), holm([one.p_t for one in found])
     both = iter(holm([one.p_both for one in found if one.p_both is not None]))

@@ -313,14 +313,14 @@ def test_the_page_stands_alone(place):
 
 def test_the_page_shows_names_as_text(place, tmp_path, capsys):
     """A folder, a method of the metrics and a setting that look like elements stay words."""
-    run = tmp_path / "<b>bold</b>&amp;"
+    run = tmp_path / "<b>bold&amp;"
     run.mkdir()
     (run / "metrics.json").write_text((place / "study" / "runs" / "bm25" / "metrics.json").read_text())
     other = place / "study" / "runs" / "cont_accum-size=16-seed0"
     page = tmp_path / "page.html"
     assert main(["report", str(run), str(other), "--html", str(page)]) == 0
     assert "<b>" not in page.read_text()
-    assert "&lt;b&gt;bold&lt;/b&gt;&amp;amp;" in page.read_text()
+    assert "&lt;b&gt;bold&amp;amp;" in page.read_text()
 
 
 def test_report_tests_runs_against_one_of_them(place, tmp_path, capsys):
