@@ -2,8 +2,8 @@
 
 import math
 import warnings
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, get_args
 
 import yaml
@@ -215,6 +215,9 @@ class RunConfig:
     """Write a line to log.jsonl and the trackers every so many steps."""
     on_nan: str = "stop"
     """When an embedding, the loss or a gradient is NaN or infinite: `stop`, or `skip:N` to drop such steps, up to N in a run."""
+    drift_steps: int = 10
+    """Measure every so many steps how far a sample of the bank's vectors has drifted from what the encoders give now; 0 for
+    never. Changes no result."""
     trackers: list[str] = field(default_factory=list)
     """Further logs, by accelerate's names, e.g. tensorboard (needs the extra `tensorboard`) or wandb."""
 
@@ -396,6 +399,7 @@ AT_LEAST: dict[str, float] = {
     "run.eval_batch_tokens": 1,
     "run.bank_check_steps": 0,
     "run.log_steps": 1,
+    "run.drift_steps": 0,
 }
 ABOVE_ZERO = ("model.temperature", "optim.epochs", "optim.max_grad_norm", "optim.adam_eps", "run.timeout_minutes")
 
@@ -437,6 +441,12 @@ def value_at(config: Any, name: str) -> Any:
     for part in name.split("."):
         config = getattr(config, part)
     return config
+
+
+def from_mapping(values: Mapping[str, Any]) -> TrainConfig:
+    """The config of nested mappings, as ``asdict`` gives them."""
+    groups = {f.name: f.default_factory for f in fields(TrainConfig) if f.default_factory is not MISSING}
+    return TrainConfig(**{k: groups[k](**v) if k in groups else v for k, v in values.items()})
 
 
 def to_yaml(config: TrainConfig) -> str:

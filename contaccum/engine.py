@@ -128,6 +128,17 @@ class Engine(Processes):
     def backward(self, value: Tensor) -> None:
         self.accelerator.backward(value)
 
+    def encode_again(self, batch: MicroBatch, step: int, index: int) -> tuple[Tensor, Tensor]:
+        """What ``encode`` gave this process for micro-batch ``index`` of a past step, were it encoded by the weights of now.
+
+        The dropout noise is that of the first time, so that nothing but the weights can make a difference. Leaves no graph and
+        no change of random state. Returns this process's queries (B, d) and passages (B, 1 + H, d).
+        """
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), torch.no_grad(), self.accelerator.autocast():
+            torch.manual_seed(mix(self.seed, step, index, self.rank))
+            return self.encoder(batch.to(self.device))
+
     # the rest of a step
 
     def not_finite(self) -> list[str]:
@@ -162,9 +173,13 @@ class Engine(Processes):
         query, passage = torch.stack(norms).tolist()
         return query, passage
 
-    def clip(self, norm: float, limit: float) -> None:
-        """Scale all gradients, whose L2 norm together is ``norm``, down to the norm ``limit`` where they exceed it."""
+    def clip(self, norm: float, limit: float) -> float:
+        """Scale all gradients, whose L2 norm together is ``norm``, down to the norm ``limit`` where they exceed it.
+
+        Returns what they were multiplied by, to rounding.
+        """
         torch.nn.utils.clip_grads_with_norm_(self.parameters, limit, torch.tensor(norm, device=self.device))
+        return min(1.0, limit / norm) if norm else 1.0
 
     def update(self) -> None:
         """Take the optimizer step (fp16's scaler skips it when gradients overflowed) and clear the gradients."""

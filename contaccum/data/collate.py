@@ -1,5 +1,6 @@
 """From the rows of a step to padded micro-batches."""
 
+import copy
 from collections.abc import Sequence
 from typing import Literal
 
@@ -54,15 +55,25 @@ class BatchSource:
         self._size, self._pad_ids, self._side = micro_batch_size, pad_ids, side
         self._rank, self._world = rank, world
 
+    def twin(self) -> "BatchSource":
+        """The same batches for another thread: a sampler keeps the order of the epoch that it was last asked for."""
+        other = copy.copy(self)
+        other._sampler = copy.copy(self._sampler)
+        return other
+
+    @property
+    def width(self) -> int:
+        """Rows of one micro-batch of all processes, B * W."""
+        return self._size * self._world
+
     def step(self, step: int) -> list[MicroBatch]:
         """The micro-batches of optimizer step ``step``, in their order."""
         rows = self._sampler(step)
-        width = self._size * self._world
-        assert len(rows.queries) % width == 0, "the configuration divides the global batch evenly"
-        return [self._micro_batch(rows, start) for start in range(0, len(rows.queries), width)]
+        assert len(rows.queries) % self.width == 0, "the configuration divides the global batch evenly"
+        return [self._micro_batch(rows, start) for start in range(0, len(rows.queries), self.width)]
 
     def _micro_batch(self, rows: StepRows, start: int) -> MicroBatch:
-        everyone = slice(start, start + self._size * self._world)
+        everyone = slice(start, start + self.width)
         own = slice(start + self._rank * self._size, start + (self._rank + 1) * self._size)
         queries = rows.queries[own]
         return MicroBatch(

@@ -24,6 +24,8 @@ from contaccum.prefetch import Prefetch
 from contaccum.retrieval.search import SearchSettings
 from contaccum.training import setup
 from contaccum.training.checkpoint import Checkpoint, all_checkpoints, newest_checkpoint, restore, save_checkpoint
+from contaccum.training.drift import Drift
+from contaccum.training.environment import write_environment
 from contaccum.training.log import RunLog
 from contaccum.training.optimizer import learning_rate_factor, make_optimizer, set_learning_rate, warmup_steps
 from contaccum.training.signals import StopSignals
@@ -84,6 +86,7 @@ class Training:
         self.batches = setup.build_batches(config, engine, self.encoder, train_set)
         self.loss = setup.build_loss(config)
         self.bank = setup.build_bank(config, engine, self.encoder, self.loss)
+        self.drift = Drift(engine, self.bank, self.batches.twin())
         self.examples = len(train_set.queries)
         epochs = config.optim.epochs * self.examples / config.batch.global_batch_size
         self.total = config.optim.max_steps or max(1, math.ceil(epochs))
@@ -99,6 +102,7 @@ class Training:
         engine.prepare(self.encoder, optimizer)
         if engine.is_main:
             setup.write_config(config)
+            write_environment(self.folder, engine)
         self.log = RunLog(engine, self.folder, self.total, self.done)
         engine.start_trackers({"method": config.method, "seed": config.seed})
 
@@ -148,6 +152,8 @@ class Training:
                         values["waited"] = prepared.waited - waited
                         values["pairs_per_second"] = self.config.batch.global_batch_size / values["seconds"]
                         self.done += 1
+                        if self._due(self.config.run.drift_steps):
+                            values |= self.drift.measure()
                         self.log.step(values, self._due(self.config.run.log_steps))
                     self.after_step(signals)
             self._finish()
@@ -160,13 +166,13 @@ class Training:
         engine, config = self.engine, self.config
         engine.step = self.done
         self.encoder.train()
-        bank_fill = self.bank.fill
+        bank_fill, ages = self.bank.fill, self.bank.ages()
         losses = METHODS[config.method](engine, micro_batches, self.bank, self.loss)
         if spoiled := engine.not_finite():
             raise NotFiniteError(
                 f"step {self.done + 1} ({_named(spoiled)}): an embedding is NaN or infinite, expected finite numbers"
             )
-        loss, negatives, masked = self._finite_means(losses, micro_batches)
+        means = self._finite_means(losses, micro_batches)
         engine.reduce_gradients()
         query_norm, passage_norm = engine.gradient_norms()
         tied = self.encoder.settings.tie_towers
@@ -181,28 +187,30 @@ class Training:
             self.done, self.total, warmup_steps(config.optim, self.total), config.optim.schedule
         )
         set_learning_rate(engine.optimizer, rate)
-        engine.clip(norm, config.optim.max_grad_norm)
+        scale = engine.clip(norm, config.optim.max_grad_norm)
         engine.update()
         self.bank.end_step()
         return {
             "step": self.done + 1,
             "epoch": (self.done + 1) * config.batch.global_batch_size / self.examples,
-            "loss": loss,
+            **means,
             "learning_rate": rate if finite else 0.0,
             "grad_norm": norm if finite else None,
             "query_grad_norm": query_norm if finite and not tied else None,
             "passage_grad_norm": passage_norm if finite and not tied else None,
             "grad_norm_ratio": passage_norm / query_norm if finite and not tied and query_norm else None,
-            "negatives": negatives,
-            "masked": masked,
+            "query_grad_norm_clipped": query_norm * scale if finite and not tied else None,
+            "passage_grad_norm_clipped": passage_norm * scale if finite and not tied else None,
             "bank_fill": bank_fill,
+            "bank_age_mean": ages.double().mean().item() if len(ages) else None,
+            "bank_age_max": ages.max().item() if len(ages) else None,
             "peak_memory": engine.peak_memory(),
         }
 
-    def _finite_means(self, losses: list[LossValue], micro_batches: list[MicroBatch]) -> tuple[float, float, float]:
-        """Mean loss, mean negatives per query and masked pairs of a step; InputError where a loss is no finite number."""
+    def _finite_means(self, losses: list[LossValue], micro_batches: list[MicroBatch]) -> dict[str, float]:
+        """What the step's losses say, each a mean over them; InputError where a loss is no finite number."""
         table = torch.stack([torch.stack([number.float() for number in value]) for value in losses]).tolist()
-        for number, (loss, _, _) in enumerate(table):
+        for number, (loss, *_) in enumerate(table):
             if not math.isfinite(loss):
                 blamed = micro_batches if len(table) == 1 else [micro_batches[number]]
                 queries = [name for batch in blamed for name in batch.query_ids]
@@ -210,8 +218,8 @@ class Training:
                     f"step {self.done + 1}, micro-batch {number + 1} of {len(table)} ({_named(queries)}): "
                     f"the loss is {loss}, expected a finite number"
                 )
-        count = len(table)
-        return sum(row[0] for row in table) / count, sum(row[1] for row in table) / count, sum(row[2] for row in table)
+        names = ("loss", "negatives", "masked", "row_weight")
+        return {name: sum(column) / len(table) for name, column in zip(names, zip(*table, strict=True), strict=True)}
 
     def skip_step(self, error: NotFiniteError) -> None:
         """Take back a step whose numbers are not finite; go on as if it had brought nothing where that is allowed, else raise."""

@@ -28,7 +28,7 @@ from contaccum.tiny_bert import tiny_tower
 CONFIG_FILE = "config.yaml"
 MAY_CHANGE = {
     "output_dir", "resume", "allow_changes", "run.save_steps", "run.keep_checkpoints", "run.log_steps", "run.trackers",
-    "run.eval_batch_tokens", "run.on_nan", "run.timeout_minutes", "run.bank_check_steps",
+    "run.eval_batch_tokens", "run.on_nan", "run.timeout_minutes", "run.bank_check_steps", "run.drift_steps",
 }  # fmt: skip
 """Settings that a resumed run may have otherwise: they change no weight that was trained."""
 
@@ -129,7 +129,7 @@ def read_config(run: Path) -> dict[str, Any]:
 
 def config_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """``name was x and is y`` for every setting that differs and may not."""
-    before, after = _flat(old), _flat(new)
+    before, after = flat(old), flat(new)
     return [
         f"{name} was {before.get(name)} and is {after.get(name)}"
         for name in sorted(before.keys() | after.keys())
@@ -137,11 +137,12 @@ def config_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     ]
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with names such as group.field."""
+    found: dict[str, Any] = {}
     for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
 
 
 def build_encoder(config: ModelConfig, train_set: TrainSet, seed: int) -> DualEncoder:

@@ -77,11 +77,11 @@ def runs(tmp_path_factory):
     runs.add("blind", 2, "--resume", run="stuck", fault="sees_no_checkpoint")
     runs.add("wrong", 2, **{"data.split": "absent"})
     runs.add("2 to 2", 2, "--resume", run="killed")
-    more = {"allow_changes": True}
-    runs.add("2 to 1", 1, "--resume", run="raises", **more)
-    runs.add("2 to 4", 4, "--resume", run="full", **more)
-    runs.add("1 to 2", 2, "--resume", run="killed alone", **more)
-    runs.add("other rows", 1, "--resume", run="stuck", **more, **{"batch.micro_batch_size": 2})
+    more = ("--resume", "--allow_changes", "true")
+    runs.add("2 to 1", 1, *more, run="raises")
+    runs.add("2 to 4", 4, *more, run="full")
+    runs.add("1 to 2", 2, *more, run="killed alone")
+    runs.add("other rows", 1, *more, run="stuck", **{"batch.micro_batch_size": 2})
     runs.outcomes = run_jobs(runs.jobs, runs["jobs"])
     return runs
 

@@ -1,0 +1,78 @@
+"""How stale the bank is: stored vectors against those that the encoders would give for the same texts now."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from contaccum.data.collate import BatchSource
+from contaccum.engine import Engine
+from contaccum.methods.bank import Bank
+
+SAMPLE = 4
+"""Micro-batches that are encoded again, from the oldest in the bank to the newest."""
+
+
+class Drift:
+    """Encodes a few of the bank's micro-batches again, with their own dropout noise, so that weights alone make a difference."""
+
+    def __init__(self, engine: Engine, bank: Bank, batches: BatchSource) -> None:
+        """batches: for this object alone, see ``BatchSource.twin``."""
+        self.engine, self.bank, self.batches = engine, bank, batches
+
+    def measure(self) -> dict[str, Any]:
+        """Mean cosine between stored and new vectors of the sample, for queries and passages, and per age in optimizer steps.
+
+        Empty where the bank holds no whole micro-batch, or in another process than the main one, which measures its own
+        rows.
+        """
+        found = []
+        if self.engine.is_main:
+            training = self.engine.encoder.training
+            self.engine.encoder.train()
+            found = [self._of(*chosen) for chosen in self._sample()]
+            self.engine.encoder.train(training)
+        if not found:
+            return {}
+        queries = [one["query"] for one in found if one["query"] is not None]
+        return {
+            "drift_query_cosine": sum(queries) / len(queries) if queries else None,
+            "drift_passage_cosine": sum(one["passage"] for one in found) / len(found),
+            "drift": found,
+        }
+
+    def _sample(self) -> list[tuple[int, int, torch.Tensor]]:
+        """Step, number in the step, and slots in order, of whole micro-batches, evenly from the oldest to the newest."""
+        bank, width = self.bank, self.batches.width
+        born, places = bank.born[: bank.stored], bank.places[: bank.stored]
+        if not len(born):
+            return []
+        per_step = int(places.max()) // width + 1
+        keys = born * per_step + places // width  # (stored,), a number for each micro-batch, in their order
+        kinds, counts = keys.unique(return_counts=True)
+        whole = kinds[counts == width]
+        if not len(whole):
+            return []
+        chosen = sorted(set(torch.linspace(0, len(whole) - 1, SAMPLE).round().long().tolist()))
+        sample = []
+        for key in whole[chosen].tolist():
+            slots = (keys == key).nonzero().squeeze(1)
+            sample.append((key // per_step, key % per_step, slots[places[slots].argsort()]))
+        return sample
+
+    def _of(self, step: int, number: int, slots: torch.Tensor) -> dict[str, Any]:
+        batch = self.batches.step(step)[number]
+        queries, passages = self.engine.encode_again(batch, step, number)  # (B, d), (B, 1 + H, d)
+        own = slots[self.engine.rank * len(queries) :][: len(queries)].to(self.engine.device)
+        assert torch.equal(self.bank.column_ids[own, 0].cpu(), batch.ids.columns[: len(queries), 0])
+        kept = self.bank.passages[own]  # (B, 1 or 1 + H, d)
+        cosine = None if self.bank.queries is None else _cosine(self.bank.queries[own], queries)
+        return {
+            "age": self.bank.step - step,
+            "query": cosine,
+            "passage": _cosine(kept, passages[:, : kept.shape[1]]),
+        }
+
+
+def _cosine(stored: torch.Tensor, now: torch.Tensor) -> float:
+    return F.cosine_similarity(stored.float(), now.float(), dim=-1).mean().item()
