@@ -12,8 +12,8 @@ from typing import IO, NamedTuple
 
 import torch
 
-from contaccum.launch import process_place
 from contaccum.errors import InputError, Interrupted
+from contaccum.launch import process_place
 from contaccum.training.signals import StopSignals
 
 WORKER = "contaccum.study.worker"
