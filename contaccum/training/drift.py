@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from contaccum.batch import MicroBatch
 from contaccum.data.collate import BatchSource
 from contaccum.engine import Engine
 from contaccum.methods.bank import Bank
@@ -41,30 +42,32 @@ class Drift:
             "drift": found,
         }
 
-    def _sample(self) -> list[tuple[int, int, torch.Tensor]]:
-        """Step, number in the step, and slots in order, of whole micro-batches, evenly from the oldest to the newest."""
-        bank, width = self.bank, self.batches.width
+    def _sample(self) -> list[tuple[int, int, MicroBatch, torch.Tensor]]:
+        """Step, number in the step, and slots in order, of whole micro-batches, evenly from the oldest row to the newest."""
+        bank = self.bank
         born, places = bank.born[: bank.stored], bank.places[: bank.stored]
         if not len(born):
             return []
-        per_step = int(places.max()) // width + 1
-        keys = born * per_step + places // width  # (stored,), a number for each micro-batch, in their order
-        kinds, counts = keys.unique(return_counts=True)
-        whole = kinds[counts == width]
-        if not len(whole):
-            return []
-        chosen = sorted(set(torch.linspace(0, len(whole) - 1, SAMPLE).round().long().tolist()))
-        sample = []
-        for key in whole[chosen].tolist():
-            slots = (keys == key).nonzero().squeeze(1)
-            sample.append((key // per_step, key % per_step, slots[places[slots].argsort()]))
-        return sample
+        by_age = (born * (1 + int(places.max())) + places).argsort()
+        wanted = by_age[torch.linspace(0, len(by_age) - 1, SAMPLE).round().long()]
+        sample: dict[tuple[int, int], tuple[int, int, MicroBatch, torch.Tensor]] = {}
+        for step, place in zip(born[wanted].tolist(), places[wanted].tolist(), strict=True):
+            start = 0
+            for number, batch in enumerate(self.batches.step(step)):
+                stop = start + len(batch.ids.columns)
+                slots = ((born == step) & (places >= start) & (places < stop)).nonzero().squeeze(1)
+                # of the oldest micro-batch some rows may be overwritten: the next one then stands for it
+                if place < stop and len(slots) == stop - start:
+                    slots = slots[places[slots].argsort()]
+                    if torch.equal(bank.column_ids[slots, 0], batch.ids.columns[:, 0]):  # cut then as now
+                        sample[step, number] = (step, number, batch, slots)
+                    break
+                start = stop
+        return list(sample.values())
 
-    def _of(self, step: int, number: int, slots: torch.Tensor) -> dict[str, Any]:
-        batch = self.batches.step(step)[number]
+    def _of(self, step: int, number: int, batch: MicroBatch, slots: torch.Tensor) -> dict[str, Any]:
         queries, passages = self.engine.encode_again(batch, step, number)  # (B, d), (B, 1 + H, d)
         own = slots[self.engine.rank * len(queries) :][: len(queries)].to(self.engine.device)
-        assert torch.equal(self.bank.column_ids[own, 0].cpu(), batch.ids.columns[: len(queries), 0])
         kept = self.bank.passages[own]  # (B, 1 or 1 + H, d)
         cosine = None if self.bank.queries is None else _cosine(self.bank.queries[own], queries)
         return {
