@@ -92,11 +92,11 @@ def test_micro_batches_of_differing_sizes(mask, weight, visibility):
         queries, passages = embeddings(batch.ids, number)
         fast = loss(queries, passages, batch.ids, columns=bank, rows=bank).value
         plain = slow_loss(queries, passages, batch.ids, slow, TEMPERATURE, mask=mask, weight=weight)
-        torch.testing.assert_close(fast, plain, atol=2e-6, rtol=0)
+        torch.testing.assert_close(fast, plain, atol=2e-6, rtol=1e-6)
         for one, other in zip(
             *(torch.autograd.grad(value, (queries, passages)) for value in (fast, plain)), strict=True
         ):
-            torch.testing.assert_close(one, other, atol=2e-6, rtol=0)
+            torch.testing.assert_close(one, other, atol=2e-6, rtol=1e-6)
         bank.push(queries, passages, batch.ids)
         waiting.append((queries, passages, batch.ids))
         if visibility == "immediate" or number % 3 == 2:
