@@ -172,6 +172,14 @@ class DualEncoder(nn.Module):
             if isinstance(getattr(module, "attention_dropout", None), float):  # some families hold it as a plain number
                 module.attention_dropout = share  # type: ignore[assignment]
 
+    def has_dropout(self) -> bool:
+        """Whether two passes over one text in training may differ: any dropout is above 0, plain numbers of layers included."""
+        return any(
+            (isinstance(module, nn.Dropout) and module.p > 0)
+            or any("drop" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items())
+            for module in self.modules()
+        )
+
     def gradient_checkpointing_enable(self) -> None:
         """Trade time for memory: activations inside the backbones are recomputed in the backward pass, dropout replayed."""
         for tower in (self.query_tower, self.passage_tower):

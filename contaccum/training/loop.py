@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from contaccum.batch import MicroBatch
-from contaccum.config import METRIC_CUTS, TrainConfig
+from contaccum.config import METRIC_CUTS, TrainConfig, parse_bytes
 from contaccum.data.collate import Prefetch
 from contaccum.data.dataset import TrainSet, load_train_set
 from contaccum.data.tables import RetrievalSet, load_retrieval_set
@@ -23,6 +23,7 @@ from contaccum.methods.loss import LossValue
 from contaccum.retrieval.search import SearchSettings
 from contaccum.training import setup
 from contaccum.training.checkpoint import Checkpoint, all_checkpoints, newest_checkpoint, restore, save_checkpoint
+from contaccum.training.fit import shrink, try_step
 from contaccum.training.log import RunLog
 from contaccum.training.optimizer import learning_rate_factor, make_optimizer, set_learning_rate, warmup_steps
 from contaccum.training.signals import StopSignals
@@ -47,6 +48,8 @@ def train(config: TrainConfig) -> Path:
     )
     try:
         config.validate(engine.world)
+        if config.run.memory_budget is not None:
+            engine.limit_memory(parse_bytes(config.run.memory_budget))
         training = Training(config, engine)
         with StopSignals() as signals:
             return training.run(signals)
@@ -74,6 +77,7 @@ class Training:
         if config.model.gradient_checkpointing:
             self.encoder.gradient_checkpointing_enable()
         self.batches = setup.build_batches(config, engine, self.encoder, train_set)
+        self.size = setup.build_size(config, engine, self.batches)
         self.loss = setup.build_loss(config)
         self.bank = setup.build_bank(config, engine, self.encoder, self.loss)
         self.examples = len(train_set.queries)
@@ -109,6 +113,7 @@ class Training:
                 )
         restore(checkpoint, self.encoder, optimizer, self.bank)
         self.engine.load_scaler_state(state["scaler"])
+        self.size.load_state(state["micro_batch"])
         self.done, self.best, self.evaluated = state["step"], state["best"], state["evaluated"]
         if self.engine.is_main:
             print(f"resuming at step {self.done} from {checkpoint.folder}", file=sys.stderr)
@@ -118,29 +123,43 @@ class Training:
             if self.done and self._evaluation_due() and self.evaluated < self.done:
                 self.evaluate()  # the evaluation of the checkpoint's own step broke off
                 self.save()
-            with Prefetch(self.batches.step(step) for step in range(self.done, self.total)) as prepared:
-                while self.done < self.total:
-                    began, waited = time.perf_counter(), prepared.waited
-                    micro_batches = next(prepared)
-                    values = self.take_step(micro_batches)
-                    values["seconds"] = time.perf_counter() - began
-                    values["waited"] = prepared.waited - waited
-                    values["pairs_per_second"] = self.config.batch.global_batch_size / values["seconds"]
-                    self.done += 1
-                    self.log.step(values, self._due(self.config.run.log_steps))
-                    self.after_step(signals)
+            self.engine.reset_peak_memory()
+            while self.done < self.total:
+                self._steps_of_one_size(signals)
             self._finish()
         finally:
             self.log.close()
         return self.folder / "model"
 
-    def take_step(self, micro_batches: list[MicroBatch]) -> dict[str, Any]:
-        """One optimizer step; returns what the log says of it."""
+    def _steps_of_one_size(self, signals: StopSignals) -> None:
+        """Optimizer steps until the last, or until micro-batches of another size are to be made."""
+        size = self.size.now
+        with Prefetch(self.batches.step(step, size) for step in range(self.done, self.total)) as prepared:
+            while self.done < self.total and self.size.now == size:
+                began, waited = time.perf_counter(), prepared.waited
+                micro_batches = next(prepared)
+                values = self.take_step(micro_batches)
+                if values is None:
+                    self.log.say(shrink(self.size, self.config, self.done, self._last_good()))
+                    continue
+                values["seconds"] = time.perf_counter() - began
+                values["waited"] = prepared.waited - waited
+                values["pairs_per_second"] = self.config.batch.global_batch_size / values["seconds"]
+                self.done += 1
+                self.log.step(values, self._due(self.config.run.log_steps))
+                if self.size.grow_again(self.done):
+                    self.log.say(f"step {self.done}: going on with {self.size}, to see whether they fit now")
+                self.after_step(signals)
+
+    def take_step(self, micro_batches: list[MicroBatch]) -> dict[str, Any] | None:
+        """One optimizer step; returns what the log says of it, or None where memory ran out and nothing was changed."""
         engine, config = self.engine, self.config
-        engine.step = self.done
         self.encoder.train()
         bank_fill = self.bank.fill
-        losses = METHODS[config.method](engine, micro_batches, self.bank, self.loss)
+        engine.begin_step(self.done)
+        losses = try_step(engine, METHODS[config.method], micro_batches, self.bank, self.loss)
+        if losses is None:
+            return None
         loss, negatives, masked = self._finite_means(losses, micro_batches)
         engine.reduce_gradients()
         query_norm, passage_norm = engine.gradient_norms()
@@ -170,6 +189,7 @@ class Training:
             "negatives": negatives,
             "masked": masked,
             "bank_fill": bank_fill,
+            "micro_batches": len(micro_batches),
             "peak_memory": engine.peak_memory(),
         }
 
@@ -185,7 +205,10 @@ class Training:
                     f"{', …' if len(queries) > 8 else ''}): the loss is {loss}, expected a finite number; {self._last_good()}"
                 )
         count = len(table)
-        return sum(row[0] for row in table) / count, sum(row[1] for row in table) / count, sum(row[2] for row in table)
+        pairs = [len(batch.ids.columns) for batch in micro_batches] if count > 1 else [1]
+        shares = [count * number / sum(pairs) for number in pairs]  # 1 each where all have one size
+        negatives = sum(row[1] * share for row, share in zip(table, shares, strict=True)) / count
+        return sum(row[0] for row in table) / count, negatives, sum(row[2] for row in table)
 
     def _last_good(self) -> str:
         saved = [path.name for path in all_checkpoints(self.folder)]
@@ -222,7 +245,8 @@ class Training:
         assert self.dev is not None
         name = self.config.run.metric
         settings = SearchSettings(batch_size=self.config.run.eval_batch_size)
-        metrics = evaluate_encoder(SharedEncoder(self.engine), self.dev, DEV_DEPTH, settings)
+        with self.engine.unmeasured():
+            metrics = evaluate_encoder(SharedEncoder(self.engine), self.dev, DEV_DEPTH, settings)
         score = metrics["mean"][name]
         self.log.evaluation(self.done, metrics["mean"])
         self.evaluated = self.done
@@ -243,6 +267,7 @@ class Training:
                 "evaluated": self.evaluated,
                 "identity": self.identity,
                 "scaler": self.engine.scaler_state(),
+                "micro_batch": self.size.state(),
             }
             save_checkpoint(
                 self.folder,
