@@ -314,8 +314,8 @@ class TrainConfig:
         if size < push:
             may = "may " if self.micro_batch_tokens is not None else ""
             raise InputError(
-                f"bank.size is {size} rows, but {push} rows {may}enter at once ({self.method}, bank.visibility {bank.visibility}),"
-                " expected at least as many, or 0"
+                f"bank.size is {size} rows, but {push} rows {may}enter at once ({self.method}, bank.visibility "
+                f"{bank.visibility}), expected at least as many, or 0"
             )
         if bank.visibility == "on_step" and self.traits.pushes_whole_step:
             warnings.warn(

@@ -90,6 +90,8 @@ class DualEncoder(nn.Module):
         self.query_tower = query_tower
         self.passage_tower = passage_tower
         self.settings = settings
+        self.recomputes = False
+        """Whether activations are recomputed in the backward pass."""
         for side, length in (("query", settings.max_query_length), ("passage", settings.max_passage_length)):
             _check_length(getattr(self, f"{side}_tower").backbone.config, side, length)
 
@@ -186,6 +188,7 @@ class DualEncoder(nn.Module):
             backbone = tower.backbone  # transformers 5 renamed the switch
             enable = getattr(backbone, "activation_checkpointing_enable", backbone.gradient_checkpointing_enable)
             enable({"use_reentrant": False})
+        self.recomputes = True
 
     def save(self, folder: str | Path) -> None:
         """Write ``query_encoder/``, ``passage_encoder/`` and ``contaccum.json``; the folder appears whole or not at all."""

@@ -195,8 +195,8 @@ class Engine:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def undo(self) -> None:
-        """Drop the gradients of a step that was not finished, and give back the memory that it took."""
+    def drop_step(self) -> None:
+        """Leave no trace of the step since the last update, and give back the memory that it took."""
         self.optimizer.zero_grad(set_to_none=True)
         clear_device_cache(garbage_collection=True)
 
@@ -312,7 +312,7 @@ def first_pass_width(encoder: DualEncoder) -> int:
     micro-batch, and where activations are recomputed, which leaves the graph little more than one layer.
     """
     backbones = [tower.backbone for tower in (encoder.query_tower, encoder.passage_tower)]
-    if encoder.has_dropout() or any(backbone.is_gradient_checkpointing for backbone in backbones):
+    if encoder.has_dropout() or encoder.recomputes:
         return 1
     return max(1, min(backbone.config.num_hidden_layers for backbone in backbones))
 

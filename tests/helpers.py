@@ -182,6 +182,17 @@ def write_beir(folder: Path, queries: int = 40) -> Path:
     return folder
 
 
+def write_uneven_beir(folder: Path, queries: int = 40) -> Path:
+    """As ``write_beir``, with passages of 8 to 29 words."""
+    write_beir(folder, queries)
+    file = folder / "corpus.jsonl"
+    passages = [json.loads(line) for line in file.read_text().splitlines()]
+    for number, passage in enumerate(passages):
+        passage["text"] += " red" * (number * 7 % 22)
+    file.write_text("\n".join(map(json.dumps, passages)) + "\n", encoding="utf-8")
+    return folder
+
+
 def train_config(data: Path, output: Path, method: str = "cont_accum", **changes) -> TrainConfig:
     """Six steps of a tiny model; ``changes`` are settings by name, group.field."""
     settings = {

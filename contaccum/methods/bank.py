@@ -55,7 +55,6 @@ class Bank:
         self.stored = 0  # slots in use
         self.step = 0  # optimizer steps that have ended
         self.pending: list[tuple[Tensor, Tensor, RowIds]] = []
-        self.marked: tuple[int, int, Tensor, dict[str, Tensor]] | None = None
         self.passages = torch.zeros(size, 1 + hard_negatives, dim, device=device)
         self.column_ids = torch.full((size, 1 + hard_negatives), NO_PASSAGE, device=device)
         self.positives = torch.full((size, 1), NO_PASSAGE, device=device)
@@ -99,26 +98,6 @@ class Bank:
         if not self.keep:
             self.pointer = self.stored = 0
             self.sums = self._no_sums()
-
-    def mark(self, rows: int) -> None:
-        """Remember what ``rewind`` needs to take back up to ``rows`` rows of pushes: the slots that they overwrite."""
-        slots = (self.pointer + torch.arange(min(rows, self.size), device=self.passages.device)) % max(1, self.size)
-        kept = {name: getattr(self, name)[slots] for name in self._stored_tensors()}
-        self.marked = self.pointer, self.stored, slots, kept
-
-    @torch.no_grad()
-    def rewind(self) -> None:
-        """Take back every push since ``mark``; the log-sum-exps, of which no copy is kept, are computed anew."""
-        assert self.marked is not None
-        self.pointer, self.stored, slots, kept = self.marked
-        self.pending = []
-        width = self.positives.shape[1]
-        kept["positives"] = F.pad(kept["positives"], (0, width - kept["positives"].shape[1]), value=NO_PASSAGE)
-        for name, tensor in kept.items():
-            getattr(self, name)[slots] = tensor
-        self.sums = self._no_sums()
-        if self.sums is not None and self.stored:
-            self.sums.overwrite(0, self.stored, self.stored, self._logits)
 
     @torch.no_grad()
     def _store(self, queries: Tensor, passages: Tensor, ids: RowIds) -> None:

@@ -68,7 +68,7 @@ def represent(engine: Engine, micro_batches: list[MicroBatch]) -> list[Rows]:
     groups = [earlier[start : start + engine.ahead] for start in range(0, len(earlier), engine.ahead)] + [[last]]
     parts: list[Rows] = []
     for group, batch in zip(groups, engine.micro_steps([engine.join(group) for group in groups]), strict=True):
-        with torch.set_grad_enabled(group[-1] is last):
+        with torch.set_grad_enabled(len(parts) == len(earlier)):
             queries, passages = engine.encode(batch)
         parts += _apart((queries, passages, batch.ids), [len(member.query_ids) for member in group])
     return parts

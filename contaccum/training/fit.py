@@ -53,10 +53,12 @@ class MicroBatchSize:
         return True
 
     def state(self) -> dict[str, int]:
-        return {"level": self.level, "wait": self.wait, "changed": self.changed}
+        return {"size": self.now, "wait": self.wait, "changed": self.changed}
 
     def load_state(self, state: dict[str, int]) -> None:
-        self.level, self.wait, self.changed = state["level"], state["wait"], state["changed"]
+        """Go on with the size that was saved; with the next smaller one where the configuration's row does not hold it."""
+        self.level = next((level for level, size in enumerate(self.sizes) if size <= state["size"]), len(self.sizes) - 1)
+        self.wait, self.changed = state["wait"], state["changed"]
 
 
 def halved_pairs(size: int, pairs: int) -> list[int]:
@@ -108,7 +110,6 @@ def try_step(
     All processes learn of it at the step's end. What runs out of memory elsewhere (in the optimizer, in an evaluation) ends
     the run, and so does a process that has no memory left even for the vectors that the others wait for.
     """
-    bank.mark(sum(len(batch.ids.columns) for batch in micro_batches))
     losses: list[LossValue] | None = None
     try:
         losses = method(engine, micro_batches, bank, loss)
@@ -117,13 +118,13 @@ def try_step(
             raise
     # only behind the except clause has the error, and with it every tensor of the failed pass, been let go
     if losses is None and engine.world > 1:
-        engine.undo()
+        engine.drop_step()
         method(StandIn(engine), micro_batches, Bank(0, engine.encoder.dim, loss, push=1), NoLoss(1.0))
     if not engine.largest(int(losses is None)):
         return losses
     losses = None
-    engine.undo()
-    bank.rewind()
+    engine.drop_step()
+    bank.rollback()
     return None
 
 
