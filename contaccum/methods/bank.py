@@ -14,6 +14,7 @@ from contaccum.batch import NO_PASSAGE, RowIds
 from contaccum.errors import InputError
 from contaccum.methods.logsumexp import NestedLogSumExp
 from contaccum.methods.loss import InfoNCE
+from contaccum.methods.undo import Undo
 
 
 class Bank:
@@ -61,12 +62,14 @@ class Bank:
         self.queries = torch.zeros(size, dim, device=device) if queries else None
         self.positive_logits = torch.zeros(size, device=device)
         self.push_rows = push
+        self.undo = Undo()
         self.sums = self._no_sums()
+        self._begin_step()
 
     def _no_sums(self) -> NestedLogSumExp | None:
         if self.queries is None or self.size == 0:
             return None
-        return NestedLogSumExp(self.size, self.push_rows, self.loss.tile, self.passages.device)
+        return NestedLogSumExp(self.size, self.push_rows, self.loss.tile, self.undo, self.passages.device)
 
     @property
     def fill(self) -> int:
@@ -98,6 +101,20 @@ class Bank:
         if not self.keep:
             self.pointer = self.stored = 0
             self.sums = self._no_sums()
+        self._begin_step()
+
+    def rollback(self) -> None:
+        """Go back, to the bit, to where the optimizer step began: after construction, ``end_step`` or ``load_state``."""
+        self.undo.restore()
+        self.pending = []
+        self.pointer, self.stored, self.positives, opened = self._began
+        if self.sums is not None:
+            self.sums.open = opened
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self.undo.forget()
+        self._began = (self.pointer, self.stored, self.positives, list(self.sums.open) if self.sums else [])
 
     @torch.no_grad()
     def _store(self, queries: Tensor, passages: Tensor, ids: RowIds) -> None:
@@ -109,6 +126,8 @@ class Bank:
         pieces = [(self.pointer, slice(0, first)), (0, slice(first, b))] if first < b else [(self.pointer, slice(0, b))]
         for start, rows in pieces:
             slots = slice(start, start + rows.stop - rows.start)
+            for name in self._stored_tensors():
+                self.undo.note(getattr(self, name), slots)
             self.passages[slots] = passages[rows]
             self.column_ids[slots] = ids.columns[rows]
             self.positives[slots] = known[rows]
@@ -176,6 +195,7 @@ class Bank:
         if self.sums is not None:
             self.sums.values.copy_(tensors["sums"])
             self.sums.open = list(numbers["open"])
+        self._begin_step()
 
     def _stored_tensors(self) -> list[str]:
         names = ["passages", "column_ids", "positives"]

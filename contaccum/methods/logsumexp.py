@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from contaccum.methods.undo import Undo
+
 LEVELS = 3
 """At 131,072 rows pushed 8 at a time this makes 78 numbers a row, beside 768 or more for its vectors."""
 
@@ -24,9 +26,9 @@ Logits = Callable[[slice, slice], Tensor]
 class NestedLogSumExp:
     """values (LEVELS, M, fan): log-sum-exp of a row per block; minus infinity where a block is open or has no column yet."""
 
-    def __init__(self, size: int, push: int, tile: int, device: torch.device | None = None) -> None:
+    def __init__(self, size: int, push: int, tile: int, undo: Undo, device: torch.device | None = None) -> None:
         """size: slots of the ring; push: slots that a push usually overwrites, the width of the finest block; tile: logits
-        held at once."""
+        held at once; undo: is told of what is overwritten (``open`` is the caller's to keep)."""
         finest = -(-size // push)
         fan = 1
         while fan**LEVELS < finest:
@@ -38,6 +40,7 @@ class NestedLogSumExp:
         self.values = torch.full((LEVELS, size, fan), -torch.inf, device=device)
         self.open = [0] * (LEVELS - 1)  # which block stands open at each level but the finest
         self.tile = tile
+        self.undo = undo
 
     def total(self, fill: int) -> Tensor:
         """Log-sum-exp of each of the first ``fill`` rows over all columns, (fill,)."""
@@ -48,6 +51,7 @@ class NestedLogSumExp:
         width = self.widths[-1]
         for slot in range(start - start % width, stop, width):
             self._open_around(slot, fill, logits)
+            self.undo.note(self.values, (-1, slice(None), slot // width % self.fan))
             self.values[-1, :fill, slot // width % self.fan] = self._blocks(0, fill, slot, 1, width, fill, logits)[:, 0]
         self._enter_rows(start, stop, fill, logits)
 
@@ -58,8 +62,11 @@ class NestedLogSumExp:
             return
         first = next(level for level, block in enumerate(path) if block != self.open[level])
         for level in reversed(range(first, LEVELS - 1)):
+            self.undo.note(self.values, (level, slice(None), self.open[level]))
             self.values[level, :, self.open[level]] = self.values[level + 1].logsumexp(1)
         for level in range(first, LEVELS - 1):
+            self.undo.note(self.values, (level, slice(None), path[level]))
+            self.undo.note(self.values, level + 1)
             self.values[level, :, path[level]] = -torch.inf
             inside = slot - slot % self.widths[level]
             self.values[level + 1, :fill] = self._blocks(
@@ -71,6 +78,7 @@ class NestedLogSumExp:
         """Compute rows [start, stop) at every level."""
         inside = 0
         for level, width in enumerate(self.widths):
+            self.undo.note(self.values, (level, slice(start, stop)))
             self.values[level, start:stop] = self._blocks(start, stop, inside, self.fan, width, fill, logits)
             if level < LEVELS - 1:
                 self.values[level, start:stop, self.open[level]] = -torch.inf

@@ -11,6 +11,7 @@ from contaccum.batch import RowIds
 from contaccum.methods.bank import Bank
 from contaccum.methods.logsumexp import NestedLogSumExp
 from contaccum.methods.loss import InfoNCE, relevant
+from contaccum.methods.undo import Undo
 
 DIM = 12
 TEMPERATURE = 0.2
@@ -161,7 +162,7 @@ def test_nested_sums_equal_plain_ones_after_every_push(size, push):
     """Against logsumexp of the whole matrix, and only the row state named in the module's cost is held."""
     generator = torch.Generator().manual_seed(0)
     matrix = torch.full((size, size, 2), float("nan"))
-    sums = NestedLogSumExp(size, push, tile=16)
+    sums = NestedLogSumExp(size, push, tile=16, undo=Undo())
     pointer = fill = 0
     for _ in range(3 * size // push + 2):
         stop = min(pointer + push, size)
