@@ -13,7 +13,20 @@ from contaccum.training.setup import CONFIG_FILE, read_config
 
 METRICS_FILE = "metrics.json"
 MISSING = "-"
-COLUMNS = ("run", "method", "N", "B", "bank", "metric", "s/step", "pairs/s", "peak MiB", "grad ratio", "negatives")
+COLUMNS = (
+    "run",
+    "method",
+    "N",
+    "B",
+    "bank",
+    "metric",
+    "s/step",
+    "pairs/s",
+    "peak MiB",
+    "wait %",
+    "grad ratio",
+    "negatives",
+)
 
 
 @dataclass(frozen=True)
@@ -23,8 +36,8 @@ class RunSummary:
     name: str
     method: str | None = None
     global_batch_size: int | None = None
-    micro_batch_size: int | None = None
-    """Pairs in one forward pass; the whole step's where the method takes it at once."""
+    micro_batch_size: int | str | None = None
+    """Pairs in one forward pass, or its budget of tokens; the whole step's pairs where the method takes it at once."""
     bank_size: int | None = None
     metric: float | None = None
     seconds: float | None = None
@@ -32,6 +45,8 @@ class RunSummary:
     pairs_per_second: float | None = None
     peak_memory: float | None = None
     """Most bytes held in the run: allocated on a GPU, resident on a CPU."""
+    waited: float | None = None
+    """Share of the steps' time, all but the first, that was spent waiting for data."""
     grad_norm_ratio: float | None = None
     """Passage tower over query tower."""
     negatives: float | None = None
@@ -48,22 +63,29 @@ def summarise(folder: str | Path, metric: str) -> RunSummary:
         return RunSummary(run.name, metric=score)
     config = read_config(run)
     batch = config["batch"]
-    whole = TRAITS[config["method"]].whole
     steps = [line for line in read_log(run) if "loss" in line]
     steady = steps[1:] or steps
     return RunSummary(
         run.name,
         config["method"],
         batch["global_batch_size"],
-        batch["global_batch_size" if whole else "micro_batch_size"],
+        _micro_batch(batch, TRAITS[config["method"]].whole),
         max((line["bank_fill"] for line in steps), default=None),
         score,
         _median(steady, "seconds"),
         _median(steady, "pairs_per_second"),
         max((line["peak_memory"] for line in steps), default=None),
+        sum(line["waited"] for line in steady) / sum(line["seconds"] for line in steady) if steady else None,
         _median(steady, "grad_norm_ratio"),
         _median(steady, "negatives"),
     )
+
+
+def _micro_batch(batch: dict[str, Any], whole: bool) -> int | str:
+    if whole:
+        return batch["global_batch_size"]
+    tokens = batch["micro_batch_tokens"]
+    return batch["micro_batch_size"] if tokens is None else f"{tokens} tokens"
 
 
 def _metric(run: Path, metric: str) -> float | None:
@@ -97,7 +119,7 @@ def _values(row: RunSummary) -> list[Any]:
         row.name, row.method, row.global_batch_size, row.micro_batch_size, row.bank_size,
         None if row.metric is None else f"{row.metric:.4f}", None if row.seconds is None else f"{row.seconds:.3f}",
         row.pairs_per_second, None if peak is None else f"{peak:.0f}",
-        None if row.grad_norm_ratio is None else f"{row.grad_norm_ratio:.2f}", row.negatives,
+        None if row.waited is None else f"{100 * row.waited:.1f}", None if row.grad_norm_ratio is None else f"{row.grad_norm_ratio:.2f}", row.negatives,
     ]  # fmt: skip
 
 

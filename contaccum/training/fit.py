@@ -57,7 +57,9 @@ class MicroBatchSize:
 
     def load_state(self, state: dict[str, int]) -> None:
         """Go on with the size that was saved; with the next smaller one where the configuration's row does not hold it."""
-        self.level = next((level for level, size in enumerate(self.sizes) if size <= state["size"]), len(self.sizes) - 1)
+        self.level = next(
+            (level for level, size in enumerate(self.sizes) if size <= state["size"]), len(self.sizes) - 1
+        )
         self.wait, self.changed = state["wait"], state["changed"]
 
 
