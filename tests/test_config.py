@@ -142,7 +142,7 @@ def test_processes_count_in_what_must_divide():
 def test_a_token_budget_only_wants_a_step_that_processes_can_share():
     by_tokens = config(**{"batch.micro_batch_tokens": 320, "batch.micro_batch_size": 8})
     by_tokens.validate(world=2)
-    with pytest.raises(InputError, match="batch.global_batch_size 16 is not divisible by 3 processes"):
+    with pytest.raises(InputError, match=r"batch\.global_batch_size 16 is not divisible by 3 processes"):
         by_tokens.validate(world=3)
     assert by_tokens.usual_push(world=2, longest=100) == 6  # three of the longest pairs in each process
     assert by_tokens.usual_push(world=2, longest=10) == 16

@@ -119,7 +119,8 @@ def _values(row: RunSummary) -> list[Any]:
         row.name, row.method, row.global_batch_size, row.micro_batch_size, row.bank_size,
         None if row.metric is None else f"{row.metric:.4f}", None if row.seconds is None else f"{row.seconds:.3f}",
         row.pairs_per_second, None if peak is None else f"{peak:.0f}",
-        None if row.waited is None else f"{100 * row.waited:.1f}", None if row.grad_norm_ratio is None else f"{row.grad_norm_ratio:.2f}", row.negatives,
+        None if row.waited is None else f"{100 * row.waited:.1f}",
+        None if row.grad_norm_ratio is None else f"{row.grad_norm_ratio:.2f}", row.negatives,
     ]  # fmt: skip
 
 

@@ -17,7 +17,8 @@ def folder(path: Path, method: str, seconds: list[float], **changes) -> Path:
     (path / "metrics.json").write_text(json.dumps({"mean": {"ndcg@10": 0.25, "recall@100": 0.5}}))
     lines = [
         {
-            "step": n + 1, "loss": 1.0, "bank_fill": 4 * n, "seconds": value, "waited": 0.75 if n else 9.0, "pairs_per_second": 16 / value, "negatives": 7.0,
+            "step": n + 1, "loss": 1.0, "bank_fill": 4 * n, "seconds": value, "waited": 0.75 if n else 9.0,
+            "pairs_per_second": 16 / value, "negatives": 7.0,
             "peak_memory": 2**20 * (n + 1), "grad_norm_ratio": None if n == 1 else 2.0 + n,
         }
         for n, value in enumerate(seconds)
