@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import train_config, weights, write_beir
+from helpers import train_config, weights, write_beir, write_uneven_beir
 from safetensors.torch import load_file
 
 from contaccum.config import TRAITS, to_yaml
@@ -34,7 +34,7 @@ def launch(processes: int, *call: str, cache: Path) -> subprocess.CompletedProce
 def steps(tmp_path_factory):
     """What the worker found in one process, and in both of two."""
     folder = tmp_path_factory.mktemp("processes")
-    data = write_beir(folder / "data")
+    data = write_uneven_beir(folder / "data")
     found = {}
     for processes in (1, 2):
         output = folder / f"of{processes}"
@@ -43,7 +43,11 @@ def steps(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("method", list(TRAITS))
+CASES = [*TRAITS, *(f"tokens-{method}" for method, traits in TRAITS.items() if not traits.whole)]
+"""See gradient_worker.py."""
+
+
+@pytest.mark.parametrize("method", CASES)
 def test_two_processes_give_the_gradients_of_one(method, steps):
     one, two = steps[1][0], steps[2][0]
     names = [name for name in one if name.startswith(f"{method}/") and "/bank/" not in name]
@@ -57,7 +61,7 @@ def test_two_processes_give_the_gradients_of_one(method, steps):
                 assert (one[name] - two[name]).abs().max() / scale < 1e-5, name
 
 
-@pytest.mark.parametrize("method", list(TRAITS))
+@pytest.mark.parametrize("method", CASES)
 def test_every_process_holds_the_bank_that_one_process_has(method, steps):
     one, (first, second) = steps[1][0], steps[2]
     names = [name for name in one if name.startswith(f"{method}/bank/")]
