@@ -33,7 +33,7 @@ def main(data: str, output: str) -> None:
         changes = {"data.hard_negatives": 1, "batch.micro_batch_size": 4 // engine.world, "bank.size": 24}
         config = train_config(Path(data), Path(output), method, **{**changes, **(BY_TOKENS if name != method else {})})
         config.validate(engine.world)
-        train_set = load_train_set(data, "train", 1)
+        train_set = load_train_set(data if name == method else f"{data}-uneven", "train", 1)
         encoder = setup.build_encoder(config.model, train_set, config.seed).train()
         encoder.set_dropout(0.0)
         batches = setup.build_batches(config, engine, encoder, train_set)
