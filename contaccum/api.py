@@ -3,17 +3,18 @@
 from collections.abc import Mapping
 from typing import Any
 
-from contaccum.data.formats import read_qrels, read_questions
+from contaccum.data.formats import read_questions
 from contaccum.data.hub import PREFIX as HUB
-from contaccum.data.tables import RetrievalSet, load_corpus, load_queries, load_retrieval_set
+from contaccum.data.tables import RetrievalSet, load_corpus, load_grades, load_queries, load_retrieval_set
 from contaccum.encoder import DualEncoder
-from contaccum.engine import encoding_device, process_place, torch_dtype
+from contaccum.engine import encoding_device, torch_dtype
 from contaccum.errors import InputError
 from contaccum.evaluation.answers import evaluate_answers
 from contaccum.evaluation.beir import CUTS, Metrics, cuts_within, drop_own, evaluate_run
 from contaccum.evaluation.download import is_published, resolve_dataset
 from contaccum.files import write_json
 from contaccum.options import ModelChoice, SearchSettings
+from contaccum.processes import ALONE, Processes, joined
 from contaccum.retrieval.bm25 import bm25_search
 from contaccum.retrieval.encode import Texts, encode_texts
 from contaccum.retrieval.runs import Run, read_run, write_run
@@ -23,7 +24,7 @@ BM25 = "bm25"
 """The model name that stands for the lexical baseline."""
 DEFAULTS = SearchSettings()
 
-__all__ = ["encode", "evaluate", "evaluate_questions", "evaluate_run_file", "look", "search", "write_run"]
+__all__ = ["encode", "evaluate", "evaluate_questions", "evaluate_run_file", "joined", "look", "search", "write_run"]
 
 
 def load_encoder(choice: ModelChoice) -> DualEncoder:
@@ -59,17 +60,18 @@ def encode(
 
     Started by torchrun, each process makes its own shards. Started again, finished shards are kept.
     """
-    path, repair = _open(source, repair)
-    passages = kind == "passage"
-    texts = (
-        Texts.of_corpus(load_corpus(path, repair)) if passages else Texts.of_queries(load_queries(path, repair=repair))
-    )
-    rank, world = process_place()
+    with joined(choice.timeout_minutes) as group, group.main_first():  # from here on, none waits for another
+        path, repair = _open(source, repair)
+        texts = (
+            Texts.of_corpus(load_corpus(path, repair))
+            if kind == "passage"
+            else Texts.of_queries(load_queries(path, repair=repair))
+        )
     encoder = load_encoder(choice)
     form = {"dtype": dtype, "shard_size": shard_size, "batch_size": batch_size}
-    if encode_texts(encoder, texts, output, rank=rank, world=world, **form):  # type: ignore[arg-type]
+    if encode_texts(encoder, texts, output, rank=group.rank, world=group.world, **form):  # type: ignore[arg-type]
         return f"{output}: {texts.rows} {kind} vectors of {encoder.dim} numbers"
-    return f"{output}: process {rank} of {world} has made its shards, others are still at work"
+    return f"{output}: process {group.rank} of {group.world} has made its shards, others are still at work"
 
 
 def search(
@@ -79,21 +81,32 @@ def search(
     k: int = 100,
     settings: SearchSettings = DEFAULTS,
     repair: bool = False,
+    group: Processes = ALONE,
 ) -> Run:
     """The k best passages for every query of a split: query id to (passage id, score), best first.
 
-    choice: what to load, the name of an encoder, or one that is loaded.
+    choice: what to load, the name of an encoder, or one that is loaded. group: the processes (``joined``) that share the work;
+    all of them call and get the same.
     """
-    return _search(choice, load_judged(data, split, repair=repair), k, settings)
+    with group.main_first():
+        judged = load_judged(data, split, repair=repair)
+    return _search(choice, judged, k, settings, group)
 
 
 def look(
-    choice: ModelChoice, data: str, query: str, k: int = 10, settings: SearchSettings = DEFAULTS, repair: bool = False
+    choice: ModelChoice,
+    data: str,
+    query: str,
+    k: int = 10,
+    settings: SearchSettings = DEFAULTS,
+    repair: bool = False,
+    group: Processes = ALONE,
 ) -> list[Hit]:
-    """The k best passages of a corpus for one query text, with their texts."""
-    path, repair = _open(data, repair)
-    corpus, encoder = load_corpus(path, repair), load_encoder(choice)
-    return top_passages(encoder, query, corpus, k, settings)
+    """The k best passages of a corpus for one query text, with their texts; ``group`` as in ``search``."""
+    with group.main_first():
+        path, repair = _open(data, repair)
+        corpus = load_corpus(path, repair)
+    return top_passages(load_encoder(choice), query, corpus, k, settings, group)
 
 
 def evaluate(
@@ -106,14 +119,16 @@ def evaluate(
     strict: bool = False,
     repair: bool = False,
     output: str | None = None,
+    group: Processes = ALONE,
 ) -> Metrics:
     """Encode, search and score a split of a BEIR folder or name, or a file of training examples.
 
     choice: what to load, the name of an encoder, or one that is loaded. output: a file for the metrics, with the values of
-    every query.
+    every query. group: as in ``search``.
     """
-    judged = load_judged(data, split, strict, repair)
-    metrics = evaluate_run(judged.qrels, _search(choice, judged, k, settings), cuts=cuts_within(CUTS, k))
+    with group.main_first():
+        judged = load_judged(data, split, strict, repair)
+    metrics = evaluate_run(judged.qrels, _search(choice, judged, k, settings, group), cuts=cuts_within(CUTS, k))
     model = choice if isinstance(choice, str) else getattr(choice, "model", None)
     return _keep(metrics, output, {"model": model, "data": data, "split": split})
 
@@ -129,19 +144,20 @@ def evaluate_questions(
     processes: int = 1,
     repair: bool = False,
     output: str | None = None,
+    group: Processes = ALONE,
 ) -> Metrics:
-    """Answer accuracy (top1, top5, top20, top100) of a DPR question file over a passages file."""
-    asked, corpus = list(read_questions(questions)), load_corpus(passages, repair)
-    metrics = evaluate_answers(load_encoder(choice), asked, corpus, k, settings, match=match, processes=processes)
+    """Answer accuracy (top1, top5, top20, top100) of a DPR question file over a passages file; ``group`` as in ``search``."""
+    with group.main_first():
+        asked, corpus = list(read_questions(questions)), load_corpus(passages, repair)
+    metrics = evaluate_answers(
+        load_encoder(choice), asked, corpus, k, settings, match=match, processes=processes, group=group
+    )
     return _keep(metrics, output, {"model": choice.model, "data": questions, "passages": passages})
 
 
 def evaluate_run_file(run: str, qrels: str, output: str | None = None) -> Metrics:
     """Score a TREC run file against a qrels file."""
-    grades: dict[str, dict[str, int]] = {}
-    for judgement in read_qrels(qrels):
-        grades.setdefault(judgement.query_id, {})[judgement.passage_id] = judgement.grade
-    return _keep(evaluate_run(grades, read_run(run)), output, {"run": run, "data": qrels})
+    return _keep(evaluate_run(load_grades(qrels), read_run(run)), output, {"run": run, "data": qrels})
 
 
 def load_judged(data: str, split: str, strict: bool = False, repair: bool = False) -> RetrievalSet:
@@ -157,13 +173,17 @@ def _open(data: str, repair: bool) -> tuple[Any, bool]:
     return resolve_dataset(data), repair or is_published(data)
 
 
-def _search(choice: ModelChoice | DualEncoder | str, judged: RetrievalSet, k: int, settings: SearchSettings) -> Run:
+def _search(
+    choice: ModelChoice | DualEncoder | str, judged: RetrievalSet, k: int, settings: SearchSettings, group: Processes
+) -> Run:
     # one more than asked for: BEIR drops the passage whose id is the query's own
+    if k < 1:
+        raise InputError(f"k is {k}, expected at least 1")
     choice = ModelChoice(choice) if isinstance(choice, str) else choice
     if isinstance(choice, ModelChoice) and choice.model == BM25:
         return drop_own(bm25_search(judged.queries, judged.corpus, k + 1), k)
     encoder = load_encoder(choice) if isinstance(choice, ModelChoice) else choice
-    return drop_own(retrieve(encoder, judged.queries, judged.corpus, k + 1, settings), k)
+    return drop_own(retrieve(encoder, judged.queries, judged.corpus, k + 1, settings, group), k)
 
 
 def _keep(metrics: Metrics, output: str | None, about: Mapping[str, str | None]) -> Metrics:

@@ -41,9 +41,6 @@ class RowIds:
     columns: Tensor  # (b, 1 + H) int64: each row's positive, then its hard negatives
     positives: Tensor  # (b, P) int64: every passage known to be relevant for the row, padded with NO_PASSAGE
 
-    def to(self, device: torch.device) -> "RowIds":
-        return RowIds(self.columns.to(device, non_blocking=True), self.positives.to(device, non_blocking=True))
-
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -59,4 +56,5 @@ class MicroBatch:
     query_ids: list[str]
 
     def to(self, device: torch.device) -> "MicroBatch":
-        return MicroBatch(self.queries.to(device), self.passages.to(device), self.ids.to(device), self.query_ids)
+        """Texts on the device; ids stay on the CPU, where masks are found."""
+        return MicroBatch(self.queries.to(device), self.passages.to(device), self.ids, self.query_ids)

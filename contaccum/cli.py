@@ -1,5 +1,6 @@
 """The command line: one subcommand per verb, no logic. Nothing heavy is imported before a verb runs."""
 
+import errno
 import sys
 import warnings
 from argparse import ArgumentError
@@ -7,19 +8,27 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
 
-from contaccum.config import TrainConfig
+from contaccum.config import GROUPS, TrainConfig
+from contaccum.config_file import check_config_file
 from contaccum.errors import InputError, Interrupted
+from contaccum.launch import is_main, process_place
 from contaccum.options import ModelChoice, SearchSettings
 
 Options = TypeVar("Options", ModelChoice, SearchSettings)
+
+DISK_ERRORS = {
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENAMETOOLONG,
+    errno.ENOTDIR, errno.EISDIR,
+}  # fmt: skip
+"""What a full, read-only or failing disk, or a path that cannot be, says: the user's to mend, one sentence."""
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one verb; returns the exit code: 0 done, 2 the user's input, 130 Ctrl-C, 143 SIGTERM; anything else raises (1)."""
+    """Run one verb; returns the exit code: 0 done, 2 the user's input or disk, 130 Ctrl-C, 143 SIGTERM; else raises (1)."""
     warnings.showwarning = _show_warning
     try:
         parser = _parser()
@@ -27,23 +36,56 @@ def main(arguments: list[str] | None = None) -> int:
         path, options = chosen.subcommand, chosen[chosen.subcommand]
         if path == "data":
             path, options = f"data {options.subcommand}", options[options.subcommand]
-        VERBS[path](options)
+        from contaccum.training.signals import StopSignals
+
+        with StopSignals():
+            _run(VERBS[path], options)
     except (InputError, Interrupted) as error:
         return _fail(str(error), error.exit_code)
     except ArgumentError as error:
         return _fail(" ".join(str(error).split()), InputError.exit_code)
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        return _fail(
+            f"{error.filename or 'a file'}: could not be read or written ({error.strerror})", InputError.exit_code
+        )
     except KeyboardInterrupt:
         return _fail("interrupted", Interrupted.KEYBOARD)
     return 0
 
 
+def _run(verb: Callable[[Namespace], None], options: Namespace) -> None:
+    if process_place()[1] == 1:
+        return verb(options)
+    from contaccum.processes import recorded
+
+    return recorded(verb, options)
+
+
 def _fail(sentence: str, code: int) -> int:
-    print(f"contaccum: {sentence}", file=sys.stderr)
+    _say(sentence)
     return code
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    print(f"contaccum: warning: {message}", file=sys.stderr)
+    _say(f"warning: {message}")
+
+
+def _say(sentence: str) -> None:
+    """To stderr; what several processes of a launch have to say alike is said once."""
+    if process_place()[1] > 1:
+        from contaccum.processes import first_to_say
+
+        if not first_to_say(sentence):
+            return
+    print(f"contaccum: {sentence}", file=sys.stderr)
+
+
+def _show(result: object) -> None:
+    """To stdout, from the main process of a launch alone."""
+    if is_main():
+        print(result)
 
 
 # parsers
@@ -71,13 +113,21 @@ def _new(prog: str, description: str, usage: str = "%(prog)s [--help] VERB ...")
     return ArgumentParser(prog=prog, description=description, usage=usage, exit_on_error=False)
 
 
+class _ConfigFile(ActionConfigFile):
+    """A file of settings; what is no such file is refused by name and line, which jsonargparse's own sentences lack."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        check_config_file(values, GROUPS)
+        super().__call__(parser, namespace, values, option_string)
+
+
 def _train_parser() -> ArgumentParser:
     parser = _new(
         "contaccum train",
         "Train two encoder towers. Every setting can stand in the config file or on the command line, which goes before it.",
-        "%(prog)s --config FILE [--method NAME] [--output_dir DIR] [--resume] [--GROUP.FIELD VALUE ...]",
+        "%(prog)s --config FILE [--method NAME] [--output_dir DIR] [--resume [--allow_changes true]] [--GROUP.FIELD VALUE ...]",
     )
-    parser.add_argument("--config", action="config", help="YAML file with any of the settings below")
+    parser.add_argument("--config", action=_ConfigFile, help="YAML file with any of the settings below")
     parser.add_class_arguments(TrainConfig, None, skip={"resume"})
     parser.add_argument(
         "--resume", action="store_true", help="continue the run in output_dir from its newest checkpoint"
@@ -224,7 +274,7 @@ def _train(options: Namespace) -> None:
     values.pop("config")
     from contaccum.training.loop import train
 
-    print(train(TrainConfig(**values)))
+    _show(train(TrainConfig(**values)))
 
 
 def _encode(options: Namespace) -> None:
@@ -243,11 +293,15 @@ def _search(options: Namespace) -> None:
     if (query is None) == (output is None):
         raise InputError(f"search was given --query {query} and --output {output}, expected exactly one of them")
     if query is None:
-        run = api.search(choice, split=split, k=100 if k is None else k, settings=settings, **rest)
-        api.write_run(output, run)
-        print(output)
+        with api.joined(choice.timeout_minutes) as group:
+            run = api.search(choice, split=split, k=100 if k is None else k, settings=settings, group=group, **rest)
+        if is_main():
+            api.write_run(output, run)
+        _show(output)
     else:
-        print(api.render_hits(api.look(choice, query=query, k=10 if k is None else k, settings=settings, **rest)))
+        with api.joined(choice.timeout_minutes) as group:
+            hits = api.look(choice, query=query, k=10 if k is None else k, settings=settings, group=group, **rest)
+        _show(api.render_hits(hits))
 
 
 def _evaluate(options: Namespace) -> None:
@@ -262,18 +316,21 @@ def _evaluate(options: Namespace) -> None:
         raise InputError("evaluate was given no --model, expected one (or --run and --qrels)")
     if rest["processes"] < 1:
         raise InputError(f"--processes is {rest['processes']}, expected at least 1")
-    shared = {name: rest[name] for name in ("k", "repair", "output")}
-    if given.keys() == {"data"}:
-        metrics = api.evaluate(choice, split=rest["split"], strict=rest["strict"], settings=settings, **given, **shared)
-    elif given.keys() == {"questions", "passages"}:
-        how = {"match": rest["match"], "processes": rest["processes"]}
-        metrics = api.evaluate_questions(choice, settings=settings, **given, **how, **shared)
-    elif given.keys() == {"run", "qrels"}:
-        metrics = api.evaluate_run_file(output=rest["output"], **given)
-    else:
-        found = ", ".join(f"--{name}" for name in given) or "none of them"
-        raise InputError(f"expected --data, or --questions and --passages, or --run and --qrels; found {found}")
-    print(api.render_metrics(metrics))
+    shared = {name: rest[name] for name in ("k", "repair")} | {"settings": settings}
+    output = rest["output"] if is_main() else None
+    with api.joined(choice.timeout_minutes) as group:
+        if given.keys() == {"data"}:
+            how = {"split": rest["split"], "strict": rest["strict"]}
+            metrics = api.evaluate(choice, output=output, group=group, **given, **how, **shared)
+        elif given.keys() == {"questions", "passages"}:
+            how = {"match": rest["match"], "processes": rest["processes"]}
+            metrics = api.evaluate_questions(choice, output=output, group=group, **given, **how, **shared)
+        elif given.keys() == {"run", "qrels"}:
+            metrics = api.evaluate_run_file(output=output, **given)
+        else:
+            found = ", ".join(f"--{name}" for name in given) or "none of them"
+            raise InputError(f"expected --data, or --questions and --passages, or --run and --qrels; found {found}")
+    _show(api.render_metrics(metrics))
 
 
 def _report(options: Namespace) -> None:

@@ -1,9 +1,10 @@
 """Every setting of a training run, its meaning, unit and default, and the rules between settings. Imports no torch."""
 
+import math
 import re
 import warnings
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import Any, Literal, get_args
 
 import yaml
 
@@ -200,8 +201,16 @@ class RunConfig:
     """The dev metric that decides which model is kept."""
     eval_batch_size: int = 64
     """Texts in one forward pass of an evaluation."""
+    timeout_minutes: float = 30.0
+    """Minutes that one of several processes waits for the others before it gives up and ends the run; the longest wait is for
+    the main process to prepare the data."""
+    bank_check_steps: int = 100
+    """Compare the hashes of all processes' banks every so many steps and before each checkpoint, and stop where they differ; 0:
+    never."""
     log_steps: int = 1
     """Write a line to log.jsonl and the trackers every so many steps."""
+    on_nan: str = "stop"
+    """When an embedding, the loss or a gradient is NaN or infinite: `stop`, or `skip:N` to drop such steps, up to N in a run."""
     trackers: list[str] = field(default_factory=list)
     """Further logs, by accelerate's names, e.g. tensorboard (needs the extra `tensorboard`) or wandb."""
 
@@ -218,6 +227,9 @@ class TrainConfig:
     """Folder of the run; must be new or empty unless `resume` is given."""
     resume: bool = False
     """Continue the run in `output_dir` from its newest checkpoint."""
+    allow_changes: bool = False
+    """With `resume`: go on although settings, data, tokenizer, encoder or the number of processes differ from the run's; the
+    differences are printed. Where B x W stays the same, another number of processes changes the result by rounding alone."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
@@ -260,6 +272,15 @@ class TrainConfig:
         ratio = self.batch.global_batch_size / self.optim.reference_batch_size
         return self.optim.learning_rate * {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[self.optim.lr_scaling]
 
+    def skips(self) -> int:
+        """How many steps may be dropped in a run because their numbers are not finite."""
+        word, colon, number = self.run.on_nan.partition(":")
+        if (word, colon, number) == ("stop", "", ""):
+            return 0
+        if word != "skip" or not number.isascii() or not number.isdigit() or int(number) < 1:
+            raise InputError(f"run.on_nan is {self.run.on_nan!r}, expected stop, or skip:N with N at least 1")
+        return int(number)
+
     def validate(self, world: int = 1) -> None:
         """Check every rule between settings, or raise InputError naming the setting; warn of settings without effect."""
         self._check_names()
@@ -274,8 +295,11 @@ class TrainConfig:
             parse_bytes(self.run.memory_budget)
         if self.optim.warmup_steps is not None and self.optim.warmup_ratio is not None:
             raise InputError("optim.warmup_steps and optim.warmup_ratio are both given, expected one of them")
+        self.skips()
         if self.run.eval_steps and not self.data.dev:
             warnings.warn("run.eval_steps has no effect without data.dev", stacklevel=2)
+        if self.allow_changes and not self.resume:
+            warnings.warn("allow_changes has no effect without resume", stacklevel=2)
         if self.optim.lr_scaling == "none" and self.optim.reference_batch_size != OptimConfig.reference_batch_size:
             warnings.warn("optim.reference_batch_size has no effect with optim.lr_scaling none", stacklevel=2)
 
@@ -330,6 +354,9 @@ class TrainConfig:
             warnings.warn("bank.row_weight has no effect without bank.queries", stacklevel=3)
 
 
+GROUPS = tuple(each.name for each in fields(TrainConfig) if is_dataclass(getattr(TrainConfig(), each.name)))
+"""The settings that are groups of settings."""
+
 AT_LEAST: dict[str, float] = {
     "seed": 0,
     "model.tiny_layers": 1,
@@ -350,12 +377,16 @@ AT_LEAST: dict[str, float] = {
     "run.keep_checkpoints": 1,
     "run.eval_steps": 0,
     "run.eval_batch_size": 1,
+    "run.bank_check_steps": 0,
     "run.log_steps": 1,
 }
-ABOVE_ZERO = ("model.temperature", "optim.epochs", "optim.max_grad_norm", "optim.adam_eps")
+ABOVE_ZERO = ("model.temperature", "optim.epochs", "optim.max_grad_norm", "optim.adam_eps", "run.timeout_minutes")
 
 
 def _check_ranges(config: TrainConfig) -> None:
+    _check_given(config)
+    for group in GROUPS:
+        _check_given(getattr(config, group), f"{group}.")
     for name, least in AT_LEAST.items():
         value = value_at(config, name)
         if value is not None and not value >= least:
@@ -372,6 +403,16 @@ def _check_ranges(config: TrainConfig) -> None:
             raise InputError(f"{name} is {value}, expected a share between 0 and 1")
     if config.model.tiny_width % 32:
         raise InputError(f"model.tiny_width is {config.model.tiny_width}, expected a multiple of 32")
+
+
+def _check_given(values: Any, prefix: str = "") -> None:
+    """Refuse a null that stands where a value must, which jsonargparse lets pass, and a number without bound."""
+    for each in fields(values):
+        value = getattr(values, each.name)
+        if value is None and type(None) not in get_args(each.type):
+            raise InputError(f"{prefix}{each.name} is null, expected a value")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InputError(f"{prefix}{each.name} is {value}, expected a finite number")
 
 
 BYTES = {"GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6}

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import AutoModel, AutoTokenizer
@@ -256,7 +257,7 @@ def load_tower(name: str, pooling: str, trust_remote_code: bool = False, dtype: 
                 name, trust_remote_code=trust_remote_code, dtype=dtype, use_safetensors=True
             )
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         reason = " ".join(str(error).split())
         raise InputError(f"{name}: no encoder could be loaded from this folder or hub name ({reason})") from error
     for key in ("is_local", "local_files_only"):  # how it was loaded, which would be saved with it

@@ -1,4 +1,4 @@
-"""Processes, devices and precision: the only file that imports accelerate or torch.distributed.
+"""Devices, precision and what a method asks of them: the only file that imports accelerate.
 
 Gradients are summed over the processes once, at the end of an optimizer step. DistributedDataParallel is not used:
 its hooks expect one forward and one backward pass at a time, which GradCache's kept graphs do not keep to, and it averages
@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
 from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs
@@ -27,13 +26,20 @@ from torch import Tensor
 from contaccum.batch import MicroBatch, RowIds, Tokens
 from contaccum.encoder import DualEncoder
 from contaccum.errors import InputError
+from contaccum.processes import Processes, refuse_missing_processes
 
 ACCELERATE_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 TENSORBOARD_HINT = "pip install 'contaccum[tensorboard]'"
 PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+SHARDED = {
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+}
+"""How accelerate launch tells its processes that each is to hold a part of the model."""
 
 
-class Engine:
+class Engine(Processes):
     """One process of a training run. Implements contaccum.methods.step.Engine."""
 
     def __init__(
@@ -44,12 +50,14 @@ class Engine:
         seed: int = 0,
         trackers: list[str] | None = None,
         tracker_dir: str | None = None,
-        timeout_minutes: int = 30,
+        timeout_minutes: float = 30,
     ) -> None:
         """
         device: ``auto`` (CUDA, else MPS, else CPU) or ``cpu``. precision: ``fp32``, ``bf16`` or ``fp16`` (autocast; weights and
-        loss stay in fp32). trackers: names that accelerate knows, e.g. tensorboard.
+        loss stay in fp32). trackers: names that accelerate knows, e.g. tensorboard. timeout_minutes: how long a process waits for
+        the others before it gives up.
         """
+        _refuse_sharding()
         wait = InitProcessGroupKwargs(timeout=datetime.timedelta(minutes=timeout_minutes))
         try:
             self.accelerator = Accelerator(
@@ -69,40 +77,24 @@ class Engine:
             )
         if self.accelerator.distributed_type not in PLAIN:
             raise InputError(
-                f"launched for {self.accelerator.distributed_type.value}, expected one process or data-parallel processes: "
-                "sharded launches (FSDP, DeepSpeed) are not supported"
+                f"launched for {self.accelerator.distributed_type.value}, expected one process or data-parallel processes"
             )
+        place = self.accelerator
+        super().__init__(place.process_index, place.num_processes, place.local_process_index, place.device)
+        refuse_missing_processes(self.world)
         self.seed = seed
         self.step = 0
         """Optimizer steps taken; with the seed it decides every random draw."""
         self.gathers = 0
         """Gathers done since ``begin_step``."""
         self.peak_before = 0
-
-    @property
-    def device(self) -> torch.device:
-        return self.accelerator.device
-
-    @property
-    def rank(self) -> int:
-        return self.accelerator.process_index
-
-    @property
-    def world(self) -> int:
-        """Number of processes."""
-        return self.accelerator.num_processes
-
-    @property
-    def is_main(self) -> bool:
-        return self.accelerator.is_main_process
+        self._encoded: list[tuple[list[str], Tensor]] = []
 
     def prepare(self, encoder: DualEncoder, optimizer: torch.optim.Optimizer) -> None:
         """Take over model and optimizer: device, autocast, loss scaling; every process starts from the weights of the first."""
         self.encoder = encoder
         self.parameters = [parameter for parameter in encoder.parameters() if parameter.requires_grad]
-        if self.world > 1:
-            for parameter in encoder.parameters():
-                dist.broadcast(parameter.data, src=0)
+        self.copy_from_main([parameter.data for parameter in encoder.parameters()])
         self.optimizer = self.accelerator.prepare_optimizer(optimizer)
         self.ahead = 1 if self.device.type == "cpu" else first_pass_width(encoder)
 
@@ -151,30 +143,38 @@ class Engine:
     def encode(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         with self.accelerator.autocast():
             queries, passages = self.encoder(batch)
-        return self.gather(queries), self.gather(passages)
+        queries, passages = self.all_rows(queries), self.all_rows(passages)
+        # looked at once a step, so that the device never waits for the answer
+        self._encoded.append((batch.query_ids, torch.isfinite(queries).all() & torch.isfinite(passages).all()))
+        return queries, passages
 
     def backward(self, value: Tensor) -> None:
         self.accelerator.backward(value)
 
     # the rest of a step
 
-    def gather(self, own: Tensor) -> Tensor:
+    def not_finite(self) -> list[str]:
+        """Query ids of the step's first micro-batch with an embedding that is NaN or infinite; none when all are finite."""
+        finite = torch.stack([flag for _, flag in self._encoded]).tolist()
+        return next((names for (names, _), fine in zip(self._encoded, finite, strict=True) if not fine), [])
+
+    def drop_step(self) -> None:
+        """Leave no trace of the step since the last update."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self._encoded = []
+
+    def all_rows(self, own: Tensor) -> Tensor:
         """Rows of all processes in rank order; only this process's rows carry gradient."""
         if self.world == 1:
             return own
-        parts = [torch.empty_like(own) for _ in range(self.world)]
-        dist.all_gather(parts, own.detach().contiguous())
+        parts = self.gather(own.detach())
         self.gathers += 1
         parts[self.rank] = own
         return torch.cat(parts)
 
     def reduce_gradients(self) -> None:
         """Sum the gradients over the processes, once a step."""
-        if self.world == 1:
-            return
-        waits = [dist.all_reduce(p.grad, async_op=True) for p in self.parameters if p.grad is not None]
-        for wait in waits:
-            wait.wait()
+        self.sum([p.grad for p in self.parameters if p.grad is not None])
 
     def gradient_norms(self) -> tuple[float, float]:
         """L2 norms of the query and passage towers' gradients (equal when the towers are tied), loss scaling undone."""
@@ -193,11 +193,10 @@ class Engine:
     def update(self) -> None:
         """Take the optimizer step (fp16's scaler skips it when gradients overflowed) and clear the gradients."""
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.drop_step()
 
-    def drop_step(self) -> None:
-        """Leave no trace of the step since the last update, and give back the memory that it took."""
-        self.optimizer.zero_grad(set_to_none=True)
+    def free_memory(self) -> None:
+        """Give back what a step took that was broken off."""
         clear_device_cache(garbage_collection=True)
 
     def scaler_state(self) -> dict[str, Any]:
@@ -206,23 +205,6 @@ class Engine:
     def load_scaler_state(self, state: dict[str, Any]) -> None:
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(state)
-
-    # processes
-
-    def main_first(self) -> contextlib.AbstractContextManager:
-        """The main process runs the block before the others do."""
-        return self.accelerator.main_process_first()
-
-    def barrier(self) -> None:
-        self.accelerator.wait_for_everyone()
-
-    def largest(self, mine: int) -> int:
-        """The largest of all processes' numbers."""
-        if self.world == 1:
-            return mine
-        number = torch.tensor(mine, device=self.device)
-        dist.all_reduce(number, op=dist.ReduceOp.MAX)
-        return int(number.item())
 
     # trackers
 
@@ -263,6 +245,15 @@ class Engine:
             reset_peak_resident()
 
 
+def _refuse_sharding() -> None:
+    for variable, name in SHARDED.items():
+        if os.environ.get(variable, "false").lower() == "true":
+            raise InputError(
+                f"launched for {name}, expected one process or data-parallel processes, each with the whole model; where that "
+                "does not fit, a smaller batch.micro_batch_size and model.gradient_checkpointing take less memory"
+            )
+
+
 class SharedEncoder:
     """The model in training, as evaluation wants it: each process encodes every W-th text, all get all vectors."""
 
@@ -290,7 +281,7 @@ class SharedEncoder:
             return vectors
         rows = torch.zeros(-(-len(texts) // world), self.dim, device=self.engine.device)  # the same height everywhere
         rows[: len(own)] = torch.from_numpy(vectors)
-        parts = self.engine.gather(rows).view(world, -1, self.dim)  # (W, height, d)
+        parts = torch.stack(self.engine.gather(rows))  # (W, height, d)
         return parts.transpose(0, 1).reshape(-1, self.dim)[: len(texts)].cpu().numpy()
 
 
@@ -331,11 +322,6 @@ def out_of_memory(error: BaseException) -> bool:
 def mix(*numbers: int) -> int:
     """One 63-bit seed from several numbers."""
     return int.from_bytes(hashlib.sha256(",".join(map(str, numbers)).encode()).digest()[:8], "little") >> 1
-
-
-def process_place() -> tuple[int, int]:
-    """Rank and number of processes as torchrun or accelerate launch set them; (0, 1) without a launcher."""
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 def encoding_device(device: str) -> torch.device:

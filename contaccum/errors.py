@@ -1,4 +1,4 @@
-"""The two ways a verb ends other than well that are no fault of the program; the command line turns them into exit codes."""
+"""The ways a verb ends other than well that are no fault of the program; the command line turns them into exit codes."""
 
 
 class InputError(ValueError):
@@ -7,8 +7,15 @@ class InputError(ValueError):
     exit_code = 2
 
 
-class Interrupted(Exception):
-    """A run stopped because of a signal, after saving a checkpoint."""
+class NotFiniteError(InputError):
+    """An embedding, a loss or a gradient is NaN or infinite; the sentence names the step and its examples."""
+
+
+class Interrupted(BaseException):
+    """A verb stopped because of a signal, a run after saving a checkpoint.
+
+    No Exception, as KeyboardInterrupt is none: a library that shrugs off the errors of one attempt must not shrug this off.
+    """
 
     KEYBOARD = 130
 

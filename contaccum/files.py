@@ -3,15 +3,83 @@
 import hashlib
 import json
 import os
+import platform
+import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from safetensors import SafetensorError
 
 from contaccum.errors import InputError
+
+_LEFTOVER = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}-\d+\.(?P<kind>part|old|gone)", re.DOTALL)
+_LONGEST = 200  # bytes of a name that a leftover's name may repeat; file systems end at 255
+
+
+def _beside(path: Path, kind: str) -> Path:
+    """Hidden name beside ``path`` that no other process on any machine uses."""
+    name = path.name
+    if len(os.fsencode(name)) > _LONGEST:
+        name = hashlib.sha256(os.fsencode(name)).hexdigest()
+    host = hashlib.sha256(platform.node().encode()).hexdigest()[:8]
+    return path.with_name(f".{name}.{host}-{os.getpid()}.{kind}")
+
+
+def is_leftover(name: str) -> bool:
+    """Whether a file or folder of this name is one that a killed process did not finish or did not remove."""
+    return _LEFTOVER.fullmatch(name) is not None
+
+
+def sweep(folder: str | Path) -> None:
+    """Remove what killed processes left in a folder that is now this process's alone.
+
+    Where a folder was killed between moving the old one away and the new one in, the old one is put back.
+    """
+    for path in sorted(Path(folder).iterdir()):
+        found = _LEFTOVER.fullmatch(path.name)
+        if found is None:
+            continue
+        target = path.with_name(found["name"])
+        if found["kind"] == "old" and not target.exists():
+            os.replace(path, target)
+        elif path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def remove_folder(path: Path) -> None:
+    """Delete a folder, which is gone as a whole before its files go one by one."""
+    gone = _beside(path, "gone")
+    os.replace(path, gone)
+    shutil.rmtree(gone)
+
+
+def make_folder(path: Path) -> list[Path]:
+    """Make a folder and those above it, flushed; returns the new ones, outermost first. InputError where it cannot be."""
+    missing: list[Path] = []
+    try:
+        missing = [each for each in (path, *path.parents) if not each.exists()][::-1]
+        for each in missing:
+            each.mkdir(exist_ok=True)
+            if not _inside_a_whole_folder(each):
+                _sync_folder(each.parent)
+        if not path.is_dir():
+            raise NotADirectoryError(None, "is a file, expected a folder")
+    except OSError as error:
+        remove_empty(missing)
+        raise InputError(f"{path}: could not be made ({error.strerror or error})") from error
+    return missing
+
+
+def remove_empty(folders: list[Path]) -> None:
+    """Remove folders that ``make_folder`` made, where nothing came to stand in them."""
+    for each in reversed(folders):
+        with suppress(OSError):  # not empty, or never made
+            each.rmdir()
 
 
 def _sync_folder(folder: Path) -> None:
@@ -23,6 +91,25 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+_filling: list[Path] = []
+"""Folders that ``whole_folder`` has given out and not yet renamed: it flushes what is in them, once, at its end."""
+
+
+def _inside_a_whole_folder(path: Path) -> bool:
+    return any(part in path.parents for part in _filling)
+
+
+def _sync_all(folder: Path) -> None:
+    """Flush a folder and all that it holds, the files before the folders that name them."""
+    for child in sorted(folder.rglob("*"), key=lambda child: child.is_dir()):
+        if child.is_dir():
+            _sync_folder(child)
+        else:
+            with open(child, "rb") as file:
+                os.fsync(file.fileno())
+    _sync_folder(folder)
+
+
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[BinaryIO]:
     """Open a binary file beside ``path``; when the block ends well it is flushed and renamed to ``path``, else removed.
@@ -30,19 +117,24 @@ def whole_file(path: str | Path) -> Iterator[BinaryIO]:
     Raises InputError when the disk is full or the folder cannot be written.
     """
     path = Path(path)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part, made = _beside(path, "part"), make_folder(path.parent)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with open(part, "wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if not _inside_a_whole_folder(path):
+                os.fsync(file.fileno())
         os.replace(part, path)
-        _sync_folder(path.parent)
+        if not _inside_a_whole_folder(path):
+            _sync_folder(path.parent)
     except OSError as error:
+        if _inside_a_whole_folder(path):
+            raise  # the folder's own sentence names a path that the user knows
         raise InputError(f"{path}: could not be written ({error.strerror or error})") from error
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(NotADirectoryError):  # the folder's own path is a file
+            part.unlink(missing_ok=True)
+        remove_empty(made)
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -66,6 +158,8 @@ def read_json(path: str | Path) -> Any:
         raise InputError(f"{path}: byte {error.start} is not UTF-8, expected a UTF-8 JSON file") from error
     except json.JSONDecodeError as error:
         raise InputError(f"{path}, line {error.lineno}: {error.msg}, expected JSON") from error
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets without end
+        raise InputError(f"{path}: not usable JSON ({error}), expected JSON") from error
 
 
 @contextmanager
@@ -75,19 +169,15 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
     An older folder at ``path`` is replaced, and is deleted only after the new one stands in its place.
     """
     path = Path(path)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    old = path.with_name(f".{path.name}.{os.getpid()}.old")
+    part, old, made = _beside(path, "part"), _beside(path, "old"), make_folder(path.parent)
     try:
         shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
+        part.mkdir()
+        _filling.append(part)
         yield part
-        for child in part.rglob("*"):
-            if child.is_file():
-                with open(child, "rb") as file:
-                    os.fsync(file.fileno())
-            else:
-                _sync_folder(child)
-        _sync_folder(part)
+        _filling.remove(part)
+        if not _inside_a_whole_folder(path):
+            _sync_all(part)
         if path.exists():
             os.replace(path, old)
         try:
@@ -96,12 +186,18 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
             if old.exists():
                 os.replace(old, path)
             raise
-        _sync_folder(path.parent)
+        if not _inside_a_whole_folder(path):
+            _sync_folder(path.parent)
     except (OSError, SafetensorError) as error:  # safetensors wraps a full disk in an error of its own
+        if _inside_a_whole_folder(path):
+            raise
         raise InputError(f"{path}: could not be written ({getattr(error, 'strerror', None) or error})") from error
     finally:
+        with suppress(ValueError):
+            _filling.remove(part)
         shutil.rmtree(part, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
+        remove_empty(made)
 
 
 def sha256_of(path: str | Path) -> str:

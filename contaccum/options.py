@@ -26,6 +26,8 @@ class ModelChoice:
     """`auto` takes CUDA, else MPS, else the CPU."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of the encoder's weights and arithmetic."""
+    timeout_minutes: float = 30.0
+    """Minutes that one of several processes waits for the others before it gives up."""
     trust_remote_code: bool = False
     """Run model code that comes with the checkpoint. Only for sources that you trust."""
 

@@ -1,81 +1,95 @@
-"""Started by test_processes.py, alone or under torchrun: three steps of every method on real batches, gradients to a file.
+"""A job of test_processes.py: three steps of every method on real batches; gradients, losses and banks go to a file.
 
-Under ``tokens-METHOD`` the same with micro-batches cut by tokens; one process then takes those that two have together.
-
-usage: gradient_worker.py DATA OUTPUT
+arguments: DATA OUTPUT [REFERENCE]. Each step starts from the weights that it had in REFERENCE, the output of one process;
+else rounding, which weights take over from step to step, would be measured with the gradients.
 """
 
-import sys
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
+import numpy as np
 import torch
 from helpers import gradients, train_config
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from contaccum.batch import MicroBatch, Tokens
-from contaccum.config import TRAITS, TrainConfig
-from contaccum.data.dataset import TrainSet, load_train_set
-from contaccum.encoder import DualEncoder
-from contaccum.engine import Engine
+from contaccum.batch import MicroBatch, RowIds
+from contaccum.config import TRAITS
+from contaccum.data.dataset import load_train_set
+from contaccum.engine import Engine, SharedEncoder
 from contaccum.methods import METHODS
 from contaccum.training import setup
 
-BY_TOKENS = {"batch.micro_batch_tokens": 250, "batch.micro_batch_size": 8, "model.max_passage_length": 48}
+LONELY = "lonely"
+"""Marks gradients of processes that compare only their own rows: the control."""
 
 
-def main(data: str, output: str) -> None:
-    found = {}
-    for name in (*TRAITS, *(f"tokens-{method}" for method, traits in TRAITS.items() if not traits.whole)):
-        method = name.removeprefix("tokens-")
-        engine = Engine(device="cpu")
-        changes = {"data.hard_negatives": 1, "batch.micro_batch_size": 4 // engine.world, "bank.size": 24}
-        config = train_config(Path(data), Path(output), method, **{**changes, **(BY_TOKENS if name != method else {})})
-        config.validate(engine.world)
-        train_set = load_train_set(data if name == method else f"{data}-uneven", "train", 1)
-        encoder = setup.build_encoder(config.model, train_set, config.seed).train()
-        encoder.set_dropout(0.0)
-        batches = setup.build_batches(config, engine, encoder, train_set)
-        if name != method and engine.world == 1:
-            batches = Together(config, encoder, train_set)
-        loss = setup.build_loss(config)
-        bank = setup.build_bank(config, engine, encoder, loss)
-        engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.5))
-        engine.ahead = 2  # as on a GPU
-        for step in range(3):
-            engine.step = step
-            values = METHODS[method](engine, batches.step(step), bank, loss)
-            engine.reduce_gradients()
-            for parameter, gradient in gradients(encoder).items():
-                found[f"{name}/{step}/{parameter}"] = gradient
-            found[f"{name}/{step}/loss"] = torch.stack([value.value for value in values]).mean()
-            engine.update()
-            bank.end_step()
-        tensors, numbers = bank.state()
-        found |= {f"{name}/bank/{tensor_name}": tensor for tensor_name, tensor in tensors.items()}
-        found[f"{name}/bank/pointer"] = torch.tensor(numbers["pointer"])
+class LonelyEngine(Engine):
+    """Gathers nothing."""
+
+    def all_rows(self, own: torch.Tensor) -> torch.Tensor:
+        return own
+
+
+def main(arguments: list[str]) -> None:
+    data, output, *reference = arguments
+    weights = load_file(reference[0]) if reference else {}
+    found: dict[str, torch.Tensor] = {}
+    for method in TRAITS:
+        found |= three_steps(method, Engine(device="cpu"), data, weights)
+    for method in ("in_batch", "cont_accum"):
+        lonely = three_steps(method, LonelyEngine(device="cpu"), data, weights)
+        found |= {f"{LONELY}/{name}": tensor for name, tensor in lonely.items() if "/bank/" not in name}
+    engine = Engine(device="cpu")
+    found |= uneven_evaluation(engine, data)
     save_file(found, f"{output}.{engine.rank}.safetensors")
 
 
-class Together:
-    """The micro-batches of both of two processes as one process's."""
+def three_steps(method: str, engine: Engine, data: str, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    found = {}
+    changes = {"data.hard_negatives": 1, "batch.micro_batch_size": 4 // engine.world, "bank.size": 24}
+    config = train_config(Path(data), Path("unused"), method, **changes)
+    config.validate(engine.world)
+    train_set = load_train_set(data, "train", 1)
+    encoder = setup.build_encoder(config.model, train_set, config.seed).train()
+    encoder.set_dropout(0.0)
+    batches = setup.build_batches(config, engine, encoder, train_set)
+    loss = setup.build_loss(config)
+    bank = setup.build_bank(config, engine, encoder, loss)
+    engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1))
+    for step in range(3):
+        engine.step = step
+        for name, parameter in encoder.named_parameters():
+            parameter.data.copy_(weights.get(f"{method}/{step}/start/{name}", parameter.data))
+            found[f"{method}/{step}/start/{name}"] = parameter.detach().clone()
+        micro_batches = batches.step(step)
+        if isinstance(engine, LonelyEngine):
+            micro_batches = [own_ids(batch, engine) for batch in micro_batches]
+        values = METHODS[method](engine, micro_batches, bank, loss)
+        engine.reduce_gradients()
+        for name, gradient in gradients(encoder).items():
+            found[f"{method}/{step}/gradient/{name}"] = gradient
+        found[f"{method}/{step}/loss"] = torch.stack([value.value for value in values]).mean()
+        found[f"{method}/{step}/masked"] = torch.stack([value.masked.float() for value in values]).sum()
+        engine.update()
+        bank.end_step()
+    tensors, numbers = bank.state()
+    found |= {f"{method}/bank/{name}": tensor for name, tensor in tensors.items()}
+    found[f"{method}/bank/pointer"] = torch.tensor(numbers["pointer"])
+    return found
 
-    def __init__(self, config: TrainConfig, encoder: DualEncoder, train_set: TrainSet) -> None:
-        places = [SimpleNamespace(rank=rank, world=2, main_first=nullcontext) for rank in range(2)]
-        self.sources = [setup.build_batches(config, place, encoder, train_set) for place in places]
 
-    def step(self, step: int) -> list[MicroBatch]:
-        return [
-            MicroBatch(
-                Tokens.join([first.queries, second.queries], 0, "right"),
-                Tokens.join([first.passages, second.passages], 0, "right"),
-                first.ids,
-                first.query_ids + second.query_ids,
-            )
-            for first, second in zip(*(source.step(step) for source in self.sources), strict=True)
-        ]
+def own_ids(batch: MicroBatch, engine: Engine) -> MicroBatch:
+    own = slice(engine.rank * len(batch.query_ids), (engine.rank + 1) * len(batch.query_ids))
+    ids = RowIds(batch.ids.columns[own], batch.ids.positives[own])
+    return MicroBatch(batch.queries, batch.passages, ids, batch.query_ids)
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def uneven_evaluation(engine: Engine, data: str) -> dict[str, torch.Tensor]:
+    """Vectors of 1 to 5 texts, which no number of processes above 1 divides evenly every time."""
+    config = train_config(Path(data), Path("unused"))
+    encoder = setup.build_encoder(config.model, load_train_set(data, "train"), 0)
+    engine.prepare(encoder, torch.optim.SGD(encoder.parameters()))
+    texts = [f"the fox of valley {number}" for number in range(5)]
+    shared = SharedEncoder(engine)
+    return {
+        f"texts/{count}": torch.from_numpy(np.array(shared.encode_passages(texts[:count]))) for count in range(1, 6)
+    }

@@ -1,9 +1,8 @@
-"""Started by test_out_of_memory.py, alone or under torchrun: runs in which the last process runs out of memory in step 2.
+"""A job of test_out_of_memory.py: runs in which the last process runs out of memory in step 2.
 
-usage: out_of_memory_worker.py DATA OUTPUT
+arguments: DATA OUTPUT
 """
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,8 @@ CASES = {"forward": ("cont_accum", 4 + 2), "loss": ("cont_cache", 1 + 1), "backw
 """The method, and the call that fails: the second of its kind in the second step where there are several."""
 
 
-def main(data: str, output: str) -> None:
+def main(arguments: list[str]) -> None:
+    data, output = arguments
     for place, (method, call) in CASES.items():
         engine = Engine(device="cpu")
         changes = {**CHANGES, "batch.micro_batch_size": 4 // engine.world, "optim.max_steps": 3, "run.save_steps": 0}
@@ -29,7 +29,3 @@ def main(data: str, output: str) -> None:
             if engine.rank == engine.world - 1:
                 spoil(patch, place, call, above=2 // engine.world)
             training.run(StopSignals())
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -79,6 +79,8 @@ def test_the_saved_config_is_complete_and_can_be_read_back(tmp_path, capsys):
         ({"optim.warmup_ratio": 0.1, "optim.warmup_steps": 3}, "are both given"),
         ({"optim.learning_rate": -1.0}, "optim.learning_rate is -1.0, expected at least 0"),
         ({"run.keep_checkpoints": 0}, "run.keep_checkpoints is 0, expected at least 1"),
+        ({"run.timeout_minutes": 0.0}, "run.timeout_minutes is 0.0, expected more than 0"),
+        ({"run.bank_check_steps": -1}, "run.bank_check_steps is -1, expected at least 0"),
         ({"optim.adam_beta1": 1.5}, "optim.adam_beta1 is 1.5, expected at least 0 and less than 1"),
         (
             {"run.metric": "ndcg@1O"},
@@ -110,6 +112,7 @@ def test_each_broken_rule_is_one_sentence(changes, sentence):
             "batch.on_out_of_memory has no effect with in_batch",
         ),
         ({"run.eval_steps": 5}, "run.eval_steps has no effect without data.dev"),
+        ({"allow_changes": True}, "allow_changes has no effect without resume"),
         ({"optim.reference_batch_size": 64}, "optim.reference_batch_size has no effect"),
         ({"method": "cont_cache", "bank.visibility": "on_step"}, "bank.visibility has no effect with cont_cache"),
         ({"bank.keep": False, "bank.visibility": "on_step"}, "bank.keep false empties the bank before"),

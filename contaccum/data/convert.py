@@ -38,6 +38,8 @@ def convert(
     """
     if to not in get_args(Form):
         raise InputError(f"format {to!r} is not known, expected one of {', '.join(get_args(Form))}")
+    if to == "beir" and (not split or split != Path(split).name):
+        raise InputError(f"split {split!r} is to name a file, expected a plain name such as train")
     target = Path(target)
     if target.exists() and not (to == "beir" and target.is_dir() and not any(target.iterdir())):
         raise InputError(f"{target}: exists already, expected a new path")
@@ -95,8 +97,8 @@ def _write_beir(folder: Path, corpus: Dataset, examples: Iterable[Example], spli
 
 
 def _plain(key: str) -> str:
-    if any(character in key for character in "\t\r\n"):
-        raise InputError(f"id {key!r} holds a tab or a line break, expected one that a qrels file can hold")
+    if any(character in key for character in "\t\r\n\0"):
+        raise InputError(f"id {key!r} holds a tab, a line break or a NUL, expected one that a qrels file can hold")
     return key
 
 

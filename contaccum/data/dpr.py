@@ -2,6 +2,7 @@
 
 import ast
 import csv
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from contaccum.data.json_records import (
     json_list,
     list_field,
     record_of,
+    refuse_half_characters,
     string_field,
     title_field,
 )
@@ -22,6 +24,7 @@ from contaccum.data.records import Example, Passage, Query, Question, content_id
 DPR_RECORD = "DPR records (objects with question, positive_ctxs and hard_negative_ctxs)"
 _CONTEXT = "a context (an object with title, text and, where it has one, passage_id)"
 _CORPUS_ROW = "three columns separated by tabs: id, text, title"
+_HEADER = ["id", "text", "title"]
 _QUESTION_ROW = "two columns separated by a tab: a question, and a list of answers such as ['a', 'b']"
 
 
@@ -55,7 +58,9 @@ def dpr_corpus(path: Path) -> Iterator[tuple[int, Passage]]:
     for line, row in _tab_rows(path, _CORPUS_ROW):
         if len(row) != 3:
             raise Place(path, line).error(f"found {len(row)} columns, expected {_CORPUS_ROW}")
-        if line == 1 and row == ["id", "text", "title"]:
+        if line == 1 and row[0].lower() == _HEADER[0]:
+            if row != _HEADER:
+                raise Place(path, 1).error(f"the header is {', '.join(map(repr, row))}, expected {', '.join(_HEADER)}")
             continue
         if not row[0]:
             raise Place(path, line).error(f"the id is empty, expected {_CORPUS_ROW}")
@@ -67,16 +72,22 @@ def dpr_questions(path: Path) -> Iterator[tuple[int, Question]]:
     for line, row in _tab_rows(path, _QUESTION_ROW):
         if len(row) != 2:
             raise Place(path, line).error(f"found {len(row)} columns, expected {_QUESTION_ROW}")
+        if not row[0].strip():
+            raise Place(path, line).error(f"the question is empty, expected {_QUESTION_ROW}")
         yield line, Question(row[0], _answers(row[1], Place(path, line)))
 
 
 def _answers(column: str, place: Place) -> list[str]:
     try:
-        answers = ast.literal_eval(column)
+        with warnings.catch_warnings():  # a pattern such as '\d' is meant as it stands; the parser remarks on it
+            warnings.simplefilter("ignore")
+            answers = ast.literal_eval(column)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
         raise place.error(f"the answers column is {column[:80]!r}, expected {_QUESTION_ROW}") from error
     if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
         raise place.error(f"the answers column is {column[:80]!r}, expected {_QUESTION_ROW}")
+    if "\\" in column:
+        refuse_half_characters(answers, place)
     return answers
 
 
@@ -86,7 +97,7 @@ def _tab_rows(path: Path, expected: str) -> Iterator[tuple[int, list[str]]]:
 
     def lines() -> Iterator[str]:
         nonlocal line
-        for number, text in numbered_lines(path):
+        for number, text in numbered_lines(path, blank=True):  # a quoted field may hold empty lines
             line = line or number
             yield text + "\n"
 
@@ -99,4 +110,5 @@ def _tab_rows(path: Path, expected: str) -> Iterator[tuple[int, list[str]]]:
             return
         except csv.Error as error:
             raise Place(path, line).error(f"{error} (is a quote left open?), expected {expected}") from error
-        yield line, row
+        if "".join(row).strip():
+            yield line, row

@@ -3,6 +3,7 @@
 The first reading checks the file and writes the tables into the cache; later readings map them.
 """
 
+import os
 import warnings
 from array import array
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ def load_examples(path: str | Path, strict: bool = False, repair: bool = False) 
     text is kept); both are refused when ``strict``. ``repair``, which is for BEIR folders, has no effect but a warning.
     """
     path = Path(path)
-    if not path.exists():
+    if not os.path.isfile(path):
         raise InputError(f"{path}: no such file or folder")
     if repair:
         warnings.warn(f"{path}: repair has no effect on a file of examples", stacklevel=4)
@@ -63,6 +64,8 @@ def load_examples(path: str | Path, strict: bool = False, repair: bool = False) 
         if strict:
             raise InputError(problem["first"])
         warnings.warn(f"{path}: {problem['count']} {problem['text']}", stacklevel=4)
+    if not about["examples"]:
+        raise InputError(f"{path}: is empty, expected at least one example")
     if not about["answerable"]:
         raise InputError(f"{path}: no query has a positive, expected at least one")
     lists = {name: Ragged(*(_load(folder, f"{name}_{part}") for part in ("offsets", "values"))) for name in _LISTS}
@@ -72,6 +75,10 @@ def load_examples(path: str | Path, strict: bool = False, repair: bool = False) 
 
 def _load(folder: Path, name: str) -> np.ndarray:
     return np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+
+
+def _save(folder: Path, name: str, numbers: array) -> None:
+    np.save(folder / f"{name}.npy", np.array(numbers, dtype=np.int64), allow_pickle=False)
 
 
 class _Problem:
@@ -103,11 +110,12 @@ class _Builder:
         for place, example in tqdm(examples, desc=f"reading {self.path.name}", unit=" examples", disable=None):
             self._add(place, example)
         for name in _LISTS:
-            np.save(self.folder / f"{name}_offsets.npy", np.array(self.ends[name], dtype=np.int64))
-            np.save(self.folder / f"{name}_values.npy", np.array(self.values[name], dtype=np.int64))
+            _save(self.folder, f"{name}_offsets", self.ends[name])
+            _save(self.folder, f"{name}_values", self.values[name])
         problems = [problem for problem in (self.unanswerable, self.conflicts) if problem.count]
         about = {
             "fingerprint": self.queries.close() + self.passages.close(),
+            "examples": len(self.places),
             "answerable": len(self.places) - self.unanswerable.count,
             "problems": [vars(problem) for problem in problems],
         }

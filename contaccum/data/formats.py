@@ -5,6 +5,8 @@ neg, and Tevatron JSONL; each plain or gzipped. Readers stream, and check the fo
 unique and known, and passages not empty, is for those who see the whole data set.
 """
 
+import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -51,6 +53,8 @@ _QUERY = "a query (an object with _id and text)"
 _PAIR = "an object with query, pos and neg"
 _TEVATRON = "an object with query_id, query, positive_passages and negative_passages"
 _DOCUMENT = "a passage (an object with docid, title and text)"
+MAX_GRADE = 99_999  # trec_eval keeps a count for every grade up to the largest
+_GRADE = re.compile(r" *[+-]?[0-9]{1,5} *")
 _GRADES = "three columns (query-id, corpus-id, score) or TREC's four (query, iteration, passage, grade)"
 
 
@@ -115,10 +119,10 @@ def read_qrels(path: str | Path) -> Iterator[Judgement]:
         query, passage, grade = cells[0], cells[-2], cells[-1]
         if not query or not passage:
             raise Place(path, number).error(f"found an empty id, expected {_GRADES}")
-        try:
-            yield Judgement(query, passage, int(grade), number)
-        except ValueError as error:
-            raise Place(path, number).error(f"the grade is {grade!r}, expected a whole number") from error
+        if not _GRADE.fullmatch(grade):
+            expected = f"a whole number from -{MAX_GRADE} to {MAX_GRADE}"
+            raise Place(path, number).error(f"the grade is {grade[:40]!r}, expected {expected}")
+        yield Judgement(query, passage, int(grade), number)
 
 
 def read_questions(path: str | Path) -> Iterator[Question]:
@@ -196,7 +200,7 @@ _EXAMPLES: dict[str, Callable[[Path], Iterator[tuple[Place, Example]]]] = {
 def kind_of_data(path: str | Path) -> Kind:
     """What a folder or file holds, told from its first record; InputError where it is none of our formats."""
     path = Path(path)
-    if path.is_dir():
+    if os.path.isdir(path):
         beir_file(path, "corpus.jsonl")
         return "beir"
     first = first_character(path)
@@ -224,4 +228,5 @@ def _kind_of_lines(path: Path) -> Kind:
     for field, kind in marks.items():
         if field in record:
             return kind
-    raise place.error(f"found the fields {', '.join(map(repr, record))}, expected {expected}")
+    found = f"the fields {', '.join(map(repr, list(record)[:8]))}" if record else "an empty object"
+    raise place.error(f"found {found}, expected {expected}")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from contaccum.data.lines import CHUNK, Place, not_utf8, numbered_lines, open_bytes
+from contaccum.data.lines import CHUNK, MAX_LINE, Place, not_utf8, numbered_lines, open_bytes
 from contaccum.errors import InputError
 
 Element = TypeVar("Element")
@@ -28,7 +28,7 @@ def json_lines(path: Path, expected: str) -> Iterator[tuple[Place, Record]]:
         except (ValueError, RecursionError) as error:
             raise place.error(f"not usable JSON ({error}), expected {expected}") from error
         if "\\u" in line and _SURROGATE.search(line):
-            _refuse_half_characters(value, place)
+            refuse_half_characters(value, place)
         yield place, record_of(value, place, expected)
 
 
@@ -63,6 +63,8 @@ class _ListReader:
 
     def _more(self) -> bool:
         """Drop what is used and read on; False at the end of the file."""
+        if len(self._window) - self._position > MAX_LINE:
+            raise self._place().error(f"the record has more than {MAX_LINE} characters, expected at most that")
         data = self._file.read(max(CHUNK, len(self._window)))  # doubling keeps a very long record's cost linear
         try:
             chunk = self._utf8.decode(data, final=not data)
@@ -107,7 +109,7 @@ class _ListReader:
             except (ValueError, RecursionError) as error:
                 raise self._place().error(f"not usable JSON ({error}), expected {self._expected}") from error
         if _SURROGATE.search(self._window, self._position, end):
-            _refuse_half_characters(value, self._place())
+            refuse_half_characters(value, self._place())
         self._advance(end)
         return value
 
@@ -116,7 +118,7 @@ class _ListReader:
         return error.msg.startswith("Unterminated string") or error.pos >= len(self._window) - 12
 
 
-def _refuse_half_characters(value: Any, place: Place) -> None:
+def refuse_half_characters(value: Any, place: Place) -> None:
     """Refuse JSON such as "\\ud800": half of a surrogate pair, which no UTF-8 file can hold."""
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")

@@ -6,6 +6,8 @@ a byte order mark is dropped, blank lines are skipped.
 
 import gzip
 import io
+import os
+import stat
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +17,9 @@ from typing import Any, NamedTuple, cast
 from contaccum.errors import InputError
 
 CHUNK = 1 << 20  # bytes read at a time
+MAX_LINE = 1 << 24  # bytes of one line or record; what is longer is no line of text
 _BOM = b"\xef\xbb\xbf"
+_SPACE = " \t\r\v\f"  # other white space, such as U+2028, is text
 _GZIP = b"\x1f\x8b"
 
 
@@ -39,7 +43,11 @@ class Place(NamedTuple):
 @contextmanager
 def open_bytes(path: Path) -> Iterator[io.BufferedReader]:
     """Open a plain or gzipped file (told by its first bytes), behind its byte order mark."""
+    if "\0" in str(path):
+        raise InputError(f"{str(path)!r}: no such file, since no path can hold a NUL")
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode) and not os.path.isdir(path):
+            raise InputError(f"{path}: is a pipe or device, expected a file, which can be read more than once")
         with open(path, "rb") as raw:
             zipped = raw.read(2) == _GZIP
             raw.seek(0)
@@ -63,18 +71,20 @@ def _unzipped(raw: io.BufferedReader) -> io.BufferedReader:
 
 
 def first_character(path: Path) -> str:
-    """The first character of a file that is no white space, "" in an empty file; tells the formats apart."""
+    """The first character of a file that is no white space, "" where there is none; tells the formats apart."""
     with open_bytes(path) as file:
-        while chunk := file.read(CHUNK):
-            if text := chunk.decode("utf-8", errors="replace").lstrip():
+        for _ in range(0, MAX_LINE, CHUNK):  # a zip bomb of spaces is not followed to its end
+            if text := file.read(CHUNK).decode("utf-8", errors="replace").lstrip():
                 return text[0]
     return ""
 
 
-def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Every line that is not blank, without its line end, and its number from 1."""
+def numbered_lines(path: Path, blank: bool = False) -> Iterator[tuple[int, str]]:
+    """Every line without its line end, and its number from 1; those of white space alone only when ``blank``."""
     with open_bytes(path) as file:
-        for number, raw in enumerate(file, 1):
+        for number, raw in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), 1):
+            if len(raw) > MAX_LINE:
+                raise Place(path, number).error(f"the line has more than {MAX_LINE} bytes, expected at most that")
             try:
                 line = raw.decode("utf-8")
             except UnicodeDecodeError as error:
@@ -82,7 +92,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
             if "\0" in line:
                 raise Place(path, number).error("found a NUL byte, expected text")
             line = line.removesuffix("\n").removesuffix("\r")
-            if line and not line.isspace():
+            if blank or line.strip(_SPACE):
                 yield number, line
 
 

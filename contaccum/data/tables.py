@@ -3,6 +3,7 @@
 The first reading of a corpus checks it and writes an Arrow file into the cache; later readings map that file.
 """
 
+import os
 import warnings
 from array import array
 from collections.abc import Collection, Iterable
@@ -63,10 +64,10 @@ def load_corpus(path: str | Path, repair: bool = False) -> Dataset:
 def _open_corpus(path: str | Path, repair: bool) -> tuple[Dataset, str]:
     """The corpus and its fingerprint."""
     source = Path(path)
-    if not source.exists():
-        raise InputError(f"{source}: no such file or folder")
-    if source.is_dir():
+    if os.path.isdir(source):  # unlike Path.is_dir, takes whatever a user may have typed
         source = beir_file(source, "corpus.jsonl")
+    if not os.path.isfile(source):
+        raise InputError(f"{source}: no such file or folder")
     folder = cached_folder("corpus", [file_key(source), repair], lambda folder: _build_corpus(source, repair, folder))
     about = read_json(folder / "about.json")
     if about["repeated"]:
@@ -129,7 +130,7 @@ def load_queries(path: str | Path, ids: Collection[str] | None = None, repair: b
 
     An id that stands twice is refused; with ``repair`` its last text stands, and a warning counts them.
     """
-    source = beir_file(path, "queries.jsonl") if Path(path).is_dir() else Path(path)
+    source = beir_file(path, "queries.jsonl") if os.path.isdir(path) else Path(path)
     queries: dict[str, str] = {}
     lines: dict[str, int] = {}
     repeated = 0
@@ -171,6 +172,22 @@ def load_qrels(path: str | Path, split: str, repair: bool = False) -> dict[str, 
 def judged_split(path: str | Path, split: str, repair: bool = False) -> JudgedSplit:
     """A split of a BEIR folder with everything it refers to; queries come in the order in which they are judged."""
     source = qrels_file(path, split)
+    qrels, query_lines, passage_lines = _read_grades(source)
+    queries = load_queries(path, qrels.keys(), repair)
+    _refuse_unknown(source, "query", query_lines, queries, beir_file(path, "queries.jsonl"))
+    corpus, fingerprint = _open_corpus(path, repair)
+    rows = find_rows(corpus, passage_lines)
+    _refuse_unknown(source, "passage", passage_lines, rows, beir_file(path, "corpus.jsonl"))
+    return JudgedSplit(corpus, fingerprint, {query: queries[query] for query in qrels}, qrels, rows)
+
+
+def load_grades(path: str | Path) -> dict[str, dict[str, int]]:
+    """Grades by query id and passage id of a qrels file that stands alone; a pair with two grades is refused."""
+    return _read_grades(Path(path))[0]
+
+
+def _read_grades(source: Path) -> tuple[dict[str, dict[str, int]], dict[str, int], dict[str, int]]:
+    """Grades by query id and passage id, and the line at which each query and each passage is first judged."""
     qrels: dict[str, dict[str, int]] = {}
     query_lines: dict[str, int] = {}
     passage_lines: dict[str, int] = {}
@@ -182,12 +199,7 @@ def judged_split(path: str | Path, split: str, repair: bool = False) -> JudgedSp
         passage_lines.setdefault(passage, line)
     if not qrels:
         raise InputError(f"{source}: is empty, expected at least one judgement")
-    queries = load_queries(path, qrels.keys(), repair)
-    _refuse_unknown(source, "query", query_lines, queries, beir_file(path, "queries.jsonl"))
-    corpus, fingerprint = _open_corpus(path, repair)
-    rows = find_rows(corpus, passage_lines)
-    _refuse_unknown(source, "passage", passage_lines, rows, beir_file(path, "corpus.jsonl"))
-    return JudgedSplit(corpus, fingerprint, {query: queries[query] for query in qrels}, qrels, rows)
+    return qrels, query_lines, passage_lines
 
 
 def _refuse_unknown(source: Path, what: str, lines: dict[str, int], known: Collection[str], file: Path) -> None:

@@ -62,17 +62,18 @@ def build_token_table(
     """
     if not tokenizer.is_fast:
         raise InputError(f"the tokenizer of {tokenizer.name_or_path!r} is a slow one, expected a fast tokenizer")
-    key = [fingerprint, list(columns), _tokenizer_hash(tokenizer), max_length, prefix]
+    key = [fingerprint, list(columns), tokenizer_hash(tokenizer), max_length, prefix]
 
     def build(folder: Path) -> None:
         with open(folder / "tokens.npy", "wb") as file:
             offsets = _write_tokens(file, texts, columns, tokenizer, max_length, prefix)
-        np.save(folder / "offsets.npy", offsets)
+        np.save(folder / "offsets.npy", offsets, allow_pickle=False)
 
     return TokenTable(cached_folder("tokens", key, build))
 
 
-def _tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
+def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """What tells one fast tokenizer from another."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     # calls leave their truncation and padding behind in the tokenizer; neither tells one tokenizer from another
     state.pop("truncation", None)

@@ -21,6 +21,7 @@ from contaccum.data.records import Question
 from contaccum.errors import InputError
 from contaccum.evaluation.beir import Metrics, cuts_within, metrics_of
 from contaccum.options import SearchSettings
+from contaccum.processes import ALONE, Processes
 from contaccum.retrieval.encode import Encoder
 from contaccum.retrieval.runs import Run
 from contaccum.retrieval.search import DEFAULTS, retrieve, rows_of
@@ -190,9 +191,10 @@ def evaluate_answers(
     *,
     match: str = "string",
     processes: int = 1,
+    group: Processes = ALONE,
 ) -> Metrics:
-    """Encode, search and count answers, at the cuts that k reaches."""
+    """Encode, search and count answers, at the cuts that k reaches; ``group`` as in ``retrieve``."""
     cuts = cuts_within(CUTS, k)
     queries = dict(zip(question_ids(questions), (question.text for question in questions), strict=True))
-    run = retrieve(encoder, queries, corpus, k, settings)
+    run = retrieve(encoder, queries, corpus, k, settings, group)
     return answer_accuracy(questions, run, corpus, match=match, cuts=cuts, processes=processes)

@@ -5,6 +5,7 @@ import os
 import stat
 import zipfile
 import zlib
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
@@ -12,7 +13,7 @@ import requests
 from tqdm.auto import tqdm
 
 from contaccum.errors import InputError
-from contaccum.files import cache_folder, whole_file, whole_folder
+from contaccum.files import cache_folder, whole_folder
 
 BASE_URL = "https://public.ukp.informatik.tu-darmstadt.de/thakur/BEIR/datasets"
 
@@ -45,7 +46,9 @@ GIB = 1 << 30
 MAX_DOWNLOAD = 16 * GIB  # the largest archive, cqadupstack's, has 5 GiB
 MAX_UNPACKED = 64 * GIB
 _MAX_ENTRIES = 1000
+_MAX_RATIO = 100  # of unpacked to packed bytes; text has 3 to 10, zeros have 1000
 _CHUNK = 1 << 20
+_OTHER_RANGE = (206, 416)  # HTTP status of a part that was not asked for, and of a part that there is not
 _TIMEOUT = 30  # seconds without any byte
 
 
@@ -68,7 +71,8 @@ def resolve_dataset(
 
     ``cqadupstack`` is twelve sets, named ``cqadupstack/android`` and so on. ``md5`` stands in for the published
     checksum of a copy served elsewhere. Raises InputError when the name is not known, the archive cannot be had, is
-    larger than the limits (bytes), differs from its checksum or is unsafe to unpack; then nothing is left behind.
+    larger than the limits (bytes), differs from its checksum or is unsafe to unpack; then nothing is left behind, but
+    what came before a connection broke, which the next call continues where there is a checksum to try the whole by.
     """
     if os.path.exists(name_or_folder):  # unlike Path.exists, takes a name too long for a path
         return Path(name_or_folder)
@@ -78,11 +82,7 @@ def resolve_dataset(
         url = f"{base_url}/{name}.zip"
         archive = folder.with_name(f"{name}.zip")
         try:
-            with whole_file(archive) as file:
-                found = _fetch(url, file, max_download, folder)
-            expected = md5 or MD5.get(name)
-            if expected and found != expected:
-                raise InputError(f"{url}: the archive's MD5 is {found}, expected {expected}")
+            _download(url, archive, md5 or MD5.get(name), max_download, folder)
             unpack(archive, name, folder, max_unpacked)
         finally:
             archive.unlink(missing_ok=True)
@@ -104,35 +104,85 @@ def _checked_name(name: str, forum: str) -> str:
     return name
 
 
-def _fetch(url: str, file: BinaryIO, limit: int, folder: Path) -> str:
-    """Download into an open file, at most ``limit`` bytes; returns the MD5 in hex."""
-    digest = hashlib.md5(usedforsecurity=False)  # the only checksum that BEIR publishes
+def _download(url: str, archive: Path, expected: str | None, limit: int, folder: Path) -> None:
+    """Download to a part file beside ``archive``, try its checksum, and rename it."""
+    rest = archive.with_name(f".{archive.name}.part")  # of a broken download; a rename gives it to one process alone
+    part = archive.with_name(f".{archive.name}.{os.getpid()}.part")
     try:
-        with requests.get(url, stream=True, timeout=_TIMEOUT) as response:
-            response.raise_for_status()
-            total = int(response.headers.get("Content-Length", 0))
-            with tqdm(total=total or None, desc=folder.name, unit="B", unit_scale=True, disable=None) as bar:
-                for chunk in response.iter_content(_CHUNK):
-                    if file.tell() + len(chunk) > limit:
-                        raise InputError(f"{url}: the archive has more than {limit} bytes, expected at most that")
-                    file.write(chunk)
-                    digest.update(chunk)
-                    bar.update(len(chunk))
+        part.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):
+            os.replace(rest, part)
+        try:
+            with open(part, "ab") as file:
+                _fetch(url, file, limit, folder)
+        except _Broken:
+            if expected and part.stat().st_size:
+                os.replace(part, rest)
+            raise
+        found = _md5_of(part)
+        if expected and found != expected:
+            raise InputError(f"{url}: the archive's MD5 is {found}, expected {expected}")
+        os.replace(part, archive)
+    except OSError as error:
+        raise InputError(f"{archive}: could not be written ({error.strerror or error})") from error
+    finally:
+        with suppress(NotADirectoryError):
+            part.unlink(missing_ok=True)
+
+
+class _Broken(InputError):
+    """A connection that failed; what it brought may be continued."""
+
+
+def _md5_of(path: Path) -> str:
+    digest = hashlib.md5(usedforsecurity=False)  # the only checksum that BEIR publishes
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _fetch(url: str, file: BinaryIO, limit: int, folder: Path) -> None:
+    """Download what an open file lacks, or all where the server does not continue; at most ``limit`` bytes in all."""
+    start = file.tell()
+    headers = {"Range": f"bytes={start}-", "Accept-Encoding": "identity"} if start else {}
+    try:
+        with requests.get(url, stream=True, timeout=_TIMEOUT, headers=headers) as response:
+            continues = response.headers.get("Content-Range", "").startswith(f"bytes {start}-")
+            if not continues:
+                file.truncate(0)
+                file.seek(0)
+            if continues or not start or response.status_code not in _OTHER_RANGE:
+                response.raise_for_status()
+                _copy(response, url, file, limit, folder)
+                return
+        _fetch(url, file, limit, folder)  # the part, which is not of this archive, is empty now
     except requests.RequestException as error:
         reason = type(error).__name__ if error.response is None else f"HTTP status {error.response.status_code}"
-        raise InputError(
+        raise _Broken(
             f"{folder.name}: not in {folder.parent}, and {url} could not be fetched ({reason}); put its folder "
             f"(corpus.jsonl, queries.jsonl, qrels/) at {folder}, or give the path of a local copy"
         ) from error
-    return digest.hexdigest()
+
+
+def _copy(response: requests.Response, url: str, file: BinaryIO, limit: int, folder: Path) -> None:
+    total = int(response.headers.get("Content-Length", 0))
+    with tqdm(total=total or None, desc=folder.name, unit="B", unit_scale=True, disable=None) as bar:
+        for chunk in response.iter_content(_CHUNK):
+            if file.tell() + len(chunk) > limit:
+                raise InputError(f"{url}: the archive has more than {limit} bytes, expected at most that")
+            file.write(chunk)
+            bar.update(len(chunk))
 
 
 def unpack(archive: Path, name: str, target: Path, limit: int = MAX_UNPACKED) -> None:
     """Unpack the folder ``name`` of a zip archive as ``target``, which appears whole or not at all.
 
-    Refused with InputError: entries that climb (``..``), absolute paths, links, more than ``limit`` bytes once unpacked
-    (counted, not believed), encrypted or damaged entries, and an archive without that folder.
+    Refused with InputError: entries that climb (``..``), absolute paths, links, more than ``limit`` bytes or a hundred
+    times the archive's own once unpacked (counted, not believed; a first MiB is free), encrypted or damaged entries, and
+    an archive without that folder.
     """
+    limit = min(limit, _MAX_RATIO * archive.stat().st_size + (1 << 20))
     try:
         with zipfile.ZipFile(archive) as bundle, whole_folder(target) as part:
             entries = [(_safe_path(entry, archive), entry) for entry in _entries(bundle, archive)]

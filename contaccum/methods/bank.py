@@ -4,6 +4,7 @@ Capacity is counted in rows. A query and its passages share one slot, so the two
 carry no gradient. Source: Kim et al. 2024 (arXiv 2406.12356), section 4.
 """
 
+import hashlib
 from typing import Any
 
 import torch
@@ -57,8 +58,8 @@ class Bank:
         self.step = 0  # optimizer steps that have ended
         self.pending: list[tuple[Tensor, Tensor, RowIds]] = []
         self.passages = torch.zeros(size, 1 + hard_negatives, dim, device=device)
-        self.column_ids = torch.full((size, 1 + hard_negatives), NO_PASSAGE, device=device)
-        self.positives = torch.full((size, 1), NO_PASSAGE, device=device)
+        self.column_ids = torch.full((size, 1 + hard_negatives), NO_PASSAGE)  # ids stay on the CPU
+        self.positives = torch.full((size, 1), NO_PASSAGE)
         self.queries = torch.zeros(size, dim, device=device) if queries else None
         self.positive_logits = torch.zeros(size, device=device)
         self.push_rows = push
@@ -69,7 +70,8 @@ class Bank:
     def _no_sums(self) -> NestedLogSumExp | None:
         if self.queries is None or self.size == 0:
             return None
-        return NestedLogSumExp(self.size, self.push_rows, self.loss.tile, self.undo, self.passages.device)
+        tile = self.loss.tile // (1 + self.hard_negatives)
+        return NestedLogSumExp(self.size, self.push_rows, tile, self.undo, self.passages.device)
 
     @property
     def fill(self) -> int:
@@ -147,28 +149,26 @@ class Bank:
             self.positives = F.pad(self.positives, (0, width - self.positives.shape[1]), value=NO_PASSAGE)
 
     def _logits(self, rows: slice, slots: slice) -> Tensor:
-        """Logits of bank rows against the columns of bank slots, (rows, slots, columns per slot), masked."""
+        """Logits of bank rows against the columns of bank slots, (slots * columns per slot, rows), masked."""
         assert self.queries is not None
-        shape = (rows.stop - rows.start, slots.stop - slots.start, self.column_ids.shape[1])
-        mask = self.loss.false_negatives(self.positives[rows], self.column_ids[slots].flatten())
-        if mask is not None:
-            first, end = max(rows.start, slots.start), min(rows.stop, slots.stop)
-            own = torch.arange(
-                first, max(first, end), device=mask.device
-            )  # rows whose own positive is among the columns
-            mask.view(shape)[own - rows.start, own - slots.start, 0] = False
-        return self.loss.logits(self.queries[rows], self.passages[slots].flatten(0, 1), mask).view(shape)
+        left_out = self.loss.left_out(self.positives[rows], self.column_ids[slots].flatten())
+        first, end = max(rows.start, slots.start), min(rows.stop, slots.stop)
+        if len(left_out) and first < end:  # rows whose own positive is among the columns
+            own = torch.arange(first, end)
+            left_out = left_out.without(own - rows.start, (own - slots.start) * self.column_ids.shape[1])
+        return self.loss.logits(self.passages[slots].flatten(0, 1), self.queries[rows], left_out.transposed())
 
     def _keep_positive_logits(self, start: int, stop: int) -> None:
-        rows = slice(start, stop)
-        self.positive_logits[rows] = self._logits(rows, rows)[:, :, 0].diagonal()
+        assert self.queries is not None
+        products = self.queries[start:stop] * self.passages[start:stop, 0]
+        self.positive_logits[start:stop] = products.sum(1) / self.loss.temperature
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything a resumed run needs: tensors, and plain numbers. Pending rows are none between steps."""
         assert not self.pending
         tensors = {name: getattr(self, name) for name in self._stored_tensors()}
         if self.sums is not None:
-            tensors["sums"] = self.sums.values
+            tensors |= {"sums": self.sums.values, "closed": self.sums.closed}
         numbers = {
             "size": self.size,
             "pointer": self.pointer,
@@ -182,9 +182,8 @@ class Bank:
         """Take over what ``state`` gave; a bank of another shape raises InputError."""
         width = tensors["positives"].shape[1] if "positives" in tensors else 1
         self._widen(width)
-        own, _ = self.state()
-        shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
-        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        shapes = {name: tuple(getattr(self, name).shape) for name in self._stored_tensors()}
+        found = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in ("sums", "closed")}
         if found != shapes:
             raise InputError(
                 f"the checkpoint's bank has the shapes {found}, expected {shapes}: it is another configuration's"
@@ -192,10 +191,19 @@ class Bank:
         for name in self._stored_tensors():
             getattr(self, name).copy_(tensors[name])
         self.pointer, self.stored, self.step = numbers["pointer"], numbers["stored"], numbers["step"]
-        if self.sums is not None:
-            self.sums.values.copy_(tensors["sums"])
-            self.sums.open = list(numbers["open"])
+        if self.sums is not None and tensors["sums"].shape == self.sums.values.shape:
+            self.sums.load(tensors["sums"], tensors["closed"], numbers["open"])
+        elif self.sums is not None:  # written with pushes of another size, whose blocks are others
+            self.sums.overwrite(0, self.stored, self.stored, self._logits)
         self._begin_step()
+
+    def fingerprint(self) -> str:
+        """Hash of all that is stored; processes that were pushed the same rows have the same one."""
+        digest = hashlib.sha256(f"{self.pointer} {self.stored} {self.step}".encode())
+        # the log-sum-exps are left out: each process computes its own, and unequal machines round them differently
+        for name in (name for name in self._stored_tensors() if name != "positive_logits"):
+            digest.update(getattr(self, name).cpu().numpy().data)
+        return digest.hexdigest()
 
     def _stored_tensors(self) -> list[str]:
         names = ["passages", "column_ids", "positives"]

@@ -8,21 +8,23 @@ and bank columns has four blocks:
     current rows      gradient to both     gradient to the rows
     bank rows         gradient to columns  constant: the bank keeps its log-sum-exp
 
-so no block is ever larger than what one push adds to it, and the cost of a bank is linear in its size.
+so no block is ever larger than what one push adds to it, and the cost of a bank is linear in its size. Loss and gradients
+are taken together, tile by tile, while a tile's similarities are at hand: none outlives its tile, and none is computed twice.
 Sources: van den Oord et al. 2018 (arXiv 1807.03748); Karpukhin et al. 2020 (arXiv 2004.04906), eq. 2; Kim et al. 2024 (arXiv
-2406.12356), eq. 5-9.
+2406.12356), eq. 5-9; the running maximum over tiles: Milakov and Gimelshein 2018 (arXiv 1805.02867).
 """
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
 from contaccum.batch import RowIds
+from contaccum.methods.masking import LeftOut, find_left_out
 
-TILE = 1 << 22
-"""Similarities held at once: a larger block is taken in tiles of rows, each recomputed in the backward pass."""
+TILE = 1 << 20
+"""Similarities held at once."""
 
 
 class LossValue(NamedTuple):
@@ -44,7 +46,7 @@ class LossValue(NamedTuple):
 
 
 class BankRows(Protocol):
-    """What the loss needs of a bank; M' is its fill."""
+    """What the loss needs of a bank; M' is its fill. Ids are on the CPU, everything else on the device."""
 
     passages: Tensor  # (M, columns per row, d)
     column_ids: Tensor  # (M, columns per row)
@@ -57,17 +59,6 @@ class BankRows(Protocol):
     def fill(self) -> int: ...  # how many rows, from the first on, may be used
 
     def logsumexp(self) -> Tensor: ...  # (fill,)
-
-
-def relevant(positives: Tensor, column_ids: Tensor) -> Tensor:
-    """Which columns hold a passage known to be relevant for a row.
-
-    positives (r, P) passage ids padded with NO_PASSAGE; column_ids (c,). Returns (r, c) bool.
-    """
-    found = torch.zeros(len(positives), len(column_ids), dtype=torch.bool, device=column_ids.device)
-    for wanted in positives.T:  # one (r, c) comparison at a time: (r, c, P) could be large
-        found |= wanted.unsqueeze(1) == column_ids
-    return found
 
 
 class InfoNCE:
@@ -93,76 +84,121 @@ class InfoNCE:
         rows: BankRows | None = None,
     ) -> LossValue:
         """
-        queries (b, d); passages (b, 1 + H, d), the positive first; ids of all b rows. Both carry gradient for the rows of this
-        process alone. columns: a bank whose passages are further columns; rows: a bank whose queries are further rows (it then
-        gives columns too). The mean is over current and bank rows, or over the current rows, as the bank's row_weight says.
+        queries (b, d); passages (b, 1 + H, d), the positive first; ids of all b rows, on the CPU. Both carry gradient for the
+        rows of this process alone. columns: a bank whose passages are further columns; rows: a bank whose queries are further
+        rows (it then gives columns too). The mean is over current and bank rows, or over the current rows, as the bank's
+        row_weight says.
         """
-        b, per_row, _ = passages.shape
-        current, current_ids = passages.flatten(0, 1), ids.columns.flatten()  # (b * (1 + H), d)
-        own = torch.arange(b, device=queries.device) * per_row  # the column of each row's positive
-        denominator, positive, masked = self.contrast(queries, current, ids.positives, current_ids, own)
-        n_columns, n_rows = len(current), b
-        if columns is not None and columns.fill:
-            stored, stored_ids = (
-                columns.passages[: columns.fill].flatten(0, 1),
-                columns.column_ids[: columns.fill].flatten(),
-            )
-            against_bank, _, masked_in_bank = self.contrast(queries, stored, ids.positives, stored_ids)
-            denominator = torch.logaddexp(denominator, against_bank)  # (b,)
-            masked = masked + masked_in_bank
-            n_columns += len(stored)
-        total = (denominator - positive).sum()
-        if rows is not None and rows.queries is not None and rows.fill:
-            total = total + self._bank_rows(rows, rows.queries, current, current_ids)
-            n_rows += rows.fill if rows.row_weight == "all" else 0
-        return LossValue(total / n_rows, n_columns - 1 - masked / b, masked)
+        current = passages.flatten(0, 1)  # (b * (1 + H), d)
+        with torch.no_grad(), torch.autocast(queries.device.type, enabled=False):
+            sums = _Sums(self, queries.detach(), current.detach())
+            sums.add_current_rows(ids, columns if columns is not None and columns.fill else None)
+            n_rows = len(queries)
+            if rows is not None and rows.queries is not None and rows.fill:
+                sums.add_bank_rows(rows, rows.queries, ids.columns.flatten())
+                n_rows += rows.fill if rows.row_weight == "all" else 0
+        value = _WithGradients.apply(queries, current, sums.total, sums.for_queries, sums.for_columns) / n_rows
+        masked = value.new_full((), sums.masked)
+        return LossValue(value, value.new_full((), sums.columns_met - 1 - sums.masked / len(queries)), masked)
 
-    def _bank_rows(self, bank: BankRows, queries: Tensor, columns: Tensor, column_ids: Tensor) -> Tensor:
-        """Sum of the losses of all bank rows: they have no gradient of their own, but push current passages away."""
-        against_current, _, _ = self.contrast(
-            queries[: bank.fill], columns, bank.positives[: bank.fill], column_ids
-        )  # (M',)
-        return (torch.logaddexp(against_current, bank.logsumexp()) - bank.positive_logits[: bank.fill]).sum()
+    def left_out(self, positives: Tensor, column_ids: Tensor) -> LeftOut:
+        """Which columns (c,) to leave out for which rows (r, P), a row's own positive among them; none when masking is off."""
+        return find_left_out(positives, column_ids) if self.mask_false_negatives else LeftOut.nothing()
 
-    def contrast(
-        self, rows: Tensor, columns: Tensor, positives: Tensor, column_ids: Tensor, own: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows against one block of columns.
-
-        rows (r, d); columns (c, d); positives (r, P); column_ids (c,); own (r,): which column is the row's own positive, never
-        masked, or None where the block does not hold it. Returns the log-sum-exp of each row (r,), the logit of each row's own
-        positive (r,) or nothing (0,), and the number of masked pairs ().
-        """
-        height = max(1, self.tile // max(1, len(columns)))
-        owns = own.split(height) if own is not None else [None] * -(-len(rows) // height)
-        remake = len(rows) > height and torch.is_grad_enabled()
-        parts = []
-        for tile in zip(rows.split(height), positives.split(height), owns, strict=True):
-            if remake:
-                part = checkpoint(self._tile, columns, column_ids, *tile, use_reentrant=False, preserve_rng_state=False)
-            else:
-                part = self._tile(columns, column_ids, *tile)
-            parts.append(part)
-        sums, kept, masked = zip(*parts, strict=True)
-        return torch.cat(sums), torch.cat(kept), torch.stack(masked).sum()
-
-    def _tile(
-        self, columns: Tensor, column_ids: Tensor, rows: Tensor, positives: Tensor, own: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        mask = self.false_negatives(positives, column_ids)
-        if mask is not None and own is not None:
-            mask.scatter_(1, own.unsqueeze(1), False)
-        logits = self.logits(rows, columns, mask)
-        kept = logits.new_empty(0) if own is None else logits.gather(1, own.unsqueeze(1)).squeeze(1)
-        masked = logits.new_zeros(()) if mask is None else mask.sum()
-        return logits.logsumexp(1), kept, masked
-
-    def false_negatives(self, positives: Tensor, column_ids: Tensor) -> Tensor | None:
-        """Which columns to leave out for which rows, (r, c) bool, a row's own positive among them; None when masking is off."""
-        return relevant(positives, column_ids) if self.mask_false_negatives else None
-
-    def logits(self, rows: Tensor, columns: Tensor, mask: Tensor | None) -> Tensor:
-        """Similarities over the temperature, (r, c) float32, minus infinity where masked."""
+    def logits(self, rows: Tensor, columns: Tensor, left_out: LeftOut) -> Tensor:
+        """Similarities over the temperature, (r, c) float32, minus infinity where left out."""
         with torch.autocast(rows.device.type, enabled=False):
-            logits = rows @ columns.T / self.temperature
-        return logits if mask is None else logits.masked_fill(mask, -torch.inf)
+            if len(rows) >= len(columns):
+                return left_out.clear(self._products(rows, columns))
+            # a short matrix times a long one takes half as long again as the other way round
+            return left_out.clear(self._products(columns, rows).T.contiguous())
+
+    def _products(self, left: Tensor, right: Tensor) -> Tensor:
+        return torch.addmm(left.new_empty(()), left, right.T, beta=0, alpha=1 / self.temperature)
+
+
+class _Sums:
+    """Sum of the rows' losses and its gradients for queries (b, d) and columns (c, d), gathered tile by tile."""
+
+    def __init__(self, loss: InfoNCE, queries: Tensor, columns: Tensor) -> None:
+        self.loss, self.queries, self.columns = loss, queries, columns
+        self.total = queries.new_zeros(())
+        self.for_queries = torch.zeros_like(queries)
+        self.for_columns = torch.zeros_like(columns)
+        self.masked = self.columns_met = 0
+
+    def add_current_rows(self, ids: RowIds, bank: BankRows | None) -> None:
+        """The upper blocks: each current row against the current columns and the bank's."""
+        b, c = len(self.queries), len(self.columns)
+        own = torch.arange(b, device=self.queries.device) * (c // b)  # the column of each row's positive
+        near = self.loss.left_out(ids.positives, ids.columns.flatten()).without(torch.arange(b), own.cpu())
+        stored, far = self.queries.new_empty(0, self.queries.shape[1]), LeftOut.nothing()
+        if bank is not None:
+            stored = bank.passages[: bank.fill].flatten(0, 1)
+            far = self.loss.left_out(ids.positives, bank.column_ids[: bank.fill].flatten())
+        self.masked, self.columns_met = len(near) + len(far), c + len(stored)
+        for tile in _tiles(b, self.loss.tile // c):
+            rows = self.queries[tile]
+            logits = self.loss.logits(rows, self.columns, near.block(tile, slice(0, c)))  # (r, c)
+            positive = logits.gather(1, own[tile].unsqueeze(1)).squeeze(1)
+            denominator = logits.logsumexp(1)
+            if len(stored):
+                against_bank, mean = self._against_bank(rows, stored, far.block(tile, slice(0, len(stored))))
+                denominator = torch.logaddexp(denominator, against_bank)
+                self.for_queries[tile] += (against_bank - denominator).exp().unsqueeze(1) * mean
+            self.total += (denominator - positive).sum()
+            weights = logits.sub_(denominator.unsqueeze(1)).exp_()  # (r, c), what the softmax gives each column
+            weights.scatter_add_(1, own[tile].unsqueeze(1), weights.new_full((len(rows), 1), -1))
+            self.for_queries[tile].addmm_(weights, self.columns, alpha=1 / self.loss.temperature)
+            self.for_columns.addmm_(weights.T, rows, alpha=1 / self.loss.temperature)
+
+    def _against_bank(self, rows: Tensor, stored: Tensor, left_out: LeftOut) -> tuple[Tensor, Tensor]:
+        """Log-sum-exp of rows (r, d) over bank columns (m, d), (r,), and its gradient for the rows, (r, d)."""
+        highest = rows.new_full((len(rows), 1), torch.finfo(rows.dtype).min)
+        mass, mean = rows.new_zeros(len(rows), 1), torch.zeros_like(rows)
+        for tile in _tiles(len(stored), self.loss.tile // len(rows)):
+            logits = self.loss.logits(rows, stored[tile], left_out.block(slice(0, len(rows)), tile))  # (r, t)
+            raised = torch.maximum(highest, logits.amax(1, keepdim=True))
+            shrink = (highest - raised).exp()
+            weights = logits.sub_(raised).exp_()
+            mass = mass * shrink + weights.sum(1, keepdim=True)
+            mean = mean.mul_(shrink).addmm_(weights, stored[tile])
+            highest = raised
+        # a row all of whose columns are left out has no mass: its log-sum-exp is minus infinity, its gradient zero
+        mean /= mass.clamp(min=torch.finfo(rows.dtype).tiny) * self.loss.temperature
+        return (highest + mass.log()).squeeze(1), mean
+
+    def add_bank_rows(self, bank: BankRows, queries: Tensor, column_ids: Tensor) -> None:
+        """The lower left block: bank rows have no gradient of their own, but push current passages away."""
+        left_out = self.loss.left_out(bank.positives[: bank.fill], column_ids).transposed()
+        kept = bank.logsumexp()
+        for tile in _tiles(bank.fill, self.loss.tile // len(self.columns)):
+            block = left_out.block(slice(0, len(column_ids)), tile)
+            logits = self.loss.logits(
+                self.columns, queries[tile], block
+            )  # (c, r): sums run fastest over the outer side
+            denominator = torch.logaddexp(logits.logsumexp(0), kept[tile])
+            self.total += (denominator - bank.positive_logits[tile]).sum()
+            weights = logits.sub_(denominator).exp_()
+            self.for_columns.addmm_(weights, queries[tile], alpha=1 / self.loss.temperature)
+
+
+def _tiles(count: int, height: int) -> list[slice]:
+    """``count`` rows in slices of ``height``, at least one row each."""
+    height = max(1, height)
+    return [slice(start, min(start + height, count)) for start in range(0, count, height)]
+
+
+class _WithGradients(torch.autograd.Function):
+    """Lets autograd know a scalar's gradients, which were computed along with it."""
+
+    @staticmethod
+    def forward(ctx: Any, queries: Tensor, columns: Tensor, total: Tensor, *gradients: Tensor) -> Tensor:
+        ctx.save_for_backward(*gradients)
+        return total.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        for_queries, for_columns = ctx.saved_tensors
+        return upstream * for_queries, upstream * for_columns, None, None, None

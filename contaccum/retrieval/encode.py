@@ -3,6 +3,7 @@
 import hashlib
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +14,8 @@ from tqdm.auto import tqdm
 
 from contaccum.data.records import Passage
 from contaccum.errors import InputError
+from contaccum.files import sweep
+from contaccum.lock import folder_lock
 from contaccum.retrieval.shards import (
     DTYPES,
     Job,
@@ -101,6 +104,18 @@ def encode_in_memory(encoder: Encoder, texts: Texts, batch_size: int = 64) -> Sh
         return encode_shard(encoder, texts, 0, texts.rows, batch_size, bar)
 
 
+def encode_own(encoder: Encoder, texts: Texts, batch_size: int, rank: int, world: int) -> list[Shard]:
+    """As ``encode_in_memory``, the part of process ``rank`` of ``world``: every W-th call of the encoder, each a shard.
+
+    So each vector is made in the company in which one process makes it, and comes out the same to the bit.
+    """
+    starts = range(rank * CHUNK, texts.rows, world * CHUNK)
+    spans = [(start, min(texts.rows, start + CHUNK)) for start in starts]
+    total = sum(stop - start for start, stop in spans)
+    with tqdm(total=total, desc=f"encode {texts.kind}", unit="text", disable=None, leave=False) as bar:
+        return [encode_shard(encoder, texts, start, stop, batch_size, bar) for start, stop in spans]
+
+
 def encode_texts(
     encoder: Encoder,
     texts: Texts,
@@ -127,7 +142,14 @@ def encode_texts(
     folder = Path(output_dir)
     job = Job(texts.kind, encoder.fingerprint(texts.kind), texts.fingerprint, texts.rows, shard_size, dtype)
     check_folder(folder, job)
-    own = range(rank, job.count, world)
+    # one lock a launch: the shards of its other processes are theirs alone
+    with folder_lock(folder) if rank == 0 else nullcontext():
+        if world == 1:  # the others of a launch may be writing already
+            sweep(folder)
+        return _encode_own(encoder, texts, folder, job, batch_size, range(rank, job.count, world))
+
+
+def _encode_own(encoder: Encoder, texts: Texts, folder: Path, job: Job, batch_size: int, own: range) -> bool:
     with tqdm(total=sum(stop - start for start, stop in map(job.span, own)), unit="text", disable=None) as bar:
         for number in own:
             start, stop = job.span(number)

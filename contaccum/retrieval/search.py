@@ -1,6 +1,7 @@
 """Search: from query vectors, or an encoder and texts, to a run."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -8,11 +9,12 @@ import numpy as np
 
 from contaccum.errors import InputError
 from contaccum.options import SearchSettings
-from contaccum.retrieval.encode import Encoder, Texts, encode_in_memory, encode_texts, open_embeddings
+from contaccum.processes import ALONE, Processes
+from contaccum.retrieval.encode import Encoder, Texts, encode_in_memory, encode_own, encode_texts, open_embeddings
 from contaccum.retrieval.exact import exact_search
 from contaccum.retrieval.index import Index
 from contaccum.retrieval.runs import Run, ranked
-from contaccum.retrieval.shards import MANIFEST, Shards
+from contaccum.retrieval.shards import MANIFEST, Shard, Shards
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -82,11 +84,20 @@ def retrieve(
     corpus: "Dataset",
     k: int = 100,
     settings: SearchSettings = DEFAULTS,
+    group: Processes = ALONE,
 ) -> Run:
-    """Encode queries (id to text) and corpus (columns id, title, text), and search."""
-    shards = passage_shards(encoder, corpus, settings)
+    """Encode queries (id to text) and corpus (columns id, title, text), and search.
+
+    Each process of ``group`` encodes and searches every W-th shard; all get the run that one process would have made.
+    """
+    if group.world > 1 and settings.factory != "Flat":
+        raise InputError(
+            f"index {settings.factory!r} is built and searched by one process, but {group.world} were started; expected the "
+            "exact index 'Flat', or one process (which can read the embeddings that several have made)"
+        )
+    shards = passage_shards(encoder, corpus, settings, group)
     asked = encode_in_memory(encoder, Texts.of_queries(queries), settings.batch_size)
-    return search(
+    own = search(
         asked.ids,
         asked.vectors,
         shards,
@@ -96,18 +107,54 @@ def retrieve(
         search_params=settings.search_params,
         seed=settings.seed,
     )
+    return merge_runs(own, k, group)
 
 
-def passage_shards(encoder: Encoder, corpus: "Dataset", settings: SearchSettings = DEFAULTS) -> Shards:
-    """The corpus's embeddings: those of the settings' folder, where what is missing is encoded first, or made in memory."""
+def merge_runs(own: Run, k: int, group: Processes) -> Run:
+    """The k best of what all processes found, each in its own shards. Scores do not depend on shards, so neither does the run."""
+    if group.world == 1:
+        return own
+    runs = [json.loads(part) for part in group.gather_bytes(json.dumps(own).encode())]
+    return {query: ranked(((hit[0], hit[1]) for run in runs for hit in run[query]), k) for query in own}
+
+
+def passage_shards(
+    encoder: Encoder, corpus: "Dataset", settings: SearchSettings = DEFAULTS, group: Processes = ALONE
+) -> Shards:
+    """The corpus's embeddings: those of the settings' folder, where what is missing is encoded first, or made in memory.
+
+    Of several processes each gets every W-th shard.
+    """
     passages = Texts.of_corpus(corpus)
     if settings.embeddings is None:
-        return [encode_in_memory(encoder, passages, settings.batch_size)]
-    if not (
-        Path(settings.embeddings) / MANIFEST
-    ).is_file():  # finished embeddings serve whatever their shard size and form
-        encode_texts(encoder, passages, settings.embeddings, dtype=settings.dtype, batch_size=settings.batch_size)
-    return open_embeddings(encoder, passages, settings.embeddings)
+        if group.world == 1:
+            return [encode_in_memory(encoder, passages, settings.batch_size)]
+        return encode_own(encoder, passages, settings.batch_size, group.rank, group.world)
+    finished = (Path(settings.embeddings) / MANIFEST).is_file()  # they serve whatever their shard size and form
+    group.barrier()  # all have looked before one can finish
+    if not finished:
+        form = {"dtype": settings.dtype, "batch_size": settings.batch_size}
+        encode_texts(encoder, passages, settings.embeddings, rank=group.rank, world=group.world, **form)  # type: ignore[arg-type]
+        group.barrier()
+    shards = open_embeddings(encoder, passages, settings.embeddings)
+    return shards if group.world == 1 else EveryNth(shards, group)
+
+
+class EveryNth:
+    """The shards of one process: rank, rank + W, rank + 2 W, …"""
+
+    def __init__(self, shards: Shards, group: Processes) -> None:
+        self.shards = shards
+        self.numbers = range(group.rank, len(shards), group.world)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, number: int) -> Shard:
+        return self.shards[self.numbers[number]]
+
+    def __iter__(self) -> Iterator[Shard]:
+        return (self.shards[number] for number in self.numbers)
 
 
 class Hit(NamedTuple):
@@ -120,10 +167,15 @@ class Hit(NamedTuple):
 
 
 def top_passages(
-    encoder: Encoder, query: str, corpus: "Dataset", k: int = 10, settings: SearchSettings = DEFAULTS
+    encoder: Encoder,
+    query: str,
+    corpus: "Dataset",
+    k: int = 10,
+    settings: SearchSettings = DEFAULTS,
+    group: Processes = ALONE,
 ) -> list[Hit]:
-    """The k best passages for one query text, best first, to be looked at."""
-    hits = retrieve(encoder, {"query": query}, corpus, k, settings)["query"]
+    """The k best passages for one query text, best first, to be looked at; ``group`` as in ``retrieve``."""
+    hits = retrieve(encoder, {"query": query}, corpus, k, settings, group)["query"]
     rows = rows_of(corpus, {passage_id for passage_id, _ in hits})
     found = corpus[[rows[passage_id] for passage_id, _ in hits]]
     return [

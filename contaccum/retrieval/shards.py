@@ -23,7 +23,7 @@ MANIFEST = "manifest.json"
 DTYPES = ("float16", "float32")
 
 _PARTS = ("vectors", "ids")
-_OWN_FILE = re.compile(r"\d{5,}\.(npy|ids\.json|shard\.json)|manifest\.json|\..*\.part")
+_OWN_FILE = re.compile(r"\d{5,}\.(npy|ids\.json|shard\.json)|manifest\.json|contaccum\.lock|\..*\.part")
 
 
 class Shard(NamedTuple):
@@ -227,7 +227,10 @@ class ShardFolder:
             if fault := damage(self.folder, number, entry):
                 raise InputError(f"{fault}; run the encoding again to repair it")
             self._checked.add(number)
-        vectors = np.load(self.folder / entry["vectors"], mmap_mode="r", allow_pickle=False)
+        try:
+            vectors = np.load(self.folder / entry["vectors"], mmap_mode="r", allow_pickle=False)
+        except ValueError as error:
+            raise InputError(f"{self.folder / entry['vectors']}: no array of numbers can be read ({error})") from error
         ids = read_json(self.folder / entry["ids"])
         if (
             vectors.shape != (entry["rows"], self.dimension)

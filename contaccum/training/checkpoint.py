@@ -10,7 +10,6 @@ checkpoints/step-00000100/
 Random state needs no file: order, choices and dropout are functions of (seed, step).
 """
 
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from contaccum.encoder import DualEncoder
 from contaccum.errors import InputError
-from contaccum.files import read_json, sha256_of, whole_folder, write_json
+from contaccum.files import read_json, remove_folder, sha256_of, whole_folder, write_json
 from contaccum.methods.bank import Bank
 from contaccum.training.optimizer import trained_parameters
 
@@ -56,14 +55,15 @@ def save_checkpoint(
         stateless = [name for name, p in trained_parameters(encoder).items() if not optimizer.state[p]]
         save_file(tensors, folder / "bank.safetensors")
         write_json(folder / "state.json", {**state, "bank": numbers, "without_gradient": stateless})
-        files = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
-        manifest = {name: {"size": path.stat().st_size, "sha256": sha256_of(path)} for name, path in files.items()}
-        write_json(folder / MANIFEST, manifest)
+        write_json(
+            folder / MANIFEST,
+            {name: {"size": path.stat().st_size, "sha256": sha256_of(path)} for name, path in _files(folder).items()},
+        )
     # what bears a later step was passed over as damaged when this run was resumed
     others = [folder for folder in all_checkpoints(run) if folder != target]
     later = [folder for folder in others if folder.name > target.name]
     for folder in [*later, *others[len(later) + keep - 1 :]]:
-        shutil.rmtree(folder)
+        remove_folder(folder)
 
 
 def newest_checkpoint(run: Path) -> Checkpoint | None:
@@ -108,8 +108,21 @@ def all_checkpoints(run: Path) -> list[Path]:
     return sorted((run / "checkpoints").glob("step-*"), reverse=True)
 
 
+def _files(folder: Path) -> dict[str, Path]:
+    """Every file of a checkpoint but its manifest, by its path inside."""
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {name: path for name, path in files.items() if name != MANIFEST}
+
+
 def _fault(folder: Path) -> str | None:
     """What makes a checkpoint incomplete, or None."""
+    try:
+        return _fault_of_files(folder)
+    except OSError as error:  # a bad sector, a file of another user
+        return f"{error.filename or 'a file'} could not be read ({error.strerror or error})"
+
+
+def _fault_of_files(folder: Path) -> str | None:
     if not (folder / MANIFEST).is_file():
         return f"it has no {MANIFEST}"
     try:
@@ -118,12 +131,13 @@ def _fault(folder: Path) -> str | None:
         return str(error)
     if not isinstance(manifest, dict) or not all(isinstance(entry, dict) for entry in manifest.values()):
         return f"its {MANIFEST} is not a list of files with their sizes and hashes"
+    files = _files(folder)
     for name, expected in manifest.items():
-        path = folder / name
-        if not path.is_file():
+        path = files.pop(name, None)  # a name is compared, never followed
+        if path is None:
             return f"{name} is missing"
         if path.stat().st_size != expected.get("size"):
             return f"{name} is {path.stat().st_size} bytes, expected {expected.get('size')}"
         if sha256_of(path) != expected.get("sha256"):
             return f"{name} is damaged: its SHA-256 is not the manifest's"
-    return None
+    return f"{next(iter(files))} is not in its {MANIFEST}" if files else None

@@ -1,6 +1,6 @@
 """Adaptive accumulation: what a step does when memory runs out, alone and among several processes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,8 +79,10 @@ def halved_tokens(size: int, least: int) -> list[int]:
     return sizes
 
 
-def shrink(size: MicroBatchSize, config: TrainConfig, step: int, last_good: str) -> str:
+def shrink(size: MicroBatchSize, config: TrainConfig, step: int, last_good: Callable[[], str]) -> str:
     """Go over to smaller micro-batches after ``step`` steps; returns what to tell the user.
+
+    last_good: saves the state before the step where that is needed, and says where it is.
 
     Raises InputError where the user does not want it, or where none are left.
     """
@@ -88,17 +90,17 @@ def shrink(size: MicroBatchSize, config: TrainConfig, step: int, last_good: str)
     if config.traits.whole:
         raise InputError(
             f"{before}, expected them to fit: {config.method} cannot cut its step; grad_cache gives the same gradients at the"
-            f" memory of one micro-batch; {last_good}"
+            f" memory of one micro-batch; {last_good()}"
         )
     if config.batch.on_out_of_memory == "stop":
         raise InputError(
             f"{before}, expected them to fit, since batch.on_out_of_memory is stop; --resume with another value of it goes on"
-            f" with smaller ones; {last_good}"
+            f" with smaller ones; {last_good()}"
         )
     if not size.shrink(step):
         raise InputError(
             f"{before}, the smallest there are, expected them to fit; a lower model.max_passage_length, data.hard_negatives or"
-            f" bank.size, or model.gradient_checkpointing, takes less memory; {last_good}"
+            f" bank.size, or model.gradient_checkpointing, takes less memory; {last_good()}"
         )
     meaning = "the gradients stay the same" if config.traits.two_pass else "queries meet fewer others of their own step"
     return f"{before}; the step is taken again with {size} ({meaning})"
@@ -121,11 +123,13 @@ def try_step(
     # only behind the except clause has the error, and with it every tensor of the failed pass, been let go
     if losses is None and engine.world > 1:
         engine.drop_step()
+        engine.free_memory()
         method(StandIn(engine), micro_batches, Bank(0, engine.encoder.dim, loss, push=1), NoLoss(1.0))
     if not engine.largest(int(losses is None)):
         return losses
     losses = None
     engine.drop_step()
+    engine.free_memory()
     bank.rollback()
     return None
 
@@ -155,7 +159,7 @@ class StandIn:
         if self.done:
             self.done -= 1
             return torch.zeros(self.engine.world * b, *shape, device=self.engine.device)
-        return self.engine.gather(torch.zeros(b, *shape, device=self.engine.device))
+        return self.engine.all_rows(torch.zeros(b, *shape, device=self.engine.device))
 
 
 class NoLoss(InfoNCE):

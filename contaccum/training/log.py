@@ -16,12 +16,21 @@ LOG_FILE = "log.jsonl"
 
 
 def read_log(run: Path) -> list[dict[str, Any]]:
-    """All complete lines of a run's log; a line cut off by a kill is left out."""
+    """All complete lines of a run's log; what a kill or a power cut left of a line is left out."""
     path = run / LOG_FILE
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]  # what stands behind the last newline is no whole line
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    found = map(_line, lines[:-1])  # what stands behind the last newline is no whole line
+    return [line for line in found if line is not None]
+
+
+def _line(text: str) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text)
+    except json.JSONDecodeError:
+        return None
+    return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None
 
 
 class RunLog:
@@ -49,6 +58,13 @@ class RunLog:
         )
         if write:
             self._write(values)
+
+    def skipped(self, step: int, sentence: str, count: int) -> None:
+        """A step that was dropped, the run's ``count``-th."""
+        if self.active:
+            self.bar.update()
+            self.say(f"{sentence}; the step is skipped, the {count}. of this run")
+            self._write({"step": step, "skipped": sentence, "skips": count})
 
     def evaluation(self, step: int, scores: dict[str, float]) -> None:
         if self.active:

@@ -9,15 +9,16 @@ from typing import Any
 import torch
 
 from contaccum.batch import MicroBatch
-from contaccum.config import METRIC_CUTS, TrainConfig, parse_bytes
+from contaccum.config import METRIC_CUTS, TrainConfig, parse_bytes, to_yaml
 from contaccum.data.collate import Prefetch
 from contaccum.data.dataset import TrainSet, load_train_set
 from contaccum.data.tables import RetrievalSet, load_retrieval_set
 from contaccum.encoder import DualEncoder
 from contaccum.engine import Engine, SharedEncoder
-from contaccum.errors import InputError, Interrupted
+from contaccum.errors import InputError, Interrupted, NotFiniteError
 from contaccum.evaluation.beir import evaluate_encoder
 from contaccum.files import write_json
+from contaccum.launch import process_place
 from contaccum.methods import METHODS
 from contaccum.methods.loss import LossValue
 from contaccum.retrieval.search import SearchSettings
@@ -38,23 +39,24 @@ def train(config: TrainConfig) -> Path:
 
     Raises InputError for what the user can mend, Interrupted after a signal (a checkpoint is then on disk).
     """
-    setup.claim_folder(config)
-    engine = Engine(
-        device=config.run.device,
-        precision=config.run.precision,
-        seed=config.seed,
-        trackers=config.run.trackers,
-        tracker_dir=config.output_dir,
-    )
-    try:
-        config.validate(engine.world)
-        if config.run.memory_budget is not None:
-            engine.limit_memory(parse_bytes(config.run.memory_budget))
-        training = Training(config, engine)
-        with StopSignals() as signals:
-            return training.run(signals)
-    finally:
-        engine.close()
+    config.validate(process_place()[1])
+    with StopSignals() as signals, setup.claimed_folder(config):
+        engine = Engine(
+            device=config.run.device,
+            precision=config.run.precision,
+            seed=config.seed,
+            trackers=config.run.trackers,
+            tracker_dir=config.output_dir,
+            timeout_minutes=config.run.timeout_minutes,
+        )
+        try:
+            if config.run.memory_budget is not None:
+                engine.limit_memory(parse_bytes(config.run.memory_budget))
+            training = Training(config, engine)
+            with signals.deferred():
+                return training.run(signals)
+        finally:
+            engine.close()
 
 
 class Training:
@@ -67,6 +69,9 @@ class Training:
         with engine.main_first():
             train_set = self._load_train()
             self.dev = self._load_dev()
+        self._require_same(
+            checkpoint=str(checkpoint and checkpoint.state["step"]), config=to_yaml(config), data=train_set.fingerprint
+        )
         self.encoder = (
             DualEncoder.load(checkpoint.model, trust_remote_code=config.model.trust_remote_code)
             if checkpoint
@@ -83,11 +88,12 @@ class Training:
         self.examples = len(train_set.queries)
         epochs = config.optim.epochs * self.examples / config.batch.global_batch_size
         self.total = config.optim.max_steps or max(1, math.ceil(epochs))
-        self.identity = {"world": engine.world, "data": train_set.fingerprint}
+        self.identity = setup.identity(config.model, engine, self.encoder, train_set)
         optimizer = make_optimizer(self.encoder, config.optim)
         self.done = 0
         self.best: dict[str, Any] = {}
         self.evaluated = 0  # the step of the last evaluation
+        self.skipped = 0  # steps dropped because a number was not finite
         if checkpoint:
             self._resume(checkpoint, optimizer)
         engine.prepare(self.encoder, optimizer)
@@ -104,17 +110,24 @@ class Training:
         data = self.config.data
         return load_retrieval_set(data.dev, data.dev_split, data.strict, data.repair) if data.dev else None
 
+    def _require_same(self, **values: str) -> None:
+        """Refuse to start when the machines of a launch see different files."""
+        for name, value in values.items():
+            if others := self.engine.differing(value):
+                raise InputError(
+                    f"processes {', '.join(map(str, others))} of {self.engine.world} find another {name} than process 0, "
+                    "expected the same data and the same output_dir on every machine"
+                )
+
     def _resume(self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> None:
         state = checkpoint.state
-        for name, value in self.identity.items():
-            if state["identity"][name] != value:
-                raise InputError(
-                    f"{checkpoint.folder}: was written with {name} {state['identity'][name]}, expected {value}"
-                )
+        changes = setup.identity_differences(state["identity"], self.identity)
+        setup.refuse_changes(f"{checkpoint.folder} was written otherwise", changes, self.config.allow_changes)
         restore(checkpoint, self.encoder, optimizer, self.bank)
         self.engine.load_scaler_state(state["scaler"])
         self.size.load_state(state["micro_batch"])
         self.done, self.best, self.evaluated = state["step"], state["best"], state["evaluated"]
+        self.skipped = state["skipped"]
         if self.engine.is_main:
             print(f"resuming at step {self.done} from {checkpoint.folder}", file=sys.stderr)
 
@@ -138,15 +151,19 @@ class Training:
             while self.done < self.total and self.size.now == size:
                 began, waited = time.perf_counter(), prepared.waited
                 micro_batches = next(prepared)
-                values = self.take_step(micro_batches)
-                if values is None:
-                    self.log.say(shrink(self.size, self.config, self.done, self._last_good()))
-                    continue
-                values["seconds"] = time.perf_counter() - began
-                values["waited"] = prepared.waited - waited
-                values["pairs_per_second"] = self.config.batch.global_batch_size / values["seconds"]
-                self.done += 1
-                self.log.step(values, self._due(self.config.run.log_steps))
+                try:
+                    values = self.take_step(micro_batches)
+                except NotFiniteError as error:
+                    self.skip_step(error)
+                else:
+                    if values is None:
+                        self.log.say(shrink(self.size, self.config, self.done, self._last_good))
+                        continue
+                    values["seconds"] = time.perf_counter() - began
+                    values["waited"] = prepared.waited - waited
+                    values["pairs_per_second"] = self.config.batch.global_batch_size / values["seconds"]
+                    self.done += 1
+                    self.log.step(values, self._due(self.config.run.log_steps))
                 if self.size.grow_again(self.done):
                     self.log.say(f"step {self.done}: going on with {self.size}, to see whether they fit now")
                 self.after_step(signals)
@@ -160,6 +177,10 @@ class Training:
         losses = try_step(engine, METHODS[config.method], micro_batches, self.bank, self.loss)
         if losses is None:
             return None
+        if spoiled := engine.not_finite():
+            raise NotFiniteError(
+                f"step {self.done + 1} ({_named(spoiled)}): an embedding is NaN or infinite, expected finite numbers"
+            )
         loss, negatives, masked = self._finite_means(losses, micro_batches)
         engine.reduce_gradients()
         query_norm, passage_norm = engine.gradient_norms()
@@ -167,8 +188,9 @@ class Training:
         norm = query_norm if tied else math.hypot(query_norm, passage_norm)
         finite = math.isfinite(norm)
         if not finite and config.run.precision != "fp16":  # fp16 gradients may overflow: the scaler skips the step
-            raise InputError(
-                f"step {self.done + 1}: the gradient's norm is {norm}, expected a finite number; {self._last_good()}"
+            names = [name for batch in micro_batches for name in batch.query_ids]
+            raise NotFiniteError(
+                f"step {self.done + 1} ({_named(names)}): the gradient's norm is {norm}, expected a finite number"
             )
         rate = config.learning_rate() * learning_rate_factor(
             self.done, self.total, warmup_steps(config.optim, self.total), config.optim.schedule
@@ -200,9 +222,9 @@ class Training:
             if not math.isfinite(loss):
                 blamed = micro_batches if len(table) == 1 else [micro_batches[number]]
                 queries = [name for batch in blamed for name in batch.query_ids]
-                raise InputError(
-                    f"step {self.done + 1}, micro-batch {number + 1} of {len(table)} (queries {', '.join(queries[:8])}"
-                    f"{', …' if len(queries) > 8 else ''}): the loss is {loss}, expected a finite number; {self._last_good()}"
+                raise NotFiniteError(
+                    f"step {self.done + 1}, micro-batch {number + 1} of {len(table)} ({_named(queries)}): "
+                    f"the loss is {loss}, expected a finite number"
                 )
         count = len(table)
         pairs = [len(batch.ids.columns) for batch in micro_batches] if count > 1 else [1]
@@ -210,14 +232,28 @@ class Training:
         negatives = sum(row[1] * share for row, share in zip(table, shares, strict=True)) / count
         return sum(row[0] for row in table) / count, negatives, sum(row[2] for row in table)
 
+    def skip_step(self, error: NotFiniteError) -> None:
+        """Take back a step whose numbers are not finite; go on as if it had brought nothing where that is allowed, else raise."""
+        self.engine.drop_step()
+        self.bank.rollback()
+        if self.skipped == self.config.skips():
+            advice = (
+                "--resume --run.on_nan skip:N goes on without such steps, a lower optim.learning_rate may have none"
+            )
+            raise InputError(f"{error}; {self._last_good()}; {advice}") from error
+        self.bank.end_step()
+        self.done += 1
+        self.skipped += 1
+        self.log.skipped(self.done, str(error), self.skipped)
+
     def _last_good(self) -> str:
+        """Where the last good state is, which is saved first unless it was already."""
+        if self.done and all(bool(torch.isfinite(parameter).all()) for parameter in self.encoder.parameters()):
+            self.save()
         saved = [path.name for path in all_checkpoints(self.folder)]
-        kept = (
-            f"the last good state is {self.folder / 'checkpoints' / saved[0]}"
-            if saved
-            else "no checkpoint was written before"
-        )
-        return f"{kept}; a new run with a lower optim.learning_rate may go further"
+        if not saved:
+            return "no checkpoint was written before"
+        return f"the last good state is {self.folder / 'checkpoints' / saved[0]}"
 
     def after_step(self, signals: StopSignals) -> None:
         """Evaluate and save where it is time, and leave when a signal came."""
@@ -229,10 +265,20 @@ class Training:
                 self.save()  # a resumed run evaluates this step first
                 raise
         stop = self.engine.largest(signals.received)
-        if last or stop or self._due(self.config.run.save_steps):
+        save = bool(last or stop or self._due(self.config.run.save_steps))
+        if self.config.run.bank_check_steps and (save or self._due(self.config.run.bank_check_steps)):
+            self._require_same_bank()
+        if save:
             self.save()
         if stop and not last:
             raise Interrupted(stop, f"stopped after step {self.done}; continue with --resume")
+
+    def _require_same_bank(self) -> None:
+        if self.engine.world > 1 and (others := self.engine.differing(self.bank.fingerprint())):
+            raise RuntimeError(
+                f"step {self.done}: processes {', '.join(map(str, others))} of {self.engine.world} hold another bank than "
+                f"process 0, expected the same on all; {self._last_good()}"
+            )
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.done % every == 0
@@ -266,6 +312,7 @@ class Training:
                 "best": self.best,
                 "evaluated": self.evaluated,
                 "identity": self.identity,
+                "skipped": self.skipped,
                 "scaler": self.engine.scaler_state(),
                 "micro_batch": self.size.state(),
             }
@@ -283,3 +330,8 @@ class Training:
         if self.dev is None and self.engine.is_main:
             self.encoder.save(self.folder / "model")
         self.engine.barrier()
+
+
+def _named(queries: list[str]) -> str:
+    """The first few of these queries, for a message."""
+    return f"queries {', '.join(queries[:8])}{', …' if len(queries) > 8 else ''}"

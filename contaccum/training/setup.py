@@ -1,6 +1,10 @@
 """From a config to the parts of a run: folder, encoder, data, bank."""
 
 import copy
+import hashlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,11 +14,13 @@ import yaml
 from contaccum.config import ModelConfig, TrainConfig, to_yaml
 from contaccum.data.collate import BatchSource
 from contaccum.data.dataset import StepSampler, TrainSet
-from contaccum.data.tokens import build_token_table
+from contaccum.data.tokens import build_token_table, tokenizer_hash
 from contaccum.encoder import DualEncoder, make_settings
 from contaccum.engine import Engine
 from contaccum.errors import InputError
-from contaccum.files import write_text
+from contaccum.files import is_leftover, sha256_of, sweep, write_text
+from contaccum.launch import is_main
+from contaccum.lock import LOCK_FILE, folder_lock
 from contaccum.methods.bank import Bank
 from contaccum.methods.loss import InfoNCE
 from contaccum.tiny_bert import tiny_tower
@@ -22,28 +28,89 @@ from contaccum.training.fit import MicroBatchSize, halved_pairs, halved_tokens
 
 CONFIG_FILE = "config.yaml"
 MAY_CHANGE = {
-    "output_dir", "resume", "run.save_steps", "run.keep_checkpoints", "run.log_steps", "run.trackers", "run.eval_batch_size",
-    "run.memory_budget", "batch.on_out_of_memory",
+    "output_dir", "resume", "allow_changes", "run.save_steps", "run.keep_checkpoints", "run.log_steps", "run.trackers",
+    "run.eval_batch_size", "run.on_nan", "run.timeout_minutes", "run.bank_check_steps", "run.memory_budget",
+    "batch.on_out_of_memory",
 }  # fmt: skip
-"""Settings that a resumed run may have otherwise: they change no weight."""
+"""Settings that a resumed run may have otherwise: they change no weight that was trained."""
 
 
-def claim_folder(config: TrainConfig) -> None:
-    """Check that the run's folder is this run's: new or empty, or on resume the same configuration's."""
+@contextmanager
+def claimed_folder(config: TrainConfig) -> Iterator[None]:
+    """Hold the run's folder while the block runs: new or empty, or on resume the same configuration's.
+
+    The main process of a launch holds the lock and sweeps what a killed one left; nobody else writes there.
+    """
     run = Path(config.output_dir)
     if run.exists() and not run.is_dir():
         raise InputError(f"output_dir {run} is a file, expected a folder")
-    if not run.exists() or not any(run.iterdir()):
-        return
+    with folder_lock(run) if is_main() else nullcontext():
+        held = (
+            [path for path in run.iterdir() if path.name != LOCK_FILE and not is_leftover(path.name)]
+            if run.is_dir()
+            else []
+        )
+        if held:
+            _check_run(config, run)
+        if is_main():
+            for folder in (run, run / "checkpoints"):
+                if folder.is_dir():
+                    sweep(folder)
+        yield
+
+
+def _check_run(config: TrainConfig, run: Path) -> None:
+    """Refuse to write into a folder that holds anything but this configuration's run."""
     if not config.resume:
         raise InputError(f"output_dir {run} already holds something, expected a new or empty folder, or --resume")
     if not (run / CONFIG_FILE).is_file():
         raise InputError(f"output_dir {run} has no {CONFIG_FILE}, expected the folder of a run to resume")
     changes = config_differences(read_config(run), asdict(config))
-    if changes:
-        raise InputError(
-            f"output_dir {run} holds a run with other settings, expected the same to resume: {'; '.join(changes)}"
-        )
+    refuse_changes(f"output_dir {run} holds a run with other settings", changes, config.allow_changes)
+
+
+def refuse_changes(where: str, changes: list[str], allowed: bool) -> None:
+    """InputError naming the changes since the run was started; where they are allowed, they are printed."""
+    if not changes:
+        return
+    if not allowed:
+        raise InputError(f"{where}, expected the same to resume (or --allow_changes true): {'; '.join(changes)}")
+    print(f"{where}, which is allowed: {'; '.join(changes)}", file=sys.stderr)
+
+
+def identity(config: ModelConfig, engine: Engine, encoder: DualEncoder, train_set: TrainSet) -> dict[str, Any]:
+    """What must be the same for a resumed run to end as the unbroken one would, besides the settings.
+
+    Weights and tokenizers come from the checkpoint, so the tokenizer differs only where its library reads it otherwise. An
+    encoder folder that has other files than when the run was started changes nothing in the run; it is told because the run's
+    config then names an encoder that it did not start from.
+    """
+    towers = (encoder.query_tower, encoder.passage_tower)
+    return {
+        "world": engine.world,
+        "data": train_set.fingerprint,
+        "tokenizer": [tokenizer_hash(tower.tokenizer) for tower in towers],
+        "encoder": [_files_hash(Path(name)) for name in (config.name, config.passage_name) if name],
+    }
+
+
+def _files_hash(folder: Path) -> str | None:
+    """Hash of the files of an encoder's folder; None for a hub name, or where the folder is no longer there."""
+    if not folder.is_dir():
+        return None
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    lines = [f"{path.relative_to(folder).as_posix()} {sha256_of(path)}" for path in files]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def identity_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """``name was x and is y`` for everything that differs; an encoder folder that is gone is no longer needed."""
+    pairs = [(name, old.get(name), value) for name, value in new.items()]
+    return [
+        f"{name} was {before} and is {now}"
+        for name, before, now in pairs
+        if before != now and not (name == "encoder" and None in now)
+    ]
 
 
 def write_config(config: TrainConfig) -> None:
@@ -119,7 +186,7 @@ def build_batches(config: TrainConfig, engine: Engine, encoder: DualEncoder, tra
     """Tokens, made once, and the order of the examples."""
     settings = encoder.settings
     query, passage = encoder.query_tower.tokenizer, encoder.passage_tower.tokenizer
-    with engine.main_first():  # the others then find the tokens in the cache
+    with engine.main_first():
         query_tokens = build_token_table(
             train_set.queries,
             ["text"],

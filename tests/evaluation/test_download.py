@@ -2,11 +2,13 @@
 
 import hashlib
 import io
+import random
 import socket
 import stat
 import threading
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 
 from contaccum.data.tables import load_retrieval_set
 from contaccum.errors import InputError
+from contaccum.evaluation import download
 from contaccum.evaluation.download import MD5, is_published, resolve_dataset, unpack
 
 FILES = {
@@ -152,21 +155,81 @@ def test_a_download_beyond_the_limit_is_stopped(server, tmp_path):
     assert resolve_dataset("nq", tmp_path / "cache", base_url=server.url, md5=md5, max_download=size).is_dir()
 
 
-def test_a_connection_that_breaks_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+@contextmanager
+def scripted(*answers: bytes) -> Iterator[tuple[str, list[bytes]]]:
+    """A server that gives these answers, whole responses one a connection; its address and the requests it saw."""
+    seen: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
-        def answer_in_part() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                connection.recv(4096)
-                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nPK\3\4")
+        def give() -> None:
+            for answer in answers:
+                connection, _ = listener.accept()
+                with connection:
+                    seen.append(connection.recv(4096))
+                    connection.sendall(answer)
 
-        thread = threading.Thread(target=answer_in_part)
+        thread = threading.Thread(target=give)
         thread.start()
-        with pytest.raises(InputError, match="could not be fetched"):
-            resolve_dataset("nq", tmp_path / "cache", base_url=f"http://127.0.0.1:{listener.getsockname()[1]}")
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", seen
         thread.join()
+
+
+def test_a_broken_download_is_continued_where_the_server_allows(tmp_path, monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    md5 = beir_archive(tmp_path / "nq.zip", "nq")
+    data = (tmp_path / "nq.zip").read_bytes()
+    half, cache = len(data) // 32 * 16, tmp_path / "cache"
+    first = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(data) + data[:half]
+    head = b"HTTP/1.1 206 Partial Content\r\nContent-Length: %d\r\nContent-Range: bytes %d-%d/%d\r\n\r\n"
+    monkeypatch.setattr(download, "_CHUNK", 16)  # what is read when the connection breaks is lost up to one chunk
+    second = head % (len(data) - half, half, len(data) - 1, len(data)) + data[half:]
+    with scripted(first, second) as (url, seen):
+        with pytest.raises(InputError, match="could not be fetched"):
+            resolve_dataset("nq", cache, base_url=url, md5=md5)
+        assert left(cache) == [".nq.zip.part"]
+        folder = resolve_dataset("nq", cache, base_url=url, md5=md5)
+    assert b"Range" not in seen[0]
+    assert b"Range: bytes=%d-" % half in seen[1]
+    assert load_retrieval_set(folder, "test").qrels == {"q": {"p": 1}}
+    assert not list(cache.glob(".*"))
+
+
+@pytest.mark.parametrize("rest", [b"something else", b"x" * 100_000])
+def test_a_server_that_does_not_continue_gives_all_again(rest, server, tmp_path):
+    md5 = beir_archive(server.folder / "nq.zip", "nq")
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / ".nq.zip.part").write_bytes(rest)
+    assert resolve_dataset("nq", tmp_path / "cache", base_url=server.url, md5=md5).is_dir()
+    assert left(tmp_path / "cache") == ["corpus.jsonl", "nq", "qrels", "queries.jsonl", "test.tsv"]
+
+
+@pytest.mark.parametrize("status", [b"416 Range Not Satisfiable", b"206 Partial Content\r\nContent-Range: bytes 0-0/9"])
+def test_a_part_that_the_server_cannot_continue_is_dropped(status, tmp_path, monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    md5 = beir_archive(tmp_path / "nq.zip", "nq")
+    data = (tmp_path / "nq.zip").read_bytes()
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / ".nq.zip.part").write_bytes(b"x" * 100_000)
+    refusal = b"HTTP/1.1 " + status + b"\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+    with scripted(refusal, b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(data) + data) as (url, _):
+        assert resolve_dataset("nq", tmp_path / "cache", base_url=url, md5=md5).is_dir()
+
+
+def test_halves_that_do_not_belong_together_are_refused_and_forgotten(tmp_path, monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / ".nq.zip.part").write_bytes(b"old")
+    answer = b"HTTP/1.1 206 Partial Content\r\nContent-Length: 3\r\nContent-Range: bytes 3-5/6\r\n\r\nnew"
+    with scripted(answer) as (url, _), pytest.raises(InputError, match="the archive's MD5 is"):
+        resolve_dataset("nq", tmp_path / "cache", base_url=url)
+    assert left(tmp_path / "cache") == []
+
+
+def test_what_came_of_an_archive_without_a_checksum_is_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nPK\3\4"
+    with scripted(answer) as (url, _), pytest.raises(InputError, match="could not be fetched"):
+        resolve_dataset("nq-train", tmp_path / "cache", base_url=url)
     assert left(tmp_path / "cache") == []
 
 
@@ -197,12 +260,26 @@ def test_hostile_entries_are_refused_and_nothing_is_unpacked(tmp_path, entry, wo
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_a_bomb_is_stopped_by_what_it_unpacks_to_and_not_by_what_it_says(tmp_path):
-    archive(tmp_path / "nq.zip", [("nq/corpus.jsonl", bytes(30_000_000)), ("nq/queries.jsonl", b"{}")])
+def test_a_bomb_within_the_limit_is_told_by_its_ratio(tmp_path):
+    """30 MB of zeros in 30 kB; the same bytes beside as many that do not shrink are let in."""
+    archive(tmp_path / "nq.zip", [("nq/corpus.jsonl", bytes(30_000_000))])
     with pytest.raises(InputError, match="not a bomb"):
-        unpack(tmp_path / "nq.zip", "nq", tmp_path / "out" / "nq", limit=29_999_999)
+        unpack(tmp_path / "nq.zip", "nq", tmp_path / "out" / "nq")
     assert list((tmp_path / "out").iterdir()) == []
-    unpack(tmp_path / "nq.zip", "nq", tmp_path / "out" / "nq", limit=30_000_002)
+    archive(
+        tmp_path / "nq.zip", [("nq/corpus.jsonl", bytes(30_000_000)), ("nq/queries.jsonl", random.randbytes(400_000))]
+    )
+    unpack(tmp_path / "nq.zip", "nq", tmp_path / "out" / "nq")
+
+
+def test_a_bomb_is_stopped_by_what_it_unpacks_to_and_not_by_what_it_says(tmp_path):
+    archive(
+        tmp_path / "nq.zip", [("nq/corpus.jsonl", bytes(30_000_000)), ("nq/queries.jsonl", random.randbytes(400_000))]
+    )
+    with pytest.raises(InputError, match="not a bomb"):
+        unpack(tmp_path / "nq.zip", "nq", tmp_path / "out" / "nq", limit=30_399_999)
+    assert list((tmp_path / "out").iterdir()) == []
+    unpack(tmp_path / "nq.zip", "nq", tmp_path / "out" / "nq", limit=30_400_000)
     assert (tmp_path / "out" / "nq" / "corpus.jsonl").stat().st_size == 30_000_000
 
 

@@ -6,11 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import SlowBank, micro_batches, slow_loss
+from torch import Tensor
 
-from contaccum.batch import RowIds
+from contaccum.batch import NO_PASSAGE, RowIds
 from contaccum.methods.bank import Bank
 from contaccum.methods.logsumexp import NestedLogSumExp
-from contaccum.methods.loss import InfoNCE, relevant
+from contaccum.methods.loss import InfoNCE
+from contaccum.methods.masking import LeftOut, find_left_out
 from contaccum.methods.undo import Undo
 
 DIM = 12
@@ -78,6 +80,78 @@ def test_pushes_that_do_not_fit_the_blocks_change_nothing(push):
     assert differences(29, pushes=20, push=push) < 2e-6
 
 
+@pytest.mark.parametrize("mask", [True, False])
+@pytest.mark.parametrize("weight", ["all", "current"])
+@pytest.mark.parametrize("visibility", ["immediate", "on_step"])
+def test_micro_batches_of_differing_sizes(mask, weight, visibility):
+    """Pushes of 1 to 7 rows into a ring of 23 whose blocks are 4 wide, hard negatives among them, steps of three pushes."""
+    loss = InfoNCE(TEMPERATURE, mask)
+    bank = Bank(23, DIM, loss, push=4, hard_negatives=1, row_weight=weight, visibility=visibility)
+    slow, waiting = SlowBank(23), []
+    for number, b in enumerate([4, 1, 7, 3, 3, 6, 2, 7, 5, 1, 4, 7, 6, 2, 3] * 2):
+        batch = micro_batches(1, b, 1, passages=15, seed=number)[0]
+        queries, passages = embeddings(batch.ids, number)
+        fast = loss(queries, passages, batch.ids, columns=bank, rows=bank).value
+        plain = slow_loss(queries, passages, batch.ids, slow, TEMPERATURE, mask=mask, weight=weight)
+        torch.testing.assert_close(fast, plain, atol=2e-6, rtol=1e-6)  # divided by one row of 24, it nears 30
+        for one, other in zip(
+            *(torch.autograd.grad(value, (queries, passages)) for value in (fast, plain)), strict=True
+        ):
+            torch.testing.assert_close(one, other, atol=2e-6, rtol=1e-6)
+        bank.push(queries, passages, batch.ids)
+        waiting.append((queries, passages, batch.ids))
+        if visibility == "immediate" or number % 3 == 2:
+            for rows in waiting:
+                slow.push(*rows)
+            waiting = []
+        if number % 3 == 2:
+            bank.end_step()
+    assert bank.fill == 23
+
+
+def most_held(call) -> int:
+    """Most bytes that tensors hold during a call, from the profiler's list of allocations."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        call()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(changes))
+
+
+def test_a_large_step_needs_no_square_matrix():
+    """4,096 rows against 4,096 columns, each with gradient, in a few tiles' memory; untiled, the matrix alone is 64 MiB."""
+    n = 4096
+    ids = torch.arange(n).unsqueeze(1)
+    queries = F.normalize(torch.randn(n, 16, generator=torch.Generator().manual_seed(0)), dim=-1).requires_grad_()
+    passages = queries.detach().unsqueeze(1).clone().requires_grad_()
+
+    def step(tile):
+        value = InfoNCE(TEMPERATURE, tile=tile)(queries, passages, RowIds(ids, ids)).value
+        torch.autograd.grad(value, (queries, passages))
+
+    assert most_held(lambda: step(1 << 18)) < 8 * 2**20
+    assert most_held(lambda: step(n * n)) > 4 * n * n
+
+
+def test_gradients_by_finite_differences():
+    """In float64, with masked pairs, a row all of whose bank columns are masked, and both row weights."""
+    for weight in ("all", "current"):
+        loss = InfoNCE(TEMPERATURE, tile=5)
+        bank = Bank(6, DIM, loss, push=3, row_weight=weight)
+        for name in ("passages", "queries", "positive_logits"):
+            setattr(bank, name, getattr(bank, name).double())
+        bank.sums.values, bank.sums.closed = bank.sums.values.double(), bank.sums.closed.double()
+        same = RowIds(torch.tensor([[1], [1], [1]]), torch.tensor([[1], [1], [1]]))
+        vectors = [tensor.detach().double() for tensor in embeddings(same, 3)]
+        bank.push(*vectors, same)
+        ids = RowIds(torch.tensor([[1], [2], [3]]), torch.tensor([[1, 3], [2, -1], [3, -1]]))
+        queries, passages = (tensor.detach().double().requires_grad_() for tensor in embeddings(ids, 4))
+        assert torch.autograd.gradcheck(
+            lambda q, p, loss=loss, bank=bank, ids=ids: loss(q, p, ids, columns=bank, rows=bank).value,
+            (queries, passages),
+        )
+
+
 def test_the_slow_reading_tells_wrong_from_right():
     """Negative control: each rule, broken alone, is seen by the comparison above."""
     loss = InfoNCE(TEMPERATURE)
@@ -113,9 +187,30 @@ def test_two_rows_by_hand():
     assert same.masked.item() == 2
 
 
-def test_relevant_finds_listed_passages_only():
-    found = relevant(torch.tensor([[3, -1], [5, 7]]), torch.tensor([7, 3, -2]))
-    assert found.tolist() == [[False, True, False], [True, False, False]]
+@pytest.mark.parametrize(("rows", "columns"), [(5, 40), (40, 5), (30, 30), (1, 1), (3, 0)])
+@pytest.mark.parametrize("passages", [3, 25, 10**6])
+def test_left_out_pairs_are_those_of_the_full_comparison(rows, columns, passages):
+    generator = torch.Generator().manual_seed(rows + passages)
+    positives = torch.randint(NO_PASSAGE, passages, (rows, 4), generator=generator)  # repeats and padding among them
+    column_ids = torch.randint(NO_PASSAGE, passages, (columns,), generator=generator)
+    found = find_left_out(positives, column_ids)
+    plain = {
+        (r, c)
+        for r, c in itertools.product(range(rows), range(columns))
+        if column_ids[c] != NO_PASSAGE and column_ids[c] in positives[r]
+    }
+    pairs = list(zip(found.rows.tolist(), found.columns.tolist(), strict=True))
+    assert len(pairs) == len(set(pairs))
+    assert set(pairs) == plain
+
+
+def test_left_out_pairs_of_a_block_and_without_the_own_ones():
+    pairs = LeftOut(torch.tensor([0, 1, 1, 4]), torch.tensor([2, 0, 3, 3]))
+    block = pairs.block(slice(1, 5), slice(2, 4))
+    assert list(zip(*map(Tensor.tolist, block), strict=True)) == [(0, 1), (3, 1)]
+    rest = pairs.without(torch.tensor([1, 4]), torch.tensor([3, 2]))
+    assert list(zip(*map(Tensor.tolist, rest), strict=True)) == [(0, 2), (1, 0), (4, 3)]
+    assert pairs.transposed().clear(torch.zeros(4, 5)).isinf().nonzero().tolist() == [[0, 1], [2, 0], [3, 1], [3, 4]]
 
 
 def test_a_wrapping_push_is_split_over_the_end_of_the_ring():
@@ -161,7 +256,7 @@ def test_bank_of_size_zero_stays_empty():
 def test_nested_sums_equal_plain_ones_after_every_push(size, push):
     """Against logsumexp of the whole matrix, and only the row state named in the module's cost is held."""
     generator = torch.Generator().manual_seed(0)
-    matrix = torch.full((size, size, 2), float("nan"))
+    matrix = torch.full((size, size, 2), float("nan"))  # rows, slots, columns per slot
     sums = NestedLogSumExp(size, push, tile=16, undo=Undo())
     pointer = fill = 0
     for _ in range(3 * size // push + 2):
@@ -169,8 +264,9 @@ def test_nested_sums_equal_plain_ones_after_every_push(size, push):
         fill = max(fill, stop)
         matrix[pointer:stop] = torch.randn(stop - pointer, size, 2, generator=generator)
         matrix[:, pointer:stop] = torch.randn(size, stop - pointer, 2, generator=generator)
-        sums.overwrite(pointer, stop, fill, lambda rows, slots: matrix[rows, slots])
+        sums.overwrite(pointer, stop, fill, lambda rows, slots: matrix[rows, slots].flatten(1).T)
         plain = matrix[:fill, :fill].logsumexp((1, 2))
         torch.testing.assert_close(sums.total(fill), plain)
         pointer = stop % size
-    assert sums.values.shape[2] ** 3 >= size / push > (sums.values.shape[2] - 1) ** 3
+    assert sums.fan**3 >= size / push > (sums.fan - 1) ** 3
+    assert sums.values.shape == (3, sums.fan, size)

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import SlowBank, gradients, largest_difference, slow_loss, train_config, weights, write_uneven_beir
+from launched import Job, run_jobs
+from safetensors.torch import load_file
 
 from contaccum.config import TRAITS
 from contaccum.data.dataset import load_train_set
@@ -151,6 +153,26 @@ def test_micro_batches_of_one_size_weigh_exactly_one(count, stored, data):
     bank.queries, bank.stored = torch.zeros(24, encoder.dim), stored
     assert row_weights(taken[0][:1] * count, bank) == [1.0] * count
     assert row_weights(taken[0][:1] * count) == [1.0] * count
+
+
+def test_two_processes_cut_by_tokens_give_the_gradients_of_one(data, tmp_path):
+    """Micro-batches of several sizes, first passes of two at once."""
+    jobs = {f"of {w}": Job([str(data), str(tmp_path / f"of{w}")], w, worker="cut_worker") for w in (1, 2)}
+    for outcome in run_jobs(jobs, tmp_path / "jobs").values():
+        outcome.check()
+    one, *others = (
+        load_file(tmp_path / name) for name in ("of1.0.safetensors", "of2.0.safetensors", "of2.1.safetensors")
+    )
+    for method in (name for name, traits in TRAITS.items() if not traits.whole):
+        for number in range(2):
+            prefix = f"{method}/{number}/"
+            assert len(one[f"{prefix}sizes"].unique()) > 1
+            steps = [{name: found[name] for name in one if name.startswith(prefix)} for found in (one, *others)]
+            for found in steps:
+                assert torch.equal(found.pop(f"{prefix}sizes"), one[f"{prefix}sizes"])
+            for found in steps[1:]:
+                assert found.pop(f"{prefix}loss") == pytest.approx(float(one[f"{prefix}loss"]), rel=1e-5)
+                assert largest_difference([{k: v for k, v in steps[0].items() if "loss" not in k}], [found]) < SAME
 
 
 @pytest.mark.parametrize("method", ["cont_accum", "grad_cache"])

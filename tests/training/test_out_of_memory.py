@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import train_config, weights, write_uneven_beir
+from launched import Job, run_jobs
 from safetensors.torch import load_file
 
 from contaccum.config import to_yaml
@@ -210,25 +211,15 @@ def test_sizes_go_down_by_halves_that_divide_a_step_and_up_again_after_ever_long
     assert not other.grow_again(10_000)
 
 
-def launch(*call: str, processes: int = 1, cache: Path) -> subprocess.CompletedProcess:
-    runner = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] if processes > 1 else []
-    )
-    environment = {**os.environ, "PYTHONPATH": f"{HERE.parent}:{HERE}", "CONTACCUM_CACHE": str(cache)}
-    return subprocess.run(
-        [sys.executable, *runner, *call], env=environment, capture_output=True, text=True, check=False
-    )
-
-
 def test_when_one_of_two_processes_runs_out_both_take_the_step_again(data, tmp_path):
     """In process 1, in the forward pass, the loss and the backward pass; against one process that fails in the same steps."""
+    jobs = {}
     for processes in (1, 2):
-        folder = tmp_path / f"of{processes}"
-        folder.mkdir()
-        done = launch(
-            str(HERE / "out_of_memory_worker.py"), str(data), str(folder), processes=processes, cache=tmp_path / "cache"
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
+        (tmp_path / f"of{processes}").mkdir()
+        call = [str(data), str(tmp_path / f"of{processes}")]
+        jobs[f"of {processes}"] = Job(call, processes, worker="out_of_memory_worker")
+    for outcome in run_jobs(jobs, tmp_path / "jobs").values():
+        outcome.check()
     cases = sorted(path.name for path in (tmp_path / "of1").iterdir() if path.is_dir())
     assert len(cases) == 3
     for case in cases:
@@ -249,7 +240,9 @@ def test_under_a_limit_on_the_address_space_a_run_finds_what_fits(data, tmp_path
     config = train_config(data, tmp_path / "run", "grad_cache", **changes)
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(config))
-    done = launch(str(HERE / "limited.py"), "120", "train", "--config", str(file), cache=tmp_path / "cache")
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "CONTACCUM_CACHE": str(tmp_path / "cache")}
+    call = [sys.executable, str(HERE / "limited.py"), "120", "train", "--config", str(file)]
+    done = subprocess.run(call, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "step 1: out of memory with micro-batches of 64 pairs; the step is taken again with" in done.stderr
     assert "(the gradients stay the same)" in done.stderr

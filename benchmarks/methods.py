@@ -1,0 +1,126 @@
+"""Update time and peak memory of the six methods at equal N and B, over bank sizes.
+
+    python benchmarks/methods.py [--model DIR] [--json OUT] [--quick]
+
+Both towers share one encoder; texts are made: queries of 16 tokens, passages of 128. Times are of whole updates (all
+micro-batches, optimizer step), methods and bank sizes interleaved. A bank opens a block of its kept log-sum-exps every few
+pushes and a large one every few hundred (contaccum/methods/logsumexp.py); medians miss both, so what the openings cost is
+measured apart, and "with openings" spreads it over the pushes between them. Peak memory is what tensors
+hold at most during an update beyond encoder and optimizer.
+"""
+
+import time
+
+import torch
+from common import (
+    PeakMemory,
+    Trainee,
+    fill,
+    interleaved,
+    make_parser,
+    model_folder,
+    publish,
+    ratio,
+    summary,
+    table,
+)
+
+from contaccum.batch import RowIds
+from contaccum.methods.bank import Bank
+
+BANKLESS = ("grad_accum", "grad_cache", "in_batch")
+BANKED = ("passage_bank", "cont_accum", "cont_cache")
+
+
+def openings(bank: Bank, push: int) -> float:
+    """Seconds that opening blocks adds to one push, spread over the pushes of a turn."""
+    if bank.sums is None:
+        return 0.0
+    coarse, fine = bank.sums.widths[0], bank.sums.widths[1]
+    seconds = {}
+    for name, pointer in {"none": push, "fine": fine, "coarse": coarse}.items():
+        if pointer + push > bank.size or pointer % push:
+            seconds[name] = seconds["none"]
+            continue
+        fill(bank, pointer - push)
+        for _ in range(2):  # the second push is the first of the block that begins at ``pointer``
+            ids = RowIds(torch.arange(push).unsqueeze(1), torch.arange(push).unsqueeze(1))
+            vectors = torch.nn.functional.normalize(torch.randn(push, bank.passages.shape[-1]), dim=-1)
+            vectors = vectors.to(bank.passages.device)
+            began = time.perf_counter()
+            bank.push(vectors, vectors.unsqueeze(1), ids)
+            if vectors.is_cuda:
+                torch.cuda.synchronize()
+            seconds[name] = time.perf_counter() - began
+    fan = bank.sums.fan
+    plain = seconds["none"]
+    return max(0.0, seconds["fine"] - plain) / fan + max(0.0, seconds["coarse"] - plain) / fan**2
+
+
+def peak(trainee: Trainee, method: str, size: int) -> int:
+    """Peak memory of one update in bytes, bank and its kept sums included, beyond encoder and optimizer."""
+    with PeakMemory(trainee.engine.device) as memory:
+        trainee.update(method, trainee.bank(method, size))
+    return memory.bytes
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=[128, 1024, 4096, 16_384, 131_072], help="bank sizes, in rows"
+    )
+    parser.add_argument("--pairs", type=int, default=128, help="pairs in an update (N)")
+    parser.add_argument("--micro", type=int, default=8, help="pairs in a micro-batch (B)")
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    if args.quick:
+        args.sizes, args.pairs, args.micro, args.repeats = [16], 8, 4, 2
+    folder = model_folder(args.model)
+    trainee = Trainee(folder, args.device, args.precision, args.pairs, args.micro)
+    banks = {(name, 0): trainee.bank(name, 0) for name in BANKLESS}
+    banks |= {(name, size): trainee.bank(name, size) for name in BANKED for size in args.sizes if size >= args.pairs}
+    cases = {f"{name} {size}": lambda n=name, b=bank: trainee.update(n, b) for (name, size), bank in banks.items()}
+    seconds = interleaved(cases, args.repeats)
+    results = []
+    for (name, size), bank in banks.items():
+        key, push = f"{name} {size}", args.pairs if name == "cont_cache" else args.micro
+        extra = openings(bank, push) * args.pairs / push
+        against = ratio(seconds, key, "grad_accum 0")
+        base = summary(seconds["grad_accum 0"])["median"]
+        bank_bytes = sum(t.nbytes for t in (bank.passages, bank.queries) if t is not None)
+        results.append({
+            "method": name, "bank": size, "seconds": summary(seconds[key]), "ratio": against,
+            "with_openings": against["median"] + extra / base, "peak_bytes": peak(trainee, name, size),
+            "bank_bytes": bank_bytes,
+        })  # fmt: skip
+    plain = results[0]["peak_bytes"]
+    rows = []
+    for r in results:
+        over, bank_bytes = r["peak_bytes"] - plain, r["bank_bytes"]
+        r["peak_over_bank"] = over / bank_bytes if bank_bytes else None
+        s = r["seconds"]
+        rows.append([
+            f"`{r['method']}`", r["bank"], f"{s['median']:.3f} ({s['min']:.3f} to {s['max']:.3f})",
+            f"{r['ratio']['median']:.3f} ({r['ratio']['min']:.3f} to {r['ratio']['max']:.3f})", f"{r['with_openings']:.3f}",
+            f"{r['peak_bytes'] / 2**20:.1f}", f"{bank_bytes / 2**20:.1f}", f"{over / bank_bytes:.2f}" if bank_bytes else "",
+        ])  # fmt: skip
+    heads = [
+        "method",
+        "M",
+        "seconds per update",
+        "÷ `grad_accum`",
+        "with openings",
+        "peak MiB",
+        "bank MiB",
+        "peak over grad_accum ÷ bank",
+    ]
+    intro = (
+        f"N = {args.pairs}, B = {args.micro}, {args.precision}, {args.repeats} rounds, interleaved; median (smallest to "
+        "largest). Targets: `cont_accum` ÷ `grad_accum` at most 1.03 at M = 1,024, 1.05 at 16,384, 1.15 at 131,072; "
+        "`grad_cache` ÷ `grad_accum` at most 1.36; peak beyond `grad_accum`'s (\"over\") at most 1.15 of the bank's vectors."
+    )
+    publish(args, "Six methods: time of an update and peak memory", [intro, table(heads, rows)], {"rows": results})
+
+
+if __name__ == "__main__":
+    main()

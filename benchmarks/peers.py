@@ -1,0 +1,183 @@
+"""An update with contaccum's methods and with its peers: sentence-transformers' losses and the package GradCache.
+
+    python benchmarks/peers.py [--model DIR] [--json OUT] [--quick]
+
+    pip install sentence-transformers==6.2.0
+    pip install --no-deps --target gradcache GradCache==0.0.1      (optional, with --gradcache gradcache)
+
+Same weights, same made texts (queries of 16 tokens, passages of 128), tokenised before the clock starts, same dtype, AdamW
+with the same settings; all in one process, interleaved. Towers are tied on both sides, as sentence-transformers has them; the
+cached losses take mini-batches of B pairs. Before anything is timed, the losses of all that compare N with N are taken
+without dropout and must agree; timing is done with the encoder's own dropout.
+
+GradCache 0.0.1, the one release on PyPI, installs a package named ``gradcache`` whose modules import ``grad_cache``: it cannot
+be imported as it stands. ``--gradcache DIR`` names the folder it was installed into, and the name it wants is given to it.
+"""
+
+import json
+import sys
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import TEMPERATURE, Trainee, interleaved, make_parser, model_folder, publish, ratio, summary, table
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.losses import (
+    CachedMultipleNegativesRankingLoss,
+    MultipleNegativesRankingLoss,
+)
+from torch import Tensor, nn
+
+AGREE = 1e-5
+"""Largest difference between two losses of the same pairs."""
+
+
+class Peer:
+    """A SentenceTransformer of the same weights, its optimizer, and the pairs of a trainee."""
+
+    def __init__(self, folder: str, trainee: Trainee, dropout: float | None, rate: float) -> None:
+        self.device, self.precision = trainee.engine.device, trainee.engine.accelerator.mixed_precision
+        self.model = SentenceTransformer(folder, device=str(self.device))
+        for module in self.model.modules():
+            if dropout is not None and isinstance(module, nn.Dropout):
+                module.p = dropout
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_("pooler" not in name)
+        self.model.train()
+        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=rate, fused=True)
+        whole = trainee.whole[0]
+        self.features = [
+            {"input_ids": side.input_ids.to(self.device), "attention_mask": side.attention_mask.to(self.device)}
+            for side in (whole.queries, whole.passages)
+        ]
+
+    def autocast(self) -> torch.autocast:
+        kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        return torch.autocast(self.device.type, kinds.get(self.precision), enabled=self.precision in kinds)
+
+    def update(self, loss: nn.Module) -> float:
+        """One update by a sentence-transformers loss; returns the loss."""
+        with self.autocast():
+            value = loss([dict(side) for side in self.features], None)
+            value.backward()  # the cached loss encodes again in its backward pass
+        self._step()
+        return value.item()
+
+    def _step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+class GradCachePeer(Peer):
+    """The same model, stepped by the package GradCache."""
+
+    def __init__(self, grad_cache: Any, micro: int, *given: Any) -> None:
+        super().__init__(*given)
+        embed = Embed(self.model)
+        self.cache = grad_cache(models=[embed, embed], chunk_sizes=micro, loss_fn=self._loss)
+
+    @staticmethod
+    def _loss(queries: Tensor, passages: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(
+            queries @ passages.T / TEMPERATURE, torch.arange(len(queries), device=queries.device)
+        )
+
+    def update(self, loss: None = None) -> float:
+        with self.autocast():
+            value = self.cache(*self.features)
+        self._step()
+        return value.item()
+
+
+class Embed(nn.Module):
+    def __init__(self, model: SentenceTransformer) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **features: Tensor) -> Tensor:
+        return nn.functional.normalize(self.model(features)["sentence_embedding"], dim=-1)
+
+
+def load_gradcache(folder: Path) -> Any:
+    """The class GradCache, under the package name that its own modules import."""
+    source = folder / "gradcache"
+    if not (source / "grad_cache.py").is_file():
+        sys.exit(
+            f"--gradcache {folder}: no gradcache/grad_cache.py there, expected a pip --target folder of GradCache 0.0.1"
+        )
+    spec = ModuleSpec("grad_cache", None, is_package=True)
+    spec.submodule_search_locations = [str(source)]
+    sys.modules["grad_cache"] = module_from_spec(spec)
+    from grad_cache.grad_cache import GradCache
+
+    return GradCache
+
+
+def make_cases(args: Any, folder: str, dropout: float | None, rate: float) -> dict[str, Any]:
+    """Every contender by name: a function that takes one update and returns its loss."""
+    trainee = Trainee(folder, args.device, args.precision, args.pairs, args.micro, dropout, rate)
+    methods = ["in_batch", "grad_accum", "grad_cache", "cont_accum"]
+    banks = {name: trainee.bank(name, args.bank) for name in methods}
+    cases = {f"contaccum {name}": lambda n=name, b=bank: trainee.update(n, b) for name, bank in banks.items()}
+    peer = Peer(folder, trainee, dropout, rate)
+    plain = MultipleNegativesRankingLoss(peer.model, scale=1 / TEMPERATURE)
+    cached = CachedMultipleNegativesRankingLoss(peer.model, scale=1 / TEMPERATURE, mini_batch_size=args.micro)
+    cases["sentence-transformers, plain"] = lambda: peer.update(plain)
+    cases["sentence-transformers, cached"] = lambda: peer.update(cached)
+    if args.gradcache:
+        other = GradCachePeer(load_gradcache(args.gradcache), args.micro, folder, trainee, dropout, rate)
+        cases["GradCache 0.0.1"] = other.update
+    return cases
+
+
+SAME_LOSS = (
+    "contaccum in_batch",
+    "contaccum grad_cache",
+    "sentence-transformers, plain",
+    "sentence-transformers, cached",
+    "GradCache 0.0.1",
+)
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--pairs", type=int, default=128, help="pairs in an update (N)")
+    parser.add_argument("--micro", type=int, default=8, help="pairs in a micro-batch (B)")
+    parser.add_argument("--bank", type=int, default=1024, help="bank rows (M)")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--gradcache", type=Path, help="folder that the package GradCache was installed into")
+    args = parser.parse_args()
+    if args.quick:
+        args.pairs, args.micro, args.bank, args.repeats = 8, 4, 16, 2
+    folder = model_folder(args.model)
+    losses = {name: run() for name, run in make_cases(args, folder, dropout=0.0, rate=0.0).items() if name in SAME_LOSS}
+    apart = max(losses.values()) - min(losses.values())
+    if apart > AGREE and args.precision == "fp32":
+        sys.exit(f"the losses differ by {apart:.2e}, expected at most {AGREE}: {json.dumps(losses)}")
+    cases = make_cases(args, folder, dropout=None, rate=1e-6)
+    seconds = interleaved(cases, args.repeats)
+    rows, figures = [], []
+    for name in cases:
+        against = {
+            other: ratio(seconds, name, other) for other in ("sentence-transformers, cached", "contaccum grad_accum")
+        }
+        s = summary(seconds[name])
+        rows.append([
+            name, f"{s['median']:.3f} ({s['min']:.3f} to {s['max']:.3f})",
+            *(f"{r['median']:.3f} ({r['min']:.3f} to {r['max']:.3f})" for r in against.values()),
+            f"{losses[name]:.6f}" if name in losses else "other negatives",
+        ])  # fmt: skip
+        figures.append({"name": name, "seconds": s, "ratios": against, "loss": losses.get(name)})
+    heads = ["update by", "seconds", "÷ ST cached", "÷ `grad_accum`", "loss, no dropout"]
+    intro = (
+        f"N = {args.pairs}, B = {args.micro} (sentence-transformers' mini_batch_size too), M = {args.bank:,}, {args.precision}, "
+        f"tied towers, {args.repeats} rounds, interleaved; median (smallest to largest). Targets: `grad_cache` ÷ ST cached at "
+        "most 0.90, `cont_accum` ÷ ST cached at most 0.70."
+    )
+    publish(args, "An update beside the peers'", [intro, table(heads, rows)], {"rows": figures, "losses_apart": apart})
+
+
+if __name__ == "__main__":
+    main()

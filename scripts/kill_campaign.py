@@ -1,0 +1,177 @@
+"""Kills real runs at random moments (SIGKILL), starts them again, and compares what they end with with the unbroken run.
+
+usage: python scripts/kill_campaign.py --seed 0 [--train 50] [--encode 20] [--compare 10] [--folder DIR]
+Prints a Markdown table; exit code 1 when any run ends with other bytes or a finished shard was made again.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+
+METHODS = ("in_batch", "grad_accum", "grad_cache", "passage_bank", "cont_accum", "cont_cache")
+TINY = {
+    "model": {"name": "tiny", "tiny_width": 32, "tiny_layers": 1, "tiny_vocabulary": 300},
+    "data": {"hard_negatives": 1},
+    "batch": {"global_batch_size": 16, "micro_batch_size": 4},
+    "bank": {"size": 48},
+    "optim": {"max_steps": 40, "learning_rate": 0.001},
+    "run": {"device": "cpu", "save_steps": 4},
+}
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One verb of the command line as the campaign needs it."""
+
+    call: Callable[[Path, str], list[str]]
+    """Output folder and variant -> arguments; given again, the same call goes on with a broken run."""
+    variants: tuple[str, ...]
+    results: str
+    """Pattern of the files, below the output folder, whose bytes must be those of the unbroken run."""
+
+
+def verbs(data: Path, model: Path, config: Path) -> dict[str, Verb]:
+    def train(output: Path, method: str) -> list[str]:
+        return ["train", "--config", str(config), "--method", method, "--output_dir", str(output), "--resume"]
+
+    def encode(output: Path, kind: str) -> list[str]:
+        source = ["--model", str(model), "--input", str(data), "--kind", kind, "--output", str(output)]
+        return ["encode", *source, "--shard_size", "20", "--batch_size", "4"]
+
+    def compare(output: Path, methods: str) -> list[str]:
+        return ["compare", "--config", str(config), "--methods", methods, "--seeds", "2", "--output_dir", str(output)]
+
+    return {
+        "train": Verb(train, METHODS, "model/**/*"),
+        "encode": Verb(encode, ("passage",), "*"),
+        "compare": Verb(compare, ("grad_accum,cont_accum",), "**/model/**/*.safetensors"),
+    }
+
+
+def contaccum(arguments: list[str]) -> subprocess.Popen:
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    return subprocess.Popen([sys.executable, "-m", "contaccum", *arguments], start_new_session=True, **quiet)
+
+
+def finish(arguments: list[str]) -> float:
+    """Run a call to its end; returns its seconds."""
+    began = time.monotonic()
+    code = contaccum(arguments).wait()
+    if code:
+        raise SystemExit(f"exit code {code}: contaccum {' '.join(arguments)}")
+    return time.monotonic() - began
+
+
+def checksums(output: Path, pattern: str) -> dict[str, str]:
+    files = sorted(path for path in output.glob(pattern) if path.is_file())
+    return {str(path.relative_to(output)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def finished_shards(output: Path) -> dict[str, int]:
+    """When the vectors of each shard with a record were written, in ns."""
+    return {
+        path.name: path.with_suffix("").with_suffix(".npy").stat().st_mtime_ns for path in output.glob("*.shard.json")
+    }
+
+
+def moment(output: Path) -> str:
+    """In which part of its life a run was killed, read from what it left."""
+    if any(path.name.endswith((".part", ".old", ".gone")) for path in output.rglob(".*")):
+        return "while writing"
+    if not output.exists() or not any((output / name).exists() for name in ("log.jsonl", "00000.npy")):
+        return "in set-up" if not list(output.glob("*/log.jsonl")) else "at work"
+    return "at work"
+
+
+def kill_once(verb: Verb, output: Path, variant: str, longest: float, draw: random.Random) -> str:
+    """Start anew and kill at a random moment before its end; returns which."""
+    while True:
+        shutil.rmtree(output, ignore_errors=True)
+        process = contaccum(verb.call(output, variant))
+        try:
+            process.wait(draw.uniform(0, longest))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            process.wait()
+            return moment(output)
+        # it was faster than the unbroken run: draw again
+
+
+def campaign(verb: Verb, kills: int, folder: Path, draw: random.Random) -> dict[str, object]:
+    """Kill and continue ``kills`` times, the variants in turn."""
+    expected, longest = {}, {}
+    for variant in verb.variants[:kills]:
+        whole = folder / f"whole-{variant}"
+        longest[variant] = finish(verb.call(whole, variant))
+        expected[variant] = checksums(whole, verb.results)
+        assert expected[variant], f"no {verb.results} in {whole}"
+    equal, lost, moments = 0, 0, Counter()
+    for number, variant in zip(range(kills), cycle(verb.variants), strict=False):
+        output = folder / f"killed-{variant}"
+        moments[kill_once(verb, output, variant, longest[variant], draw)] += 1
+        before = finished_shards(output)
+        finish(verb.call(output, variant))
+        same = checksums(output, verb.results) == expected[variant]
+        lost += sum(finished_shards(output).get(name) != written for name, written in before.items())
+        equal += same
+        print(f"{number + 1}/{kills} {variant}: {'equal' if same else 'DIFFERS'}", file=sys.stderr, flush=True)
+    return {"kills": kills, "equal": equal, "lost": lost, "moments": moments}
+
+
+def write_corpus(folder: Path, passages: int = 400) -> None:
+    """A small BEIR folder that trains and encodes."""
+    draw = random.Random(0)
+    words = [f"{first}{second}" for first in ("ba", "ko", "ri", "lu", "se") for second in ("mo", "ta", "ne", "li")]
+    texts = [" ".join(draw.choices(words, k=30)) for _ in range(passages)]
+    (folder / "qrels").mkdir(parents=True)
+    corpus = [{"_id": f"p{number}", "title": "", "text": text} for number, text in enumerate(texts)]
+    queries = [{"_id": f"q{number}", "text": " ".join(text.split()[:6])} for number, text in enumerate(texts)]
+    for name, rows in (("corpus", corpus), ("queries", queries)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = "".join(f"q{number}\tp{number}\t1\n" for number in range(passages))
+    for split in ("train", "test"):
+        (folder / "qrels" / f"{split}.tsv").write_text("query-id\tcorpus-id\tscore\n" + lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0, help="draws the moments")
+    for name, kills in (("train", 50), ("encode", 20), ("compare", 10)):
+        parser.add_argument(f"--{name}", type=int, default=kills, help=f"kills of {name}")
+    parser.add_argument("--folder", type=Path, help="where to work; a temporary folder when not given")
+    options = parser.parse_args()
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="kills-"))
+    os.environ["CONTACCUM_CACHE"] = str(folder / "cache")
+    data, config = folder / "data", folder / "config.yaml"
+    write_corpus(data)
+    config.write_text(json.dumps({**TINY, "data": {**TINY["data"], "train": str(data)}}))
+    table = verbs(data, folder / "model" / "model", config)
+    finish(table["train"].call(folder / "model", "grad_accum"))
+    draw, right = random.Random(options.seed), True
+    print(
+        "| verb | kills | in set-up | at work | while writing | equal to the unbroken run | finished shards made again |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    for name, verb in table.items():
+        if kills := getattr(options, name):
+            found = campaign(verb, kills, folder / name, draw)
+            parts = " | ".join(str(found["moments"][part]) for part in ("in set-up", "at work", "while writing"))
+            print(f"| {name} | {kills} | {parts} | {found['equal']} | {found['lost']} |", flush=True)
+            right = right and found["equal"] == kills and not found["lost"]
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""The bank against a plain list of rows, over pushes of any sizes, ids and settings."""
+
+import torch
+from helpers import SlowBank
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from contaccum.batch import NO_PASSAGE, RowIds
+from contaccum.methods.bank import Bank
+from contaccum.methods.loss import InfoNCE
+
+DIM = 3
+
+
+@st.composite
+def stories(draw):
+    """Size and settings of a bank, and pushes of rows with their ids."""
+    size = draw(st.integers(1, 12))
+    hard = draw(st.integers(0, 2))
+    lengths = draw(st.lists(st.integers(1, size), min_size=1, max_size=10))
+    passages = st.integers(0, 6)
+    pushes = []
+    for length in lengths:
+        columns = [draw(st.lists(passages, min_size=1 + hard, max_size=1 + hard)) for _ in range(length)]
+        width = draw(st.integers(0, 3))
+        known = [
+            [row[0], *draw(st.lists(passages | st.just(NO_PASSAGE), min_size=width, max_size=width))] for row in columns
+        ]
+        pushes.append(RowIds(torch.tensor(columns), torch.tensor(known)))
+    return size, draw(st.integers(1, size)), hard, draw(st.booleans()), pushes
+
+
+def rows(number: int, length: int, hard: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(length, DIM, generator=generator), torch.randn(length, 1 + hard, DIM, generator=generator)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True, database=None)
+@given(stories())
+def test_the_ring_holds_the_newest_rows_and_their_exact_sums(story):
+    size, push, hard, mask, pushes = story
+    bank, slow = Bank(size, DIM, InfoNCE(0.5, mask), push=push, hard_negatives=hard), SlowBank(size)
+    for number, ids in enumerate(pushes):
+        made = rows(number, len(ids.columns), hard)
+        bank.push(*made, ids)
+        slow.push(*made, ids)
+        assert_alike(bank, slow, mask)
+
+
+def assert_alike(bank: Bank, slow: SlowBank, mask: bool) -> None:
+    assert bank.fill == len(slow.rows)
+    order = [(bank.pointer - len(slow.rows) + place) % bank.size for place in range(len(slow.rows))]  # oldest first
+    assert bank.column_ids[order].tolist() == [ids for _, _, ids, _ in slow.rows]
+    assert [set(row) - {NO_PASSAGE} for row in bank.positives[order].tolist()] == [known for *_, known in slow.rows]
+    assert torch.equal(bank.queries[order], torch.stack([query for query, *_ in slow.rows]))
+    assert torch.equal(bank.passages[order], torch.stack([torch.stack(own) for _, own, *_ in slow.rows]))
+    torch.testing.assert_close(bank.logsumexp()[order], plain_sums(slow, mask), rtol=1e-5, atol=1e-5)
+
+
+def plain_sums(slow: SlowBank, mask: bool) -> torch.Tensor:
+    """Log-sum-exp of each row over all columns, one by one; a known positive counts as the row's own alone."""
+    sums = []
+    for query, own, _, known in slow.rows:
+        logits = [
+            query @ passage / 0.5
+            for _, passages, ids, _ in slow.rows
+            for passage, key in zip(passages, ids, strict=True)
+            if passage is own[0] or not (mask and key in known)
+        ]
+        sums.append(torch.stack(logits).logsumexp(0))
+    return torch.stack(sums)
+
+
+def test_the_plain_reading_sees_a_row_too_many():
+    """Negative control."""
+    bank, slow = Bank(3, DIM, InfoNCE(0.5), push=1), SlowBank(4)
+    for number in range(4):
+        ids = RowIds(torch.tensor([[number]]), torch.tensor([[number]]))
+        bank.push(*rows(number, 1, 0), ids)
+        slow.push(*rows(number, 1, 0), ids)
+    assert bank.fill == 3
+    assert not torch.allclose(bank.logsumexp()[[1, 2, 0]], plain_sums(slow, True)[1:], atol=1e-3)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@given(stories(), st.integers(0, 9))
+def test_a_saved_bank_goes_on_as_if_it_had_never_stopped(story, stop):
+    size, push, hard, mask, pushes = story
+    loss = InfoNCE(0.5, mask)
+    whole = Bank(size, DIM, loss, push=push, hard_negatives=hard)
+    for number, ids in enumerate(pushes):
+        whole.push(*rows(number, len(ids.columns), hard), ids)
+    broken = Bank(size, DIM, loss, push=push, hard_negatives=hard)
+    for number, ids in enumerate(pushes):
+        if number == stop:
+            tensors, numbers = broken.state()
+            broken = Bank(size, DIM, loss, push=push, hard_negatives=hard)
+            broken.load_state({name: tensor.clone() for name, tensor in tensors.items()}, numbers)
+        broken.push(*rows(number, len(ids.columns), hard), ids)
+    assert broken.state()[1] == whole.state()[1]
+    for name, tensor in whole.state()[0].items():
+        assert torch.equal(broken.state()[0][name], tensor), name

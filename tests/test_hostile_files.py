@@ -1,0 +1,357 @@
+"""Files made to do harm: each is refused in one sentence, and the canary that it would let out never appears.
+
+A hung reader would be ended by an alarm, a runaway one by the limit on the process; neither is a measure of speed.
+"""
+
+import ast
+import hashlib
+import json
+import os
+import pickle
+import signal
+import struct
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from helpers import train_config, write_beir
+
+from contaccum import DualEncoder, train
+from contaccum.cli import main
+from contaccum.config import to_yaml
+from contaccum.data.convert import convert
+from contaccum.data.records import Question
+from contaccum.errors import InputError
+from contaccum.evaluation.answers import answer_accuracy
+from contaccum.files import write_json
+from contaccum.retrieval.index import Index
+from contaccum.retrieval.shards import Shard, ShardFolder
+from contaccum.training.checkpoint import newest_checkpoint
+from contaccum.training.setup import read_config
+
+SECONDS = 30
+"""What ends a test that hangs."""
+
+
+class Bomb:
+    """Unpickled, it makes the file that its argument names."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.fixture(autouse=True)
+def canary(tmp_path, monkeypatch):
+    """A path at which nothing may stand when the test ends, and an alarm."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    path = tmp_path / "canary"
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.alarm(SECONDS)
+    yield path
+    signal.alarm(0)
+    assert not path.exists()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    os.environ["CONTACCUM_CACHE"] = str(folder / "cache")
+    data = write_beir(folder / "data")
+    train(train_config(data, folder / "run"))
+    return folder
+
+
+def refused(capsys, *arguments: object) -> str:
+    """The sentence with which a call is refused."""
+    code = main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, ""), err
+    assert len(err.splitlines()) == 1, err
+    return err
+
+
+def test_the_bomb_goes_off_where_pickle_is_let_in(tmp_path):
+    """Negative control."""
+    pickle.loads(pickle.dumps(Bomb(tmp_path / "other")))
+    assert (tmp_path / "other").is_dir()
+
+
+# pickle
+
+
+def write_shards(folder: Path, vectors: np.ndarray) -> None:
+    """A folder of embeddings whose manifest is right in every hash."""
+    folder.mkdir()
+    np.save(folder / "00000.npy", vectors, allow_pickle=True)
+    (folder / "00000.ids.json").write_text('["p"]')
+    files = {"vectors": "00000.npy", "ids": "00000.ids.json"}
+    data = {part: (folder / name).read_bytes() for part, name in files.items()}
+    entry = {
+        **files, "rows": 1, "dimension": 2,
+        "bytes": {part: len(content) for part, content in data.items()},
+        "sha256": {part: hashlib.sha256(content).hexdigest() for part, content in data.items()},
+    }  # fmt: skip
+    job = {"kind": "passage", "encoder": "e", "source": "s", "rows": 1, "shard_size": 1, "dtype": "float32"}
+    manifest = {"format": "contaccum-embeddings", "version": 1, "job": job, "dimension": 2, "shards": [entry]}
+    write_json(folder / "manifest.json", manifest)
+
+
+def test_vectors_that_are_pickled_objects_are_refused(tmp_path, canary):
+    write_shards(tmp_path / "sound", np.zeros((1, 2), dtype=np.float32))
+    assert ShardFolder(tmp_path / "sound")[0].ids == ["p"]
+    write_shards(tmp_path / "evil", np.array([[Bomb(canary), Bomb(canary)]], dtype=object))
+    with pytest.raises(InputError, match=r"00000\.npy"):
+        ShardFolder(tmp_path / "evil")[0]
+
+
+def test_a_model_of_pickled_weights_alone_is_refused(trained, tmp_path, canary, capsys):
+    model = tmp_path / "model"
+    DualEncoder.load(trained / "run" / "model").save(model)
+    for tower in ("query_encoder", "passage_encoder"):
+        (model / tower / "model.safetensors").unlink()
+        (model / tower / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(canary)))
+    assert "no encoder could be loaded" in refused(capsys, "evaluate", "--model", model, "--data", trained / "data")
+
+
+@pytest.mark.parametrize("name", ["examples.pkl", "data.pt", "train.pyd"])
+def test_a_pickle_is_no_data_set(name, tmp_path, canary, capsys):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / name).write_bytes(pickle.dumps([Bomb(canary)]))
+    assert name in refused(capsys, "data", "check", tmp_path / "set" / name)
+    assert "could not be loaded" in refused(capsys, "data", "check", f"hub:{tmp_path / 'set'}")
+
+
+# code
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_code_that_comes_with_a_model_is_not_run(file, trained, tmp_path, canary, capsys):
+    folder = tmp_path / "model"
+    encoder = DualEncoder.load(trained / "run" / "model")
+    encoder.query_tower.backbone.save_pretrained(folder)
+    encoder.query_tower.tokenizer.save_pretrained(folder)
+    (folder / "evil.py").write_text(f"import os\nos.mkdir({str(canary)!r})\nclass Evil: pass\n")
+    about = json.loads((folder / file).read_text())
+    own = {"AutoConfig": "evil.Evil", "AutoModel": "evil.Evil", "AutoTokenizer": ["evil.Evil", "evil.Evil"]}
+    about |= {"auto_map": own, "model_type": "evil", "tokenizer_class": "Evil"}
+    (folder / file).write_text(json.dumps(about))
+    main(["evaluate", "--model", str(folder), "--data", str(trained / "data")])
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "output_dir: !!python/object/apply:os.mkdir ['{canary}']\n",
+        "output_dir: !!python/object/new:os.mkdir ['{canary}']\n",
+        "model: {{class_path: evil.Evil}}\n",
+        "model.class_path: evil.Evil\n",
+        "run: {{trackers: [{{class_path: evil.Evil}}]}}\n",
+        "config: inner.yaml\n",
+        "data: inner.yaml\n",
+    ],
+)
+def test_a_config_runs_and_imports_nothing(text, tmp_path, canary, capsys, monkeypatch):
+    (tmp_path / "evil.py").write_text(f"import os\nos.mkdir({str(canary)!r})\nclass Evil: pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "inner.yaml").write_text("model: {class_path: evil.Evil}\n")
+    (tmp_path / "config.yaml").write_text(text.format(canary=canary))
+    assert "config.yaml, line 1" in refused(capsys, "train", "--config", "config.yaml")
+    assert "evil" not in sys.modules
+
+
+def test_a_runs_own_config_runs_nothing(tmp_path, canary):
+    (tmp_path / "config.yaml").write_text(f"output_dir: !!python/object/apply:os.mkdir ['{canary}']\n")
+    with pytest.raises(InputError, match=r"config\.yaml: could not be read as YAML"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        "[__import__('os').mkdir('{canary}')]", "__import__('os').mkdir('{canary}')", "[open('{canary}', 'w')]",
+        "[(lambda: 0)()]", "['a' * 10**10]", "[9**9**9**9]", "[[x] for x in range(10**10)]", "[" * 100_000,
+        "[" + "'a'," * 100_000 + "__import__('os').mkdir('{canary}')]",
+    ],
+)  # fmt: skip
+def test_answers_are_literals_alone(answers, tmp_path, canary, capsys):
+    (tmp_path / "qa.csv").write_text(f"who?\t{answers.replace('{canary}', str(canary))}\n")
+    assert "qa.csv, line 1" in refused(capsys, "data", "check", "qa.csv")
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(a|aa)+$", "(a*)*$", "(a+)+b", "(?:a{1,999}){1,999}b", "((a{0,99}){0,99}){0,99}b", "(a?){400}a{400}b"]
+)
+def test_a_pattern_that_backtracks_without_end_is_stopped(pattern):
+    corpus = Dataset.from_dict({"id": ["p"], "title": [""], "text": ["a" * 300 + "c"]})
+    try:
+        sentence = str(answer_accuracy([Question("q", [pattern])], {"0": [("p", 1.0)]}, corpus, match="regex")["mean"])
+    except InputError as error:
+        sentence = str(error)
+    assert "took more than" in sentence or "'top1': 0.0" in sentence
+
+
+# paths
+
+
+@pytest.mark.parametrize("form", ["beir", "dpr", "jsonl", "tevatron"])
+@pytest.mark.parametrize("key", ["../canary", "../../canary", "{canary}", "nul\0", "x" * 5000, "con"])
+def test_ids_are_never_paths(form, key, tmp_path, canary):
+    key = key.format(canary=canary)
+    (tmp_path / "deep").mkdir()
+    record = {"query_id": key, "query": "x", "pos": ["a"], "pos_id": [key], "neg": ["b"], "neg_id": [key + "2"]}
+    (tmp_path / "source.jsonl").write_text(json.dumps(record) + "\n")
+    if (form, key) == ("beir", "nul\0"):
+        with pytest.raises(InputError, match="NUL"):
+            convert(tmp_path / "source.jsonl", tmp_path / "deep" / "out", form)
+    else:
+        convert(tmp_path / "source.jsonl", tmp_path / "deep" / "out", form)
+    assert {path.name for path in tmp_path.iterdir()} <= {"source.jsonl", "deep", "cache"}
+    assert {path.name for path in (tmp_path / "deep").iterdir()} <= {"out"}
+
+
+def test_a_manifest_names_no_file_outside_its_folder(trained, tmp_path):
+    write_shards(tmp_path / "shards", np.zeros((1, 2), dtype=np.float32))
+    (tmp_path / "00000.npy").write_bytes((tmp_path / "shards" / "00000.npy").read_bytes())
+    manifest = json.loads((tmp_path / "shards" / "manifest.json").read_text())
+    manifest["shards"][0]["vectors"] = "../00000.npy"
+    write_json(tmp_path / "shards" / "manifest.json", manifest)
+    with pytest.raises(InputError, match="its entry 0 is"):
+        ShardFolder(tmp_path / "shards")
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 200_000, '{"a":' * 200_000, "9" * 10_000, "\ud800", "null", "[]", '{"shards": 1}']
+)
+def test_a_hostile_manifest_is_refused(text, tmp_path):
+    for name in ("shards", "index", "run/checkpoints/step-00000001"):
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_bytes(text.encode("utf-8", errors="surrogatepass"))
+    for read in (ShardFolder, Index.load):
+        with pytest.raises(InputError, match=r"manifest\.json"):
+            read(tmp_path / ("shards" if read is ShardFolder else "index"))
+    assert newest_checkpoint(tmp_path / "run") is None
+
+
+# headers
+
+
+@pytest.mark.parametrize(
+    "header", [struct.pack("<Q", 2**63), struct.pack("<Q", 10**9), struct.pack("<Q", 100_000) + b"[" * 100_000]
+)
+def test_a_hostile_safetensors_header_is_refused(header, trained, tmp_path, capsys):
+    model = tmp_path / "model"
+    DualEncoder.load(trained / "run" / "model").save(model)
+    (model / "query_encoder" / "model.safetensors").write_bytes(header)
+    assert "model" in refused(capsys, "evaluate", "--model", model, "--data", trained / "data")
+
+
+@pytest.mark.parametrize("damage", ["rows", "width", "kind", "cut"])
+def test_a_hostile_index_header_under_a_right_hash_is_refused(damage, tmp_path):
+    vectors = np.eye(8, dtype=np.float32)
+    Index.build([Shard([f"p{n}" for n in range(8)], vectors)]).save(tmp_path / "index")
+    path = tmp_path / "index" / "index.faiss"
+    data = bytearray(path.read_bytes())
+    if damage == "kind":
+        data[:4] = b"XXXX"
+    elif damage == "width":
+        data[4:8] = struct.pack("<i", 2**31 - 1)
+    elif damage == "rows":
+        data[8:16] = struct.pack("<q", 2**60)
+    else:
+        data = data[: len(data) // 2]
+    path.write_bytes(data)
+    manifest = json.loads((tmp_path / "index" / "manifest.json").read_text())
+    with pytest.raises(InputError, match=r"index\.faiss"):  # the hash speaks first
+        Index.load(tmp_path / "index")
+    manifest["sha256"]["index"] = hashlib.sha256(data).hexdigest()
+    write_json(tmp_path / "index" / "manifest.json", manifest)
+    with pytest.raises(InputError, match="index"):
+        Index.load(tmp_path / "index")
+
+
+# secrets
+
+
+def test_no_token_is_written_anywhere(tmp_path, capsys, monkeypatch):
+    secret = "hf_AnAuthTokenThatNobodyMaySee"
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY"):
+        monkeypatch.setenv(name, secret)
+    trackers = {"run.trackers": ["tensorboard"]} if has_tensorboard() else {}
+    config = train_config(write_beir(tmp_path / "data"), tmp_path / "run", **trackers)
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert main(["train", "--config", "config.yaml"]) == 0
+    assert main(["evaluate", "--model", "run/model", "--data", "data", "--output", "run/metrics.json"]) == 0
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > 20
+    assert not [path for path in files if secret.encode() in path.read_bytes()]
+    assert secret not in "".join(capsys.readouterr())
+
+
+def has_tensorboard() -> bool:
+    try:
+        import tensorboard  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+# the source itself
+
+PACKAGE = Path(__file__).parent.parent / "contaccum"
+FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "code", "imp"}
+FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "yaml.load", "yaml.full_load", "yaml.unsafe_load", "os.system",
+                   "os.popen", "torch.save", "pd.read_pickle"}  # fmt: skip
+
+
+def breaches(source: str) -> list[str]:
+    """What a source file does that could run what a data file says."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+            found += [name for name in names if name.split(".")[0] in FORBIDDEN_MODULES]
+        elif isinstance(node, ast.Call):
+            name, given = ast.unparse(node.func), {word.arg: ast.unparse(word.value) for word in node.keywords}
+            wrong = (
+                name in FORBIDDEN_CALLS
+                or (name == "torch.load" and given.get("weights_only") != "True")
+                or (
+                    name in ("np.load", "numpy.load", "np.lib.format.open_memmap")
+                    and given.get("allow_pickle") != "False"
+                )
+                or (name in ("np.save", "np.savez") and given.get("allow_pickle") != "False")
+                or (name == "yaml.compose" and given.get("Loader") != "yaml.SafeLoader")
+                or given.get("shell") == "True"
+                or given.get("trust_remote_code") == "True"
+                or name.endswith((".extractall", ".read_pickle"))
+            )
+            found += [name] if wrong else []
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_the_source_runs_no_data(path):
+    assert breaches(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle", "from pickle import loads", "import shelve", "from marshal import loads", "eval('1')", "exec(x)",
+        "torch.load(p)", "torch.load(p, weights_only=False)", "np.load(p)", "np.load(p, allow_pickle=True)", "np.save(p, x)",
+        "yaml.load(x)", "yaml.unsafe_load(x)", "yaml.compose(x)", "subprocess.run('ls', shell=True)", "os.system('ls')",
+        "AutoModel.from_pretrained(n, trust_remote_code=True)", "bundle.extractall(x)", "pd.read_pickle(x)",
+    ],
+)  # fmt: skip
+def test_the_rule_sees_each_breach(line):
+    """Negative control."""
+    assert breaches(line) != []
+    assert breaches("np.load(p, allow_pickle=False)\ntorch.load(p, weights_only=True)\nyaml.safe_load(x)") == []

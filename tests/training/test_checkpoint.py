@@ -1,0 +1,163 @@
+"""A checkpoint is believed only when every bit of every file is as it was written."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from helpers import train_config, write_beir
+
+from contaccum.files import is_leftover, sweep, whole_file, whole_folder
+from contaccum.training.checkpoint import newest_checkpoint
+from contaccum.training.loop import train
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run with two checkpoints."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    os.environ["CONTACCUM_CACHE"] = str(folder / "cache")
+    data = write_beir(folder / "data")
+    train(train_config(data, folder / "run", **{"optim.max_steps": 2, "run.save_steps": 1, "model.tiny_layers": 1}))
+    return folder / "run"
+
+
+def files_of(checkpoint: Path) -> list[Path]:
+    return sorted(path for path in checkpoint.rglob("*") if path.is_file())
+
+
+def test_a_flipped_bit_in_any_file_is_found_and_the_one_before_is_used(run, capsys):
+    """In each file, the manifest included: bits of its first, middle and last byte, and of some between."""
+    newest, before = (run / "checkpoints" / f"step-{step:08d}" for step in (2, 1))
+    files = files_of(newest)
+    assert {"manifest.json", "state.json", "bank.safetensors", "optimizer.safetensors"} <= {path.name for path in files}
+    assert len(files) > 20
+    assert newest_checkpoint(run).folder == newest
+    for path in files:
+        content = path.read_bytes()
+        for number, place in enumerate(sorted({0, len(content) // 3, len(content) // 2, len(content) - 1})):
+            spoiled = bytearray(content)
+            spoiled[place] ^= 1 << (number * 3 + place) % 8
+            path.write_bytes(spoiled)
+            assert newest_checkpoint(run).folder == before, (path, place)
+            assert f"{newest}: passed over, " in capsys.readouterr().err
+        path.write_bytes(content)
+    assert newest_checkpoint(run).folder == newest
+
+
+@pytest.mark.acceptance
+def test_every_bit_of_the_manifest_counts(run):
+    newest = run / "checkpoints" / "step-00000002"
+    path = newest / "manifest.json"
+    content = path.read_bytes()
+    for bit in range(8 * len(content)):
+        spoiled = bytearray(content)
+        spoiled[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(spoiled)
+        assert newest_checkpoint(run).folder != newest, bit
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes, expected"),
+        (lambda path: path.write_bytes(path.read_bytes() + b"\n"), "bytes, expected"),
+        (lambda path: path.unlink(), "is missing"),
+        (lambda path: path.with_name("more.json").write_text("{}"), "more.json is not in its manifest.json"),
+        (lambda path: (path.unlink(), path.mkdir()), "is missing"),
+    ],
+    ids=["cut", "grown", "gone", "one too many", "a folder"],
+)
+@pytest.mark.parametrize("name", ["state.json", "model/query_encoder/model.safetensors"])
+def test_other_damage_is_found_too(change, said, name, run, tmp_path, capsys):
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    change(copy / "checkpoints" / "step-00000002" / name)
+    assert newest_checkpoint(copy).folder.name == "step-00000001"
+    assert said in capsys.readouterr().err
+
+
+def test_a_file_that_the_disk_does_not_give_back_is_passed_over(run, monkeypatch, capsys):
+    plain = newest_checkpoint.__globals__["sha256_of"]
+
+    def bad_sector(path):
+        if "step-00000002" in str(path) and Path(path).name == "bank.safetensors":
+            raise OSError(5, "Input/output error", str(path))
+        return plain(path)
+
+    monkeypatch.setitem(newest_checkpoint.__globals__, "sha256_of", bad_sector)
+    assert newest_checkpoint(run).folder.name == "step-00000001"
+    assert "bank.safetensors could not be read (Input/output error)" in capsys.readouterr().err
+
+
+# what stands under the checkpoints: folders that appear whole
+
+
+def gone_process() -> int:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def test_leftovers_are_known_by_their_names_and_swept(tmp_path):
+    """The parts of another process, on this host or another, go; a folder that was being replaced comes back; others stay."""
+    pid = gone_process()
+    (tmp_path / f".model.01234567-{pid}.part" / "inner").mkdir(parents=True)
+    (tmp_path / f".log.jsonl.89abcdef-{pid}.part").write_text("half")
+    (tmp_path / f".step-00000001.01234567-{pid}.gone").mkdir()
+    (tmp_path / f".model.01234567-{pid}.old").mkdir()
+    (tmp_path / f".model.01234567-{pid}.old" / "weights").write_text("the old ones")
+    (tmp_path / "kept").mkdir()
+    (tmp_path / f".kept.01234567-{pid}.old").mkdir()
+    for mine in (".hidden", ".notes.part", "model.01234567-1.part"):
+        (tmp_path / mine).write_text("mine")
+    sweep(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".hidden",
+        ".notes.part",
+        "kept",
+        "model",
+        "model.01234567-1.part",
+    ]
+    assert (tmp_path / "model" / "weights").read_text() == "the old ones"
+
+
+def test_the_parts_of_two_hosts_and_of_long_names_do_not_meet(tmp_path, monkeypatch):
+    names = set()
+    for host in ("one", "two"):
+        monkeypatch.setattr("platform.node", lambda host=host: host)
+        for name in ("file", "x" * 250, "ä" * 120):
+            with whole_file(tmp_path / name) as file:
+                file.write(b"content")
+                (part,) = (path.name for path in tmp_path.iterdir() if path.name.startswith("."))
+            assert is_leftover(part)
+            assert (tmp_path / name).read_bytes() == b"content"
+            names.add(part)
+    assert len(names) == 6
+
+
+def test_files_inside_a_folder_are_flushed_once_before_it_is_named(tmp_path, monkeypatch):
+    """The order of flushes and renames, as a power cut needs it: content, the folders that name it, the rename, its folder."""
+    flushed, plain_sync, plain_replace = [], os.fsync, os.replace
+
+    def fsync(descriptor):
+        flushed.append(("flush", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name))
+        plain_sync(descriptor)
+
+    def replace(old, new):
+        flushed.append(("rename", Path(new).name))
+        plain_replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    with whole_folder(tmp_path / "outer") as outer:
+        with whole_file(outer / "a") as file:
+            file.write(b"1")
+        with whole_folder(outer / "inner") as inner, whole_file(inner / "b") as file:
+            file.write(b"2")
+    part = outer.name
+    assert flushed[:3] == [("rename", "a"), ("rename", "b"), ("rename", "inner")]
+    assert sorted(flushed[3:5]) == [("flush", "a"), ("flush", "b")]
+    assert flushed[5:] == [("flush", "inner"), ("flush", part), ("rename", "outer"), ("flush", tmp_path.name)]

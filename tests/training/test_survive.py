@@ -1,0 +1,246 @@
+"""Signals, full and read-only disks, two runs in one folder, changed inputs: real processes, real file systems."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from disks import read_only, small_disk
+from helpers import train_config, weights, write_beir
+
+from contaccum.cli import main
+from contaccum.config import to_yaml
+from contaccum.errors import InputError
+from contaccum.lock import LOCK_FILE
+from contaccum.training.checkpoint import newest_checkpoint
+from contaccum.training.log import read_log
+from contaccum.training.loop import train
+
+
+@pytest.fixture
+def data(tmp_path):
+    return write_beir(tmp_path / "data")
+
+
+def start(config, tmp_path: Path, *more: str, before: str = "") -> subprocess.Popen:
+    """``contaccum train`` in a process of its own; ``before`` is Python that runs in it first."""
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(config))
+    script = f"import sys; from contaccum.cli import main\n{before}\nsys.exit(main(sys.argv[1:]))"
+    call = [sys.executable, "-c", script, "train", "--config", str(file), *more]
+    return subprocess.Popen(call, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+
+
+def wait_until(condition, process: subprocess.Popen) -> None:
+    while not condition():
+        assert process.poll() is None, "it ended before it could be stopped"
+        time.sleep(0.005)
+
+
+# signals
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "name"),
+    [(signal.SIGTERM, 143, "SIGTERM"), pytest.param(signal.SIGINT, 130, "SIGINT", marks=pytest.mark.acceptance)],
+)
+def test_a_signal_during_set_up_leaves_nothing(number, code, name, data, tmp_path):
+    """While the encoder is being made: no step was taken, so there is nothing to save, and the folder goes again."""
+    pause = "import time; from contaccum.training import setup; setup.build_encoder = lambda *_: time.sleep(1000)"
+    process = start(train_config(data, tmp_path / "run"), tmp_path, before=pause)
+    wait_until((tmp_path / "run" / LOCK_FILE).exists, process)
+    time.sleep(0.2)
+    process.send_signal(number)
+    _, said = process.communicate()
+    assert process.returncode == code
+    assert said.splitlines()[-1] == f"contaccum: stopped by {name}"
+    assert "Traceback" not in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_second_signal_leaves_at_once(data, tmp_path):
+    """The first one asks a step that never ends to end; the lock that stays behind is then taken over."""
+    run = tmp_path / "run"
+    endless = (
+        "import time; from contaccum.training.loop import Training; take = Training.take_step\n"
+        "Training.take_step = lambda self, batches: time.sleep(1000) if self.done == 3 else take(self, batches)"
+    )
+    process = start(train_config(data, run), tmp_path, before=endless)
+    wait_until(lambda: len(read_log(run)) == 3, process)
+    process.send_signal(signal.SIGTERM)
+    assert "again to leave at once" in process.stderr.readline()
+    process.send_signal(signal.SIGTERM)
+    process.communicate()
+    assert process.returncode == 143
+    assert newest_checkpoint(run).state["step"] == 2
+    assert (run / LOCK_FILE).exists()
+    train(train_config(data, run, resume=True))
+    assert [line["step"] for line in read_log(run)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.acceptance
+def test_encode_stops_at_sigterm(data, tmp_path):
+    model = train(train_config(data, tmp_path / "run", **{"optim.max_steps": 1}))
+    script = (
+        "import sys, time; from contaccum import cli; from contaccum.retrieval import encode\n"
+        "plain = encode.write_shard\n"
+        "encode.write_shard = lambda folder, number, *rest: plain(folder, number, *rest) or (number and time.sleep(1000))\n"
+        "sys.exit(cli.main(sys.argv[1:]))"
+    )
+    options = ("--model", model, "--input", data, "--output", tmp_path / "vectors", "--shard_size", "10")
+    call = [sys.executable, "-c", script, "encode", *map(str, options)]
+    process = subprocess.Popen(call, stderr=subprocess.PIPE, text=True)
+    wait_until((tmp_path / "vectors" / "00001.shard.json").exists, process)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate()
+    assert (process.returncode, said.splitlines()[-1]) == (143, "contaccum: stopped by SIGTERM")
+    assert not (tmp_path / "vectors" / LOCK_FILE).exists()
+
+
+# two runs in one folder
+
+
+def test_a_second_run_in_the_folder_is_refused(data, tmp_path):
+    run = tmp_path / "run"
+    process = start(train_config(data, run, **{"optim.max_steps": 4000}), tmp_path)
+    wait_until(lambda: len(read_log(run)) > 1, process)
+    with pytest.raises(InputError, match=f"{LOCK_FILE}: held by process {process.pid} on this host"):
+        train(train_config(data, run, resume=True, **{"optim.max_steps": 4000}))
+    assert len(read_log(run)) > 1
+    process.kill()
+    process.communicate()
+
+
+def test_a_run_with_leftovers_of_a_killed_one_sweeps_them(data, tmp_path):
+    run = tmp_path / "run"
+    train(train_config(data, run))
+    before = weights(run)
+    (run / "model").rename(run / ".model.01234567-1.old")
+    (run / "checkpoints" / ".step-00000008.01234567-1.part" / "model").mkdir(parents=True)
+    (run / ".config.yaml.01234567-1.part").write_text("meth")
+    train(train_config(data, run, resume=True))
+    assert weights(run) == before
+    assert {path.name for path in run.iterdir()} == {"config.yaml", "log.jsonl", "checkpoints", "model"}
+    assert all(path.name.startswith("step-") for path in (run / "checkpoints").iterdir())
+
+
+# what changed since the run was started
+
+
+def test_changes_are_printed_and_allowed_by_option(data, tmp_path, capsys):
+    run = tmp_path / "run"
+    train(train_config(data, run, **{"optim.max_steps": 2}))
+    with (data / "qrels" / "train.tsv").open("a") as file:
+        file.write("q0\tp9\t1\n")
+    changes = {"optim.max_steps": 4, "optim.learning_rate": 1e-4}
+    with pytest.raises(
+        InputError, match=r"optim\.learning_rate was 0\.001 and is 0\.0001; optim\.max_steps was 2 and is 4"
+    ):
+        train(train_config(data, run, resume=True, **changes))
+    capsys.readouterr()
+    train(train_config(data, run, resume=True, allow_changes=True, **changes))
+    said = capsys.readouterr().err
+    assert "which is allowed: optim.learning_rate was 0.001 and is 0.0001; optim.max_steps was 2 and is 4" in said
+    assert "step-00000002 was written otherwise, which is allowed: data was " in said
+    assert [line["step"] for line in read_log(run)] == [1, 2, 3, 4]
+
+
+def test_a_changed_encoder_folder_and_tokenizer_are_refused(data, tmp_path):
+    model = train(train_config(data, tmp_path / "first", **{"optim.max_steps": 1}))
+    base = tmp_path / "base"
+    shutil.copytree(model / "query_encoder", base)
+    changes = {"model.name": str(base), "optim.max_steps": 2, "model.passage_name": None}
+    run = tmp_path / "run"
+    train(train_config(data, run, **changes))
+    train(train_config(data, run, resume=True, **changes))
+    (base / "notes.txt").write_text("another version")
+    with pytest.raises(InputError, match=r"step-00000002 was written otherwise, .*: encoder was \['\w{64}'\] and is"):
+        train(train_config(data, run, resume=True, **changes))
+    shutil.rmtree(base)  # the weights are in the checkpoint: what is gone is no longer needed
+    train(train_config(data, run, resume=True, **changes))
+
+
+def test_a_tokenizer_that_reads_otherwise_is_refused(data, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    train(train_config(data, run, **{"optim.max_steps": 2}))
+    monkeypatch.setattr("contaccum.training.setup.tokenizer_hash", lambda _: "another")
+    with pytest.raises(InputError, match=r"tokenizer was \['\w{64}', '\w{64}'\] and is \['another', 'another'\]"):
+        train(train_config(data, run, resume=True, **{"optim.max_steps": 2}))
+
+
+# disks
+
+
+def sentences(said: str) -> list[str]:
+    return [line for line in said.splitlines() if line.startswith("contaccum: ") and "warning" not in line]
+
+
+def calls_on(disk: Path, data: Path, model: Path) -> dict[str, list[object]]:
+    """A call of each verb that writes, with its output on ``disk``."""
+    return {
+        "encode": ["encode", "--model", model, "--input", data, "--output", disk / "vectors"],
+        "search": ["search", "--model", model, "--data", data, "--output", disk / "runs" / "a.trec"],
+        "evaluate": ["evaluate", "--model", model, "--data", data, "--output", disk / "metrics.json"],
+        "convert": ["data", "convert", data, disk / "all.jsonl", "--to", "jsonl"],
+        "convert to a folder": ["data", "convert", data, disk / "beir", "--to", "beir"],
+        "demo": ["data", "demo", disk / "demo"],
+    }
+
+
+@pytest.mark.parametrize("kind", ["full", "read-only"])
+def test_every_writer_says_one_sentence_when_the_disk_refuses(kind, data, tmp_path, capsys):
+    model = train(train_config(data, tmp_path / "run", **{"optim.max_steps": 1}))
+    with (small_disk if kind == "full" else read_only)(tmp_path / "disk") as disk:
+        if kind == "full":
+            fill(disk)
+        before = sorted(disk.rglob("*"))
+        config = tmp_path / "config.yaml"
+        config.write_text(to_yaml(train_config(data, disk / "run")))
+        calls = {"train": ["train", "--config", config], **calls_on(disk, data, model)}
+        for verb, call in calls.items():
+            capsys.readouterr()
+            assert main([str(each) for each in call]) == 2, verb
+            said = sentences(capsys.readouterr().err)
+            assert len(said) == 1, (verb, said)
+            assert str(disk) in said[0], (verb, said)
+            expected = "No space left on device" if kind == "full" else "Read-only file system"
+            assert expected in said[0] or "requested and" in said[0], (verb, said)  # numpy's own words
+            assert sorted(disk.rglob("*")) == before, verb
+
+
+def fill(disk: Path, leave: int = 0) -> None:
+    """Use up a disk but for ``leave`` bytes."""
+    free = os.statvfs(disk)
+    with (disk / "filler").open("wb") as file:
+        file.write(b"\0" * (free.f_bavail * free.f_frsize - leave))
+
+
+def test_a_disk_that_fills_up_keeps_the_checkpoint_before(data, tmp_path):
+    """Room for the checkpoints of steps 1 and 2, not for that of step 3."""
+    config = train_config(data, tmp_path / "measure", **{"optim.max_steps": 1})
+    train(config)
+    size = sum(path.stat().st_size for path in (tmp_path / "measure" / "checkpoints").rglob("*") if path.is_file())
+    changes = {"run.save_steps": 1}
+    train(train_config(data, tmp_path / "whole", **changes))
+    with small_disk(tmp_path / "disk", int(3.4 * size) // 4096 * 4096) as disk:
+        with pytest.raises(InputError, match=r"step-00000003: could not be written \(.*No space left on device"):
+            train(train_config(data, disk / "run", **changes))
+        assert newest_checkpoint(disk / "run").state["step"] == 2
+        assert not [path for path in (disk / "run").rglob("*") if path.name.startswith(".")]
+        shutil.copytree(disk / "run", tmp_path / "moved")
+    train(train_config(data, tmp_path / "moved", resume=True, **changes))
+    assert weights(tmp_path / "moved") == weights(tmp_path / "whole")
+
+
+def test_an_output_below_a_file_is_one_sentence(data, tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    for call in calls_on(tmp_path / "file", data, Path("unused")).values():
+        if call[0] == "data":
+            assert main([str(each) for each in call]) == 2
+            assert len(sentences(capsys.readouterr().err)) == 1
+    with pytest.raises(InputError, match=r"could not be made \(Not a directory\)"):
+        train(train_config(data, tmp_path / "file" / "run"))
