@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 NO_PASSAGE = -1  # padding in RowIds.positives; no passage has this id
@@ -22,6 +23,20 @@ class Tokens:
             self.input_ids.to(device, non_blocking=True),
             mask.to(device, non_blocking=True),
             mask if mask.device.type == "cpu" else self.host_mask,
+        )
+
+    @staticmethod
+    def join(parts: "list[Tokens]", pad_id: int, side: str) -> "Tokens":
+        """The texts of all parts, padded on ``side`` to the length of the widest part."""
+        length = max(part.input_ids.shape[1] for part in parts)
+
+        def widened(rows: Tensor, value: int) -> Tensor:
+            missing = length - rows.shape[1]
+            return F.pad(rows, (0, missing) if side == "right" else (missing, 0), value=value)
+
+        return Tokens(
+            torch.cat([widened(part.input_ids, pad_id) for part in parts]),
+            torch.cat([widened(part.attention_mask, 0) for part in parts]),
         )
 
 

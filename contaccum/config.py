@@ -1,6 +1,7 @@
 """Every setting of a training run, its meaning, unit and default, and the rules between settings. Imports no torch."""
 
 import math
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
@@ -115,6 +116,15 @@ class BatchConfig:
     """Pairs in one optimizer step, over all processes (N)."""
     micro_batch_size: int = 8
     """Pairs in one forward pass of one process (B); peak memory follows it. `in_batch` takes its whole step at once."""
+    micro_batch_tokens: int | None = None
+    """Padded tokens in one forward pass of one process, instead of `micro_batch_size`: B x (longest query + (1 + H) x longest
+    passage) is at most this. A step's pairs are sorted by length and cut into as few micro-batches as fit, so that little is
+    spent on padding; every pair weighs the same in the step's loss. `grad_cache` and `cont_cache` give the same gradients as
+    with any other cut; in the one-pass methods a query meets passages of like length in its own micro-batch."""
+    on_out_of_memory: Literal["shrink", "grow", "stop"] = "shrink"
+    """What a run does when memory runs out in a step: `shrink` takes the step again with micro-batches of half the size and
+    goes on with them, `grow` also tries the larger ones again after a while, `stop` ends the run. N stays; for `grad_cache`
+    and `cont_cache` so do the gradients. On a CPU it needs a limit (ulimit -v): without one the system ends the process."""
 
 
 @dataclass
@@ -194,6 +204,9 @@ class RunConfig:
     compile: Literal["off", "default", "cuda_graphs"] = "off"
     """Compile the encoders for training with torch.compile: `default`, or `cuda_graphs` (CUDA only), which also replays the
     kernels of each length as one graph. The first steps take minutes."""
+    memory_budget: str | None = None
+    """Most memory that torch may allocate on each GPU, such as 11GB (GB and MB are 10^9 and 10^6 bytes, GiB and MiB 2^30 and
+    2^20); CUDA's own few hundred MB come on top. No effect on a CPU."""
     save_steps: int = 500
     """A checkpoint every so many steps, and one at the end; 0 for the end alone."""
     keep_checkpoints: int = 2
@@ -257,9 +270,22 @@ class TrainConfig:
         """Rows in the bank that this method uses."""
         return 0 if self.traits.bank == "none" else self.bank.size
 
+    @property
+    def micro_batch_tokens(self) -> int | None:
+        """Padded tokens in one forward pass; None where micro-batches are counted in pairs."""
+        return None if self.traits.whole else self.batch.micro_batch_tokens
+
     def bank_push(self, world: int) -> int:
-        """Rows that enter the bank at once."""
-        return self.batch.global_batch_size if self.traits.pushes_whole_step else self.micro_batch_size(world) * world
+        """Most rows that may enter the bank at once."""
+        if self.traits.pushes_whole_step or self.micro_batch_tokens is not None:
+            return self.batch.global_batch_size
+        return self.micro_batch_size(world) * world
+
+    def usual_push(self, world: int, longest: int) -> int:
+        """Rows that enter the bank at once as a rule; of micro-batches cut by tokens, those of the ``longest`` pairs."""
+        if self.traits.pushes_whole_step or self.micro_batch_tokens is None:
+            return self.bank_push(world)
+        return min(self.batch.global_batch_size, max(1, self.micro_batch_tokens // longest) * world)
 
     def learning_rate(self) -> float:
         """Highest learning rate, scaled to the global batch."""
@@ -286,6 +312,8 @@ class TrainConfig:
         self._check_batch(world)
         self._check_bank(world)
         self._check_encoder()
+        if self.run.memory_budget is not None:
+            parse_bytes(self.run.memory_budget)
         if self.optim.warmup_steps is not None and self.optim.warmup_ratio is not None:
             raise InputError("optim.warmup_steps and optim.warmup_ratio are both given, expected one of them")
         self.skips()
@@ -345,7 +373,16 @@ class TrainConfig:
 
     def _check_batch(self, world: int) -> None:
         n, b = self.batch.global_batch_size, self.micro_batch_size(world)
-        if n % (b * world):
+        if self.traits.whole:
+            for name, default in (("micro_batch_tokens", None), ("on_out_of_memory", "shrink")):
+                if getattr(self.batch, name) not in (default, "stop"):
+                    warnings.warn(f"batch.{name} has no effect with {self.method}: its step is not cut", stacklevel=3)
+        if self.micro_batch_tokens is not None:
+            if n % world:
+                raise InputError(f"batch.global_batch_size {n} is not divisible by {world} processes")
+            if b != BatchConfig.micro_batch_size:
+                warnings.warn("batch.micro_batch_size has no effect with batch.micro_batch_tokens", stacklevel=3)
+        elif n % (b * world):
             raise InputError(
                 f"batch.global_batch_size {n} is not divisible by batch.micro_batch_size {b} x {world} processes = {b * world}"
             )
@@ -356,9 +393,10 @@ class TrainConfig:
             return
         push = self.batch.global_batch_size if bank.visibility == "on_step" else self.bank_push(world)
         if size < push:
+            may = "may " if self.micro_batch_tokens is not None else ""
             raise InputError(
-                f"bank.size is {size} rows, but {push} rows enter at once ({self.method}, bank.visibility {bank.visibility}), "
-                "expected at least as many, or 0"
+                f"bank.size is {size} rows, but {push} rows {may}enter at once ({self.method}, bank.visibility "
+                f"{bank.visibility}), expected at least as many, or 0"
             )
         if bank.visibility == "on_step" and self.traits.pushes_whole_step:
             warnings.warn(
@@ -386,6 +424,7 @@ AT_LEAST: dict[str, float] = {
     "data.hard_negatives": 0,
     "batch.global_batch_size": 1,
     "batch.micro_batch_size": 1,
+    "batch.micro_batch_tokens": 1,
     "bank.size": 0,
     "bank.warmup_steps": 0,
     "optim.learning_rate": 0,
@@ -434,6 +473,19 @@ def _check_given(values: Any, prefix: str = "") -> None:
             raise InputError(f"{prefix}{each.name} is null, expected a value")
         if isinstance(value, float) and not math.isfinite(value):
             raise InputError(f"{prefix}{each.name} is {value}, expected a finite number")
+
+
+BYTES = {"GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6}
+
+
+def parse_bytes(text: str) -> int:
+    """A number of bytes written like 11GB, 10.5 GiB or 512MB; GB and MB are decimal, GiB and MiB binary."""
+    found = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(BYTES)})", text.strip())
+    if not found or not float(found[1]):
+        raise InputError(
+            f"run.memory_budget is {text!r}, expected a number above 0 with one of {', '.join(BYTES)}, such as 11GB"
+        )
+    return int(float(found[1]) * BYTES[found[2]])
 
 
 def value_at(config: Any, name: str) -> Any:

@@ -115,6 +115,8 @@ class DualEncoder(nn.Module):
         self.settings = settings
         self.graphs = False
         """Whether training replays CUDA graphs, which own the memory that they write to."""
+        self.recomputes = False
+        """Whether activations are recomputed in the backward pass."""
         for side, length in (("query", settings.max_query_length), ("passage", settings.max_passage_length)):
             _check_length(getattr(self, f"{side}_tower").backbone.config, side, length)
 
@@ -244,12 +246,21 @@ class DualEncoder(nn.Module):
             mode = "reduce-overhead" if graphs else None
             tower.compiled = torch.compile(tower.backbone.forward, dynamic=True, mode=mode)
 
+    def has_dropout(self) -> bool:
+        """Whether two passes over one text in training may differ: any dropout is above 0, plain numbers of layers included."""
+        return any(
+            (isinstance(module, nn.Dropout) and module.p > 0)
+            or any("drop" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items())
+            for module in self.modules()
+        )
+
     def gradient_checkpointing_enable(self) -> None:
         """Trade time for memory: activations inside the backbones are recomputed in the backward pass, dropout replayed."""
         for tower in self.towers:
             backbone = tower.backbone  # transformers 5 renamed the switch
             enable = getattr(backbone, "activation_checkpointing_enable", backbone.gradient_checkpointing_enable)
             enable({"use_reentrant": False})
+        self.recomputes = True
 
     def save(self, folder: str | Path) -> None:
         """Write ``query_encoder/``, ``passage_encoder/`` and ``contaccum.json``; the folder appears whole or not at all."""

@@ -5,6 +5,7 @@ its hooks expect one forward and one backward pass at a time, which GradCache's 
 where a sum over the global rows is meant.
 """
 
+import contextlib
 import datetime
 import hashlib
 import os
@@ -19,9 +20,10 @@ import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch import Tensor
 
-from contaccum.batch import MicroBatch
+from contaccum.batch import MicroBatch, RowIds, Tokens
 from contaccum.encoder import DualEncoder
 from contaccum.errors import InputError
 from contaccum.processes import Processes, refuse_missing_processes
@@ -92,6 +94,9 @@ class Engine(Processes):
         self.seed = seed
         self.step = 0
         """Optimizer steps taken; with the seed it decides every random draw."""
+        self.gathers = 0
+        """Gathers done since ``begin_step``."""
+        self.peak_before = 0
         self._encoded: list[tuple[list[str], Tensor]] = []
 
     def prepare(self, encoder: DualEncoder, optimizer: torch.optim.Optimizer) -> None:
@@ -105,6 +110,23 @@ class Engine(Processes):
             for parameter in self.parameters:
                 parameter.grad = torch.zeros_like(parameter)
         self.optimizer = self.accelerator.prepare_optimizer(optimizer)
+        self.ahead = 1 if self.device.type == "cpu" else first_pass_width(encoder)
+
+    def limit_memory(self, budget: int) -> None:
+        """Let torch allocate at most ``budget`` bytes on the GPU; what CUDA itself takes comes on top. No effect on a CPU."""
+        if self.device.type != "cuda":
+            warnings.warn(
+                f"run.memory_budget has no effect on {self.device.type}: it caps CUDA's allocator", stacklevel=2
+            )
+            return
+        whole = torch.cuda.get_device_properties(self.device).total_memory
+        if budget > whole:
+            raise InputError(f"run.memory_budget is {budget} bytes, expected at most the GPU's {whole}")
+        torch.cuda.set_per_process_memory_fraction(budget / whole, self.device)
+
+    def begin_step(self, step: int) -> None:
+        """``step``: optimizer steps taken before."""
+        self.step, self.gathers = step, 0
 
     # the three verbs of a method
 
@@ -114,6 +136,23 @@ class Engine(Processes):
             # run continues it, and no random state is ever read back from the device
             torch.manual_seed(mix(self.seed, self.step, index, self.rank))
             yield batch.to(self.device)
+
+    def join(self, micro_batches: list[MicroBatch]) -> MicroBatch:
+        """Several micro-batches as one, padded to the longest text; the rows of each process stay together."""
+        if len(micro_batches) == 1:
+            return micro_batches[0]
+        query, passage = self.encoder.query_tower.tokenizer, self.encoder.passage_tower.tokenizer
+
+        def ids(name: str) -> Tensor:
+            parts = [getattr(batch.ids, name).unflatten(0, (self.world, -1)) for batch in micro_batches]
+            return torch.cat(parts, dim=1).flatten(0, 1)
+
+        return MicroBatch(
+            Tokens.join([batch.queries for batch in micro_batches], query.pad_token_id, query.padding_side),
+            Tokens.join([batch.passages for batch in micro_batches], passage.pad_token_id, passage.padding_side),
+            RowIds(ids("columns"), ids("positives")),
+            [name for batch in micro_batches for name in batch.query_ids],
+        )
 
     def encode(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         if self.encoder.graphs:
@@ -156,6 +195,7 @@ class Engine(Processes):
         if self.world == 1:
             return own
         parts = self.gather(own.detach())
+        self.gathers += 1
         parts[self.rank] = own
         return torch.cat(parts)
 
@@ -186,6 +226,10 @@ class Engine(Processes):
         self.optimizer.step()
         self.drop_step()
 
+    def free_memory(self) -> None:
+        """Give back what a step took that was broken off."""
+        clear_device_cache(garbage_collection=True)
+
     def scaler_state(self) -> dict[str, Any]:
         return self.accelerator.scaler.state_dict() if self.accelerator.scaler is not None else {}
 
@@ -214,10 +258,28 @@ class Engine(Processes):
         AcceleratorState._reset_state(reset_partial_state=self.world == 1)
 
     def peak_memory(self) -> int:
-        """Most memory held so far, in bytes: allocated on a GPU, resident on a CPU."""
+        """Most memory held since the engine was made, in bytes, what ``unmeasured`` blocks held left out: allocated on a GPU,
+        resident on a CPU."""
+        now = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak_resident()
+        return max(self.peak_before, now)
+
+    @contextlib.contextmanager
+    def unmeasured(self) -> Iterator[None]:
+        """What the block holds does not count in ``peak_memory``."""
+        before = self.peak_memory()
+        try:
+            yield
+        finally:
+            self.reset_peak_memory()
+            self.peak_before = before
+
+    def reset_peak_memory(self) -> None:
+        """Let the peak begin anew with what is held now."""
+        self.peak_before = 0
         if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        return peak_resident()
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            reset_peak_resident()
 
 
 def _refuse_sharding() -> None:
@@ -268,6 +330,30 @@ def peak_resident() -> int:
         if found:
             return int(found[0].split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+
+
+def first_pass_width(encoder: DualEncoder) -> int:
+    """How many micro-batches GradCache's first pass may encode at once within the memory of the second.
+
+    A forward pass without graph holds the working set of one layer; the graph of the second pass holds about 1.5 times that
+    for each layer, so as many micro-batches as layers fit. One where dropout has to be replayed, whose noise is drawn per
+    micro-batch, and where activations are recomputed, which leaves the graph little more than one layer.
+    """
+    backbones = [tower.backbone for tower in (encoder.query_tower, encoder.passage_tower)]
+    if encoder.has_dropout() or encoder.recomputes:
+        return 1
+    return max(1, min(backbone.config.num_hidden_layers for backbone in backbones))
+
+
+def reset_peak_resident() -> None:
+    """Let ``peak_resident`` begin anew; where the system does not allow it, the peak stays that of the whole process."""
+    with contextlib.suppress(OSError):  # 5 resets VmHWM: proc_pid_clear_refs(5)
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out: on a GPU, or on a CPU where a limit (ulimit -v) stands before the system's."""
+    return isinstance(error, MemoryError) or (isinstance(error, Exception) and should_reduce_batch_size(error))
 
 
 def mix(*numbers: int) -> int:

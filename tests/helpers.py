@@ -190,6 +190,18 @@ def write_beir(folder: Path, queries: int = 40) -> Path:
     return folder
 
 
+def write_uneven_beir(folder: Path, queries: int = 40) -> Path:
+    """As ``write_beir``, with passages of 8 to 29 words."""
+    words = ["near", "the", "old", "mill", "where", "snow", "falls", "late", "and", "few", "people", "ever", "pass"]
+    write_beir(folder, queries)
+    file = folder / "corpus.jsonl"
+    passages = [json.loads(line) for line in file.read_text().splitlines()]
+    for number, passage in enumerate(passages):
+        passage["text"] += "".join(f" {words[(number + 5 * place) % 13]}" for place in range(number * 7 % 22))
+    file.write_text("\n".join(map(json.dumps, passages)) + "\n", encoding="utf-8")
+    return folder
+
+
 def train_config(data: Path, output: Path, method: str = "cont_accum", **changes) -> TrainConfig:
     """Six steps of a tiny model; ``changes`` are settings by name, group.field."""
     settings = {

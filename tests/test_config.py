@@ -8,7 +8,7 @@ import yaml
 from helpers import train_config
 
 from contaccum.cli import main
-from contaccum.config import TRAITS, TrainConfig, to_yaml
+from contaccum.config import TRAITS, TrainConfig, parse_bytes, to_yaml
 from contaccum.errors import InputError
 from contaccum.methods import METHODS
 from contaccum.options import ModelChoice
@@ -55,6 +55,17 @@ def test_the_saved_config_is_complete_and_can_be_read_back(tmp_path, capsys):
     ("changes", "sentence"),
     [
         ({"batch.micro_batch_size": 5}, "batch.global_batch_size 16 is not divisible by batch.micro_batch_size 5 x 1"),
+        ({"batch.micro_batch_tokens": 0}, "batch.micro_batch_tokens is 0, expected at least 1"),
+        (
+            {"batch.micro_batch_tokens": 320, "batch.micro_batch_size": 8, "bank.size": 12},
+            "bank.size is 12 rows, but 16 rows may enter at once",
+        ),
+        (
+            {"run.memory_budget": "11"},
+            "run.memory_budget is '11', expected a number above 0 with one of GiB, MiB, GB, MB",
+        ),
+        ({"run.memory_budget": "0GB"}, "run.memory_budget is '0GB', expected a number above 0"),
+        ({"run.memory_budget": "-1GB"}, "run.memory_budget is '-1GB', expected a number above 0"),
         ({"bank.size": 3}, "bank.size is 3 rows, but 4 rows enter at once"),
         ({"bank.size": 12, "bank.visibility": "on_step"}, "bank.size is 12 rows, but 16 rows enter at once"),
         ({"method": "cont_cache", "bank.size": 12}, "bank.size is 12 rows, but 16 rows enter at once"),
@@ -91,6 +102,18 @@ def test_each_broken_rule_is_one_sentence(changes, sentence):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
+        (
+            {"batch.micro_batch_tokens": 320, "batch.micro_batch_size": 4},
+            "batch.micro_batch_size has no effect with batch.micro_batch_tokens",
+        ),
+        (
+            {"method": "in_batch", "batch.micro_batch_tokens": 320},
+            "batch.micro_batch_tokens has no effect with in_batch",
+        ),
+        (
+            {"method": "in_batch", "batch.on_out_of_memory": "grow"},
+            "batch.on_out_of_memory has no effect with in_batch",
+        ),
         ({"run.eval_steps": 5}, "run.eval_steps has no effect without data.dev"),
         ({"allow_changes": True}, "allow_changes has no effect without resume"),
         ({"optim.reference_batch_size": 64}, "optim.reference_batch_size has no effect"),
@@ -145,6 +168,25 @@ def test_processes_count_in_what_must_divide():
     config().validate(world=4)
     with pytest.raises(InputError, match="x 3 processes = 12"):
         config().validate(world=3)
+
+
+def test_a_token_budget_only_wants_a_step_that_processes_can_share():
+    by_tokens = config(**{"batch.micro_batch_tokens": 320, "batch.micro_batch_size": 8})
+    by_tokens.validate(world=2)
+    with pytest.raises(InputError, match=r"batch\.global_batch_size 16 is not divisible by 3 processes"):
+        by_tokens.validate(world=3)
+    assert by_tokens.usual_push(world=2, longest=100) == 6  # three of the longest pairs in each process
+    assert by_tokens.usual_push(world=2, longest=10) == 16
+    assert config("cont_cache", **{"batch.micro_batch_tokens": 320}).usual_push(world=2, longest=100) == 16
+    assert config().usual_push(world=2, longest=100) == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("11GB", 11_000_000_000), ("10.5 GiB", 11_274_289_152), ("512MB", 512_000_000), ("512MiB", 536_870_912)],
+)
+def test_memory_in_bytes(text, size):
+    assert parse_bytes(text) == size
 
 
 def test_learning_rate_scaling():

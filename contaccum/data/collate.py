@@ -8,8 +8,10 @@ import numpy as np
 import torch
 
 from contaccum.batch import MicroBatch, RowIds, Tokens
+from contaccum.data.cut import cut_by_pairs, cut_by_tokens
 from contaccum.data.dataset import StepRows, StepSampler, TrainSet
 from contaccum.data.tokens import TokenTable
+from contaccum.errors import InputError
 
 Side = Literal["right", "left"]
 
@@ -27,10 +29,10 @@ def pad(rows: Sequence[np.ndarray], pad_id: int, side: Side = "right") -> Tokens
 
 
 class BatchSource:
-    """Gives the micro-batches of a step that one process computes: K = N / (B * W) of them.
+    """Gives the micro-batches of a step that one process computes.
 
-    Micro-batch k of process r holds rows [k*W*B + r*B, +B) of the step's N, and the ids of all processes' rows of that
-    micro-batch, [k*W*B, (k+1)*W*B). ``pad_ids`` are the padding tokens of queries and of passages.
+    Micro-batch k of process r holds B_k of the step's N pairs, and the ids of the pairs of all processes in that micro-batch,
+    W * B_k rows in rank order (see cut.py). ``pad_ids`` are the padding tokens of queries and of passages.
     """
 
     def __init__(
@@ -41,19 +43,28 @@ class BatchSource:
         passage_tokens: TokenTable,
         micro_batch_size: int,
         *,
+        micro_batch_tokens: int | None = None,
         pad_ids: tuple[int, int],
         side: Side = "right",
         rank: int = 0,
         world: int = 1,
     ) -> None:
+        """``micro_batch_tokens`` goes before ``micro_batch_size``; InputError where it is less than one pair may need."""
         assert len(query_tokens) == len(train_set.queries)
         assert len(passage_tokens) == len(train_set.passages)
         assert 0 <= rank < world
         self._names = train_set.queries["id"]
         self._sampler = sampler
         self._query_tokens, self._passage_tokens = query_tokens, passage_tokens
-        self._size, self._pad_ids, self._side = micro_batch_size, pad_ids, side
+        self._pad_ids, self._side = pad_ids, side
         self._rank, self._world = rank, world
+        self._by_tokens = micro_batch_tokens is not None
+        self.size = micro_batch_size if micro_batch_tokens is None else micro_batch_tokens
+        """Of a micro-batch in one process, in pairs or in tokens."""
+        self.smallest = 1
+        """The least that ``size`` may be: one pair, or the tokens of the longest pair that may occur."""
+        if micro_batch_tokens is not None:
+            self.smallest = self._longest_pair(1 + sampler.hard_negatives)
 
     def twin(self) -> "BatchSource":
         """The same batches for another thread: a sampler keeps the order of the epoch that it was last asked for."""
@@ -61,20 +72,29 @@ class BatchSource:
         other._sampler = copy.copy(self._sampler)
         return other
 
-    @property
-    def width(self) -> int:
-        """Rows of one micro-batch of all processes, B * W."""
-        return self._size * self._world
+    def _longest_pair(self, per_query: int) -> int:
+        query, passage = self._query_tokens.longest(), self._passage_tokens.longest()
+        needed = query + per_query * passage
+        if needed > self.size:
+            raise InputError(
+                f"batch.micro_batch_tokens is {self.size}, expected at least the {needed} that one pair may need (the longest"
+                f" query has {query} tokens, the longest passage {passage}, times {per_query} per query); lower"
+                " model.max_query_length and model.max_passage_length make pairs smaller"
+            )
+        return needed
 
-    def step(self, step: int) -> list[MicroBatch]:
-        """The micro-batches of optimizer step ``step``, in their order."""
-        rows = self._sampler(step)
-        assert len(rows.queries) % self.width == 0, "the configuration divides the global batch evenly"
-        return [self._micro_batch(rows, start) for start in range(0, len(rows.queries), self.width)]
+    def step(self, step: int, size: int | None = None) -> list[MicroBatch]:
+        """The micro-batches of optimizer step ``step``, in their order; of ``size`` where that is given."""
+        rows, size = self._sampler(step), size or self.size
+        if self._by_tokens:
+            lengths = self._query_tokens.lengths(rows.queries), self._passage_tokens.lengths(rows.passages)
+            cut = cut_by_tokens(*lengths, size, self._world)
+        else:
+            cut = cut_by_pairs(len(rows.queries), size, self._world)
+        return [self._micro_batch(rows, everyone) for everyone in cut]
 
-    def _micro_batch(self, rows: StepRows, start: int) -> MicroBatch:
-        everyone = slice(start, start + self.width)
-        own = slice(start + self._rank * self._size, start + (self._rank + 1) * self._size)
+    def _micro_batch(self, rows: StepRows, everyone: np.ndarray) -> MicroBatch:
+        own = np.split(everyone, self._world)[self._rank]
         queries = rows.queries[own]
         return MicroBatch(
             pad(self._query_tokens.rows(queries), self._pad_ids[0], self._side),

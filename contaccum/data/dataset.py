@@ -109,7 +109,7 @@ class StepSampler:
     def __init__(self, train_set: TrainSet, seed: int, global_batch_size: int, hard_negatives: int) -> None:
         self._positives, self._negatives = train_set.positives, train_set.negatives
         self._passages = len(train_set.passages)
-        self._seed, self._size, self._hard = seed, global_batch_size, hard_negatives
+        self._seed, self._size, self.hard_negatives = seed, global_batch_size, hard_negatives
         self._epoch = -1
         self._order = np.empty(0, dtype=np.int64)
         short = int(np.count_nonzero(self._negatives.lengths < hard_negatives))
@@ -124,11 +124,11 @@ class StepSampler:
     def _refuse_too_few(self, train_set: TrainSet) -> None:
         most = int(self._positives.lengths.argmax())
         others = self._passages - int(self._positives.lengths[most])
-        if others < self._hard:
+        if others < self.hard_negatives:
             query = train_set.queries[most]["id"]
             raise InputError(
                 f"query {query!r} has {others} passages in the training set that are not its positives, expected at"
-                f" least the {self._hard} of hard_negatives"
+                f" least the {self.hard_negatives} of hard_negatives"
             )
 
     def __call__(self, step: int) -> StepRows:
@@ -137,9 +137,9 @@ class StepSampler:
         known = [self._positives.row(query) for query in queries]
         draw = self._random(_POSITIVES, step).random(len(queries))
         chosen = [rows[int(share * len(rows))] for rows, share in zip(known, draw, strict=True)]
-        passages = np.empty((len(queries), 1 + self._hard), dtype=np.int64)  # (N, 1 + H)
+        passages = np.empty((len(queries), 1 + self.hard_negatives), dtype=np.int64)  # (N, 1 + H)
         passages[:, 0] = chosen
-        if self._hard:
+        if self.hard_negatives:
             random = self._random(_NEGATIVES, step)
             for number, query in enumerate(queries):
                 passages[number, 1:] = self._draw_negatives(query, known[number], random)
@@ -168,12 +168,12 @@ class StepSampler:
         return self._order
 
     def _draw_negatives(self, query: int, known: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        hard = random.permutation(self._negatives.row(query))[: self._hard]
-        if len(hard) == self._hard:
+        hard = random.permutation(self._negatives.row(query))[: self.hard_negatives]
+        if len(hard) == self.hard_negatives:
             return hard
         taken = {*known.tolist(), *hard.tolist()}
         drawn = hard.tolist()
-        while len(drawn) < self._hard:
+        while len(drawn) < self.hard_negatives:
             row = int(random.integers(self._passages))
             if row not in taken:
                 taken.add(row)

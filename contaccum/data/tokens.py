@@ -16,6 +16,7 @@ from contaccum.errors import InputError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_OFFSETS = 1 << 20  # offsets looked at together
 _BATCH = 2000  # texts handed to the tokenizer at a time; it splits them between its threads
 
 
@@ -32,6 +33,15 @@ class TokenTable:
     def rows(self, indices: Sequence[int] | np.ndarray) -> list[np.ndarray]:
         """The token ids of these texts, an int32 array each."""
         return [self._tokens[self._offsets[index] : self._offsets[index + 1]] for index in indices]
+
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
+        """How many tokens these texts have; in the shape of ``indices``."""
+        return self._offsets[indices + 1] - self._offsets[indices]
+
+    def longest(self) -> int:
+        """Most tokens that a text has; read in pieces, since a table may be larger than memory."""
+        starts = range(0, len(self), _OFFSETS)
+        return max(int(np.diff(self._offsets[start : start + _OFFSETS + 1]).max()) for start in starts)
 
 
 def build_token_table(

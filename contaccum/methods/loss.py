@@ -42,6 +42,10 @@ class LossValue(NamedTuple):
     def detach(self) -> "LossValue":
         return LossValue(*(number.detach() for number in self))
 
+    def weighted(self, weight: float) -> "LossValue":
+        """The same, the loss times ``weight``: what it counts for in the mean over a step's micro-batches."""
+        return self._replace(value=self.value * weight)
+
 
 class BankRows(Protocol):
     """What the loss needs of a bank; M' is its fill. Ids are on the CPU, everything else on the device."""

@@ -14,6 +14,12 @@ from contaccum.methods.loss import InfoNCE, LossValue
 class Engine(Protocol):
     """What a method needs of the machine that it runs on; b = W * B rows, those of all processes in rank order."""
 
+    ahead: int
+    """How many micro-batches may be encoded at once where no graph is kept; 1 where dropout has to be replayed."""
+
+    def join(self, micro_batches: list[MicroBatch]) -> MicroBatch:
+        """Several micro-batches as one; the rows of each process stay together."""
+
     def micro_steps(self, micro_batches: list[MicroBatch]) -> Iterator[MicroBatch]:
         """The micro-batches in order, on the device, each with its own dropout noise: the same at every call in one step."""
 
@@ -41,16 +47,42 @@ def whole_step(parts: list[Rows]) -> Rows:
     )
 
 
+def row_weights(micro_batches: list[MicroBatch], bank: Bank | None = None) -> list[float]:
+    """How much each micro-batch's loss counts in the mean over the step's micro-batches; 1 each where all have one size.
+
+    The loss of a micro-batch is a mean over its rows: b pairs and, where ``bank`` brings rows that count, those that the bank
+    holds when the step begins. Weighted by its share of all rows it leaves every row of the step the same weight, however
+    unequal the cut.
+    """
+    stored = bank.fill if bank is not None and bank.queries is not None and bank.row_weight == "all" else 0
+    rows = [len(batch.ids.columns) + stored for batch in micro_batches]
+    return [len(rows) * count / sum(rows) for count in rows]
+
+
 def represent(engine: Engine, micro_batches: list[MicroBatch]) -> list[Rows]:
     """First pass: the embeddings of every micro-batch, without graph. (Gao et al. 2021, step 1)
 
     The last micro-batch keeps its graph, which is one micro-batch's memory, and so needs no second forward pass.
     """
-    parts = []
-    for index, batch in enumerate(engine.micro_steps(micro_batches), start=1):
-        with torch.set_grad_enabled(index == len(micro_batches)):
-            parts.append((*engine.encode(batch), batch.ids))
+    *earlier, last = micro_batches
+    groups = [earlier[start : start + engine.ahead] for start in range(0, len(earlier), engine.ahead)] + [[last]]
+    parts: list[Rows] = []
+    for group, batch in zip(groups, engine.micro_steps([engine.join(group) for group in groups]), strict=True):
+        with torch.set_grad_enabled(len(parts) == len(earlier)):
+            queries, passages = engine.encode(batch)
+        parts += _apart((queries, passages, batch.ids), [len(member.query_ids) for member in group])
     return parts
+
+
+def _apart(rows: Rows, sizes: list[int]) -> list[Rows]:
+    """The rows of joined micro-batches, which have ``sizes`` rows in each process, one by one."""
+    queries, passages, ids = rows  # (W * sum(sizes), ...), process after process, so each process's share is divided
+    tensors = (queries, passages, ids.columns, ids.positives)
+    pieces = [tensor.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1) for tensor in tensors]
+    return [
+        (queries.flatten(0, 1), passages.flatten(0, 1), RowIds(columns.flatten(0, 1), positives.flatten(0, 1)))
+        for queries, passages, columns, positives in zip(*pieces, strict=True)
+    ]
 
 
 def cache_gradients(

@@ -14,7 +14,9 @@ from contaccum.study.page import Section, html, markdown
 from contaccum.study.runs import Group, Run, group_runs, read_run
 from contaccum.study.tables import Choose, Difference, Table, figure, text
 
-COLUMNS = ("run", "method", "N", "B", "bank", "metric", "s/step", "pairs/s", "peak MiB", "grad ratio", "negatives")
+COLUMNS = (
+    "run", "method", "N", "B", "bank", "metric", "s/step", "pairs/s", "peak MiB", "wait %", "grad ratio", "negatives",
+)  # fmt: skip
 PLOTS = "plots"
 
 
@@ -32,20 +34,28 @@ def runs_table(runs: Sequence[Run], metric: str) -> Table:
     return Table([metric if column == "metric" else column for column in COLUMNS], [_row(run, metric) for run in runs])
 
 
+def _micro_batch(run: Run) -> int | str | None:
+    """Pairs in one forward pass, or its budget of tokens; the whole step's pairs where the method takes it at once."""
+    if run.method is not None and TRAITS[run.method].whole:
+        return run.config.get("batch.global_batch_size")
+    tokens = run.config.get("batch.micro_batch_tokens")
+    return run.config.get("batch.micro_batch_size") if tokens is None else f"{tokens} tokens"
+
+
 def _row(run: Run, metric: str) -> list[str]:
     """One with metrics alone (a baseline without training) has a name and a metric."""
-    whole = run.method is not None and TRAITS[run.method].whole
     peak = run.peak_memory
     return [
         run.name,
         text(run.method),
         text(run.config.get("batch.global_batch_size")),
-        text(run.config.get("batch.global_batch_size" if whole else "batch.micro_batch_size")),
+        text(_micro_batch(run)),
         text(max((line["bank_fill"] for line in run.steps), default=None)),
         figure(run.score(metric)),
         figure(run.median("seconds"), ".3f"),
         figure(run.median("pairs_per_second"), ".1f"),
         figure(None if peak is None else peak / 2**20, ".0f"),
+        figure(None if run.waited is None else 100 * run.waited, ".1f"),
         figure(run.median("grad_norm_ratio"), ".2f"),
         figure(run.median("negatives"), ".1f"),
     ]

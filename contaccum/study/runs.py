@@ -63,6 +63,12 @@ class Run:
         return max(self.times.values(), default=None)
 
     @property
+    def waited(self) -> float | None:
+        """Share of the steps' time, all but the first, that was spent waiting for data."""
+        steady = self.steps[1:] or self.steps
+        return sum(line["waited"] for line in steady) / sum(line["seconds"] for line in steady) if steady else None
+
+    @property
     def peak_memory(self) -> int | None:
         """Most bytes held in the run: allocated on a GPU, resident on a CPU."""
         return max((line["peak_memory"] for line in self.steps), default=None)

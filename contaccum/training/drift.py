@@ -21,17 +21,17 @@ class Drift:
         """batches: for this object alone, see ``BatchSource.twin``."""
         self.engine, self.bank, self.batches = engine, bank, batches
 
-    def measure(self) -> dict[str, Any]:
+    def measure(self, size: int) -> dict[str, Any]:
         """Mean cosine between stored and new vectors of the sample, for queries and passages, and per age in optimizer steps.
 
-        Empty where the bank holds no whole micro-batch, or in another process than the main one, which measures its own
-        rows.
+        size: of micro-batches, in the unit of the batches; rows that came in others are passed over. Empty where the bank holds
+        no whole micro-batch, or in another process than the main one, which measures its own rows.
         """
         found = []
         if self.engine.is_main:
             training = self.engine.encoder.training
             self.engine.encoder.train()
-            found = [self._of(*chosen) for chosen in self._sample()]
+            found = [self._of(*chosen) for chosen in self._sample(size)]
             self.engine.encoder.train(training)
         if not found:
             return {}
@@ -42,7 +42,7 @@ class Drift:
             "drift": found,
         }
 
-    def _sample(self) -> list[tuple[int, int, MicroBatch, torch.Tensor]]:
+    def _sample(self, size: int) -> list[tuple[int, int, MicroBatch, torch.Tensor]]:
         """Step, number in the step, and slots in order, of whole micro-batches, evenly from the oldest row to the newest."""
         bank = self.bank
         born, places = bank.born[: bank.stored], bank.places[: bank.stored]
@@ -53,7 +53,7 @@ class Drift:
         sample: dict[tuple[int, int], tuple[int, int, MicroBatch, torch.Tensor]] = {}
         for step, place in zip(born[wanted].tolist(), places[wanted].tolist(), strict=True):
             start = 0
-            for number, batch in enumerate(self.batches.step(step)):
+            for number, batch in enumerate(self.batches.step(step, size)):
                 stop = start + len(batch.ids.columns)
                 slots = ((born == step) & (places >= start) & (places < stop)).nonzero().squeeze(1)
                 # of the oldest micro-batch some rows may be overwritten: the next one then stands for it

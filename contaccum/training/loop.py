@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from contaccum.batch import MicroBatch
-from contaccum.config import METRIC_CUTS, TrainConfig, to_yaml
+from contaccum.config import METRIC_CUTS, TrainConfig, parse_bytes, to_yaml
 from contaccum.data.dataset import TrainSet, load_train_set
 from contaccum.data.tables import RetrievalSet, load_retrieval_set
 from contaccum.encoder import DualEncoder
@@ -26,6 +26,7 @@ from contaccum.training import setup
 from contaccum.training.checkpoint import Checkpoint, all_checkpoints, newest_checkpoint, restore, save_checkpoint
 from contaccum.training.drift import Drift
 from contaccum.training.environment import write_environment
+from contaccum.training.fit import shrink, try_step
 from contaccum.training.log import RunLog
 from contaccum.training.optimizer import learning_rate_factor, make_optimizer, set_learning_rate, warmup_steps
 from contaccum.training.signals import StopSignals
@@ -52,6 +53,8 @@ def train(config: TrainConfig) -> Path:
             timeout_minutes=config.run.timeout_minutes,
         )
         try:
+            if config.run.memory_budget is not None:
+                engine.limit_memory(parse_bytes(config.run.memory_budget))
             training = Training(config, engine)
             with signals.deferred():
                 folder = training.run(signals)
@@ -84,6 +87,7 @@ class Training:
         ).to(engine.device)
         setup.apply_switches(self.encoder, config)
         self.batches = setup.build_batches(config, engine, self.encoder, train_set)
+        self.size = setup.build_size(config, engine, self.batches)
         self.loss = setup.build_loss(config)
         self.bank = setup.build_bank(config, engine, self.encoder, self.loss)
         self.drift = Drift(engine, self.bank, self.batches.twin())
@@ -129,6 +133,7 @@ class Training:
         setup.refuse_changes(f"{checkpoint.folder} was written otherwise", changes, self.config.allow_changes)
         restore(checkpoint, self.encoder, optimizer, self.bank)
         self.engine.load_scaler_state(state["scaler"])
+        self.size.load_state(state["micro_batch"])
         self.done, self.best, self.evaluated = state["step"], state["best"], state["evaluated"]
         self.skipped = state["skipped"]
         if self.engine.is_main:
@@ -139,35 +144,49 @@ class Training:
             if self.done and self._evaluation_due() and self.evaluated < self.done:
                 self.evaluate()  # the evaluation of the checkpoint's own step broke off
                 self.save()
-            with Prefetch(self.batches.step(step) for step in range(self.done, self.total)) as prepared:
-                while self.done < self.total:
-                    began, waited = time.perf_counter(), prepared.waited
-                    micro_batches = next(prepared)
-                    try:
-                        values = self.take_step(micro_batches)
-                    except NotFiniteError as error:
-                        self.skip_step(error)
-                    else:
-                        values["seconds"] = time.perf_counter() - began
-                        values["waited"] = prepared.waited - waited
-                        values["pairs_per_second"] = self.config.batch.global_batch_size / values["seconds"]
-                        self.done += 1
-                        if self._due(self.config.run.drift_steps):
-                            values |= self.drift.measure()
-                        self.log.step(values, self._due(self.config.run.log_steps))
-                    self.after_step(signals)
+            self.engine.reset_peak_memory()
+            while self.done < self.total:
+                self._steps_of_one_size(signals)
             self._finish()
         finally:
             self.log.close()
         return self.folder / "model"
 
-    def take_step(self, micro_batches: list[MicroBatch]) -> dict[str, Any]:
-        """One optimizer step; returns what the log says of it."""
+    def _steps_of_one_size(self, signals: StopSignals) -> None:
+        """Optimizer steps until the last, or until micro-batches of another size are to be made."""
+        size = self.size.now
+        with Prefetch(self.batches.step(step, size) for step in range(self.done, self.total)) as prepared:
+            while self.done < self.total and self.size.now == size:
+                began, waited = time.perf_counter(), prepared.waited
+                micro_batches = next(prepared)
+                try:
+                    values = self.take_step(micro_batches)
+                except NotFiniteError as error:
+                    self.skip_step(error)
+                else:
+                    if values is None:
+                        self.log.say(shrink(self.size, self.config, self.done, self._last_good))
+                        continue
+                    values["seconds"] = time.perf_counter() - began
+                    values["waited"] = prepared.waited - waited
+                    values["pairs_per_second"] = self.config.batch.global_batch_size / values["seconds"]
+                    self.done += 1
+                    if self._due(self.config.run.drift_steps):
+                        values |= self.drift.measure(size)
+                    self.log.step(values, self._due(self.config.run.log_steps))
+                if self.size.grow_again(self.done):
+                    self.log.say(f"step {self.done}: going on with {self.size}, to see whether they fit now")
+                self.after_step(signals)
+
+    def take_step(self, micro_batches: list[MicroBatch]) -> dict[str, Any] | None:
+        """One optimizer step; returns what the log says of it, or None where memory ran out and nothing was changed."""
         engine, config = self.engine, self.config
-        engine.step = self.done
         self.encoder.train()
         bank_fill, ages = self.bank.fill, self.bank.ages()
-        losses = METHODS[config.method](engine, micro_batches, self.bank, self.loss)
+        engine.begin_step(self.done)
+        losses = try_step(engine, METHODS[config.method], micro_batches, self.bank, self.loss)
+        if losses is None:
+            return None
         if spoiled := engine.not_finite():
             raise NotFiniteError(
                 f"step {self.done + 1} ({_named(spoiled)}): an embedding is NaN or infinite, expected finite numbers"
@@ -204,6 +223,7 @@ class Training:
             "bank_fill": bank_fill,
             "bank_age_mean": ages.double().mean().item() if len(ages) else None,
             "bank_age_max": ages.max().item() if len(ages) else None,
+            "micro_batches": len(micro_batches),
             "peak_memory": engine.peak_memory(),
         }
 
@@ -218,15 +238,25 @@ class Training:
                     f"step {self.done + 1}, micro-batch {number + 1} of {len(table)} ({_named(queries)}): "
                     f"the loss is {loss}, expected a finite number"
                 )
-        names = ("loss", "negatives", "masked", "row_weight")
-        return {name: sum(column) / len(table) for name, column in zip(names, zip(*table, strict=True), strict=True)}
+        pairs = [len(batch.ids.columns) for batch in micro_batches] if len(table) > 1 else [1]
+        shares = [number / sum(pairs) for number in pairs]
+        loss, negatives, masked, row_weight = zip(*table, strict=True)  # the losses carry their shares already
+        return {
+            "loss": sum(loss) / len(table),
+            "negatives": sum(share * number for share, number in zip(shares, negatives, strict=True)),
+            "masked": sum(masked),
+            "row_weight": sum(share * number for share, number in zip(shares, row_weight, strict=True)),
+        }
 
     def skip_step(self, error: NotFiniteError) -> None:
         """Take back a step whose numbers are not finite; go on as if it had brought nothing where that is allowed, else raise."""
         self.engine.drop_step()
         self.bank.rollback()
         if self.skipped == self.config.skips():
-            raise InputError(f"{error}; {self._last_good()}") from error
+            advice = (
+                "--resume --run.on_nan skip:N goes on without such steps, a lower optim.learning_rate may have none"
+            )
+            raise InputError(f"{error}; {self._last_good()}; {advice}") from error
         self.bank.end_step()
         self.done += 1
         self.skipped += 1
@@ -237,12 +267,9 @@ class Training:
         if self.done and all(bool(torch.isfinite(parameter).all()) for parameter in self.encoder.parameters()):
             self.save()
         saved = [path.name for path in all_checkpoints(self.folder)]
-        kept = (
-            f"the last good state is {self.folder / 'checkpoints' / saved[0]}"
-            if saved
-            else "no checkpoint was written before"
-        )
-        return f"{kept}; --resume --run.on_nan skip:N goes on without such steps, a lower optim.learning_rate may have none"
+        if not saved:
+            return "no checkpoint was written before"
+        return f"the last good state is {self.folder / 'checkpoints' / saved[0]}"
 
     def after_step(self, signals: StopSignals) -> None:
         """Evaluate and save where it is time, and leave when a signal came."""
@@ -280,7 +307,8 @@ class Training:
         assert self.dev is not None
         name = self.config.run.metric
         settings = SearchSettings(batch_tokens=self.config.run.eval_batch_tokens)
-        metrics = evaluate_encoder(SharedEncoder(self.engine), self.dev, DEV_DEPTH, settings)
+        with self.engine.unmeasured():
+            metrics = evaluate_encoder(SharedEncoder(self.engine), self.dev, DEV_DEPTH, settings)
         score = metrics["mean"][name]
         self.log.evaluation(self.done, metrics["mean"])
         self.evaluated = self.done
@@ -302,6 +330,7 @@ class Training:
                 "identity": self.identity,
                 "skipped": self.skipped,
                 "scaler": self.engine.scaler_state(),
+                "micro_batch": self.size.state(),
             }
             save_checkpoint(
                 self.folder,

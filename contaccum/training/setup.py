@@ -24,11 +24,13 @@ from contaccum.lock import LOCK_FILE, folder_lock
 from contaccum.methods.bank import Bank
 from contaccum.methods.loss import InfoNCE
 from contaccum.tiny_bert import tiny_tower
+from contaccum.training.fit import MicroBatchSize, halved_pairs, halved_tokens
 
 CONFIG_FILE = "config.yaml"
 MAY_CHANGE = {
     "output_dir", "resume", "allow_changes", "run.save_steps", "run.keep_checkpoints", "run.log_steps", "run.trackers",
-    "run.eval_batch_tokens", "run.on_nan", "run.timeout_minutes", "run.bank_check_steps", "run.drift_steps",
+    "run.eval_batch_tokens", "run.on_nan", "run.timeout_minutes", "run.bank_check_steps", "run.drift_steps", "run.memory_budget",
+    "batch.on_out_of_memory",
 }  # fmt: skip
 """Settings that a resumed run may have otherwise: they change no weight that was trained."""
 
@@ -222,11 +224,24 @@ def build_batches(config: TrainConfig, engine: Engine, encoder: DualEncoder, tra
         query_tokens,
         passage_tokens,
         config.micro_batch_size(engine.world),
+        micro_batch_tokens=config.micro_batch_tokens,
         pad_ids=(query.pad_token_id, passage.pad_token_id),
         side=query.padding_side,
         rank=engine.rank,
         world=engine.world,
     )
+
+
+def build_size(config: TrainConfig, engine: Engine, batches: BatchSource) -> MicroBatchSize:
+    """The sizes that a micro-batch may shrink to when memory runs out."""
+    if config.traits.whole:
+        sizes = [batches.size]
+    elif config.micro_batch_tokens is not None:
+        sizes = halved_tokens(batches.size, batches.smallest)
+    else:
+        sizes = halved_pairs(batches.size, config.batch.global_batch_size // engine.world)
+    unit = "pairs" if config.micro_batch_tokens is None else "tokens"
+    return MicroBatchSize(sizes, unit, grow=config.batch.on_out_of_memory == "grow")
 
 
 def build_loss(config: TrainConfig) -> InfoNCE:
@@ -235,11 +250,12 @@ def build_loss(config: TrainConfig) -> InfoNCE:
 
 def build_bank(config: TrainConfig, engine: Engine, encoder: DualEncoder, loss: InfoNCE) -> Bank:
     """The bank that the method uses; of size 0 where it uses none."""
+    longest = encoder.settings.max_query_length + (1 + config.data.hard_negatives) * encoder.settings.max_passage_length
     return Bank(
         config.bank_size(),
         encoder.dim,
         loss,
-        push=config.bank_push(engine.world),
+        push=config.usual_push(engine.world, longest),
         hard_negatives=config.data.hard_negatives if config.bank.hard_negatives else 0,
         queries=config.bank.queries and config.traits.bank == "pairs",
         row_weight=config.bank.row_weight,

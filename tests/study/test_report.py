@@ -28,8 +28,9 @@ def folder(
         step = (n + 1) * every
         lines.append(
             {
-                "step": step, "loss": 1.0 + n, "bank_fill": 4 * n, "seconds": value, "pairs_per_second": 16 / value,
-                "negatives": 7.0, "peak_memory": 2**20 * (n + 1), "grad_norm_ratio": None if n == 1 else 2.0 + n,
+                "step": step, "loss": 1.0 + n, "bank_fill": 4 * n, "seconds": value, "waited": 0.75 if n else 9.0,
+                "pairs_per_second": 16 / value, "negatives": 7.0, "peak_memory": 2**20 * (n + 1),
+                "grad_norm_ratio": None if n == 1 else 2.0 + n,
             }
         )  # fmt: skip
         if evaluations and step in evaluations:
@@ -45,9 +46,17 @@ def cells(markdown: str) -> list[list[str]]:
 def test_medians_leave_out_the_first_step(tmp_path):
     run = read_run(folder(tmp_path / "run", "cont_accum", [9.0, 2.0, 4.0, 1.0], evaluations={1: 0.2}))
     row = runs_table([run], "ndcg@10").rows[0]
-    assert row == ["run", "cont_accum", "16", "4", "12", "0.2500", "2.000", "8.0", "4", "4.50", "7.0"]
+    assert row == ["run", "cont_accum", "16", "4", "12", "0.2500", "2.000", "8.0", "4", "32.1", "4.50", "7.0"]
     assert run.train_seconds == 16.0
     assert run.peak_memory == 4 * 2**20
+    assert run.waited == 3 * 0.75 / 7.0
+
+
+def test_a_token_budget_is_shown_as_one(tmp_path):
+    changes = {"batch.micro_batch_tokens": 2560}
+    for name, method, shown in (("a", "grad_cache", "2560 tokens"), ("b", "in_batch", "16")):
+        run = read_run(folder(tmp_path / name, method, [1.0], **changes))
+        assert runs_table([run], "ndcg@10").rows[0][3] == shown
 
 
 def test_a_method_that_takes_its_step_whole_shows_it(tmp_path):
@@ -69,7 +78,7 @@ def test_runs_without_training_or_metrics_have_blanks(tmp_path):
     lines = cells(table)
     assert lines[0][5] == "top20"
     assert lines[2][5] == "-"
-    assert lines[3] == ["b", "-", "-", "-", "-", "0.7500", "-", "-", "-", "-", "-"]
+    assert lines[3] == ["b", "-", "-", "-", "-", "0.7500", "-", "-", "-", "-", "-", "-"]
     assert len({len(line) for line in table.splitlines()}) == 1
 
 

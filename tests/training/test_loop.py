@@ -1,6 +1,7 @@
 """What a run leaves behind, what its log says, and how it stops when numbers go wrong."""
 
 import math
+import os
 import subprocess
 import sys
 
@@ -225,3 +226,32 @@ def test_peak_memory_is_this_process_s_own():
     before, after = map(int, done.stdout.split())
     assert before < block.nbytes
     assert after - before > 0.9 * 2**28
+
+
+def test_an_evaluation_does_not_count_in_peak_memory():
+    """The block held inside is forgotten, the one before it is not; where the system lets a process reset its peak."""
+    script = """
+import numpy as np
+from contaccum.engine import Engine
+engine = Engine(device="cpu")
+engine.reset_peak_memory()
+start = engine.peak_memory()
+with engine.unmeasured():
+    np.ones(2**28, dtype=np.uint8)
+inside = engine.peak_memory() - start
+np.ones(2**27, dtype=np.uint8)
+with engine.unmeasured():
+    pass
+print(inside / 2**28, (engine.peak_memory() - start) / 2**27)
+"""
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("/proc/self/clear_refs cannot be written here")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    inside, after = map(float, done.stdout.split())
+    assert inside < 0.2
+    assert 0.9 < after < 1.3
+
+
+def test_a_memory_budget_is_a_warning_on_a_cpu(data, tmp_path):
+    with pytest.warns(UserWarning, match="run.memory_budget has no effect on cpu"):
+        train(train_config(data, tmp_path / "run", **{"run.memory_budget": "11GB", "optim.max_steps": 1}))
