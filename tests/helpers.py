@@ -223,6 +223,8 @@ def train_config(data: Path, output: Path, method: str = "cont_accum", **changes
         "run.save_steps": 2,
         "run.keep_checkpoints": 10,
     } | changes
+    if settings["model.name"] != "tiny":
+        settings = {name: value for name, value in settings.items() if not name.startswith("model.tiny_")}
     config = TrainConfig()
     for name, value in settings.items():
         *groups, field = name.split(".")

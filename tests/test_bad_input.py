@@ -356,13 +356,13 @@ CASES: dict[str, Case] = {
     ),
     "verb: model not there": Case("evaluate --model ./none --data d", ["./none", "no encoder could be loaded"]),
     "verb: output under a file": Case(
-        "evaluate --model bm25 --data d --output qa.csv/metrics.json", ["qa.csv/metrics.json", "could not be written"]
+        "evaluate --model bm25 --data d --output qa.csv/metrics.json", ["qa.csv", "is a file, expected a folder"]
     ),
     "verb: output is a folder": Case("evaluate --model bm25 --data d --output d", ["d: ", "could not be written"]),
     "convert: target is there": Case("data convert d pairs.jsonl --to jsonl", ["pairs.jsonl: exists already", "a new path"]),
     "convert: from a corpus": Case("data convert psgs.tsv out --to jsonl", ["found a corpus file", "training examples"]),
     "convert: unknown form": Case("data convert d out --to csv", ["csv", "tevatron"]),
-    "convert: under a file": Case("data convert d qa.csv/out --to jsonl", ["qa.csv/out"]),
+    "convert: under a file": Case("data convert d qa.csv/out --to jsonl", ["qa.csv", "is a file, expected a folder"]),
     "convert: split with a slash": Case(
         "data convert pairs.jsonl out --to beir --split ../../up", ["'../../up'", "expected a plain name"]
     ),

@@ -266,6 +266,9 @@ class Training:
         """Where the last good state is, which is saved first unless it was already."""
         if self.done and all(bool(torch.isfinite(parameter).all()) for parameter in self.encoder.parameters()):
             self.save()
+        return self._newest_saved()
+
+    def _newest_saved(self) -> str:
         saved = [path.name for path in all_checkpoints(self.folder)]
         if not saved:
             return "no checkpoint was written before"
@@ -293,7 +296,7 @@ class Training:
         if self.engine.world > 1 and (others := self.engine.differing(self.bank.fingerprint())):
             raise RuntimeError(
                 f"step {self.done}: processes {', '.join(map(str, others))} of {self.engine.world} hold another bank than "
-                f"process 0, expected the same on all; {self._last_good()}"
+                f"process 0, expected the same on all; {self._newest_saved()}"
             )
 
     def _due(self, every: int) -> bool:

@@ -257,7 +257,7 @@ def test_hostile_entries_are_refused_and_nothing_is_unpacked(tmp_path, entry, wo
     with pytest.raises(InputError, match=words):
         unpack(tmp_path / "nq.zip", "nq", tmp_path / "out" / "nq")
     assert not list(tmp_path.rglob("*evil*"))
-    assert list((tmp_path / "out").iterdir()) == []
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_bomb_within_the_limit_is_told_by_its_ratio(tmp_path):
@@ -265,7 +265,7 @@ def test_a_bomb_within_the_limit_is_told_by_its_ratio(tmp_path):
     archive(tmp_path / "nq.zip", [("nq/corpus.jsonl", bytes(30_000_000))])
     with pytest.raises(InputError, match="not a bomb"):
         unpack(tmp_path / "nq.zip", "nq", tmp_path / "out" / "nq")
-    assert list((tmp_path / "out").iterdir()) == []
+    assert not (tmp_path / "out").exists()
     archive(
         tmp_path / "nq.zip", [("nq/corpus.jsonl", bytes(30_000_000)), ("nq/queries.jsonl", random.randbytes(400_000))]
     )
@@ -278,7 +278,7 @@ def test_a_bomb_is_stopped_by_what_it_unpacks_to_and_not_by_what_it_says(tmp_pat
     )
     with pytest.raises(InputError, match="not a bomb"):
         unpack(tmp_path / "nq.zip", "nq", tmp_path / "out" / "nq", limit=30_399_999)
-    assert list((tmp_path / "out").iterdir()) == []
+    assert not (tmp_path / "out").exists()
     unpack(tmp_path / "nq.zip", "nq", tmp_path / "out" / "nq", limit=30_400_000)
     assert (tmp_path / "out" / "nq" / "corpus.jsonl").stat().st_size == 30_000_000
 

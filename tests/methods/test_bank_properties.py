@@ -89,10 +89,13 @@ def test_a_saved_bank_goes_on_as_if_it_had_never_stopped(story, stop):
     loss = InfoNCE(0.5, mask)
     whole = Bank(size, DIM, loss, push=push, hard_negatives=hard)
     for number, ids in enumerate(pushes):
+        if number == stop:
+            whole.end_step()
         whole.push(*rows(number, len(ids.columns), hard), ids)
     broken = Bank(size, DIM, loss, push=push, hard_negatives=hard)
     for number, ids in enumerate(pushes):
-        if number == stop:
+        if number == stop:  # between two steps, as every checkpoint is
+            broken.end_step()
             tensors, numbers = broken.state()
             broken = Bank(size, DIM, loss, push=push, hard_negatives=hard)
             broken.load_state({name: tensor.clone() for name, tensor in tensors.items()}, numbers)

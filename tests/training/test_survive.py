@@ -124,7 +124,13 @@ def test_a_run_with_leftovers_of_a_killed_one_sweeps_them(data, tmp_path):
     (run / ".config.yaml.01234567-1.part").write_text("meth")
     train(train_config(data, run, resume=True))
     assert weights(run) == before
-    assert {path.name for path in run.iterdir()} == {"config.yaml", "log.jsonl", "checkpoints", "model"}
+    assert {path.name for path in run.iterdir()} == {
+        "config.yaml",
+        "environment.json",
+        "log.jsonl",
+        "checkpoints",
+        "model",
+    }
     assert all(path.name.startswith("step-") for path in (run / "checkpoints").iterdir())
 
 
