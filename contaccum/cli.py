@@ -102,6 +102,7 @@ def _parser() -> ArgumentParser:
     verbs.add_subcommand("search", _search_parser(), help="find passages for a split's queries, or for one query")
     verbs.add_subcommand("evaluate", _evaluate_parser(), help="score a retriever, or a run file")
     verbs.add_subcommand("compare", _compare_parser(), help="train methods, settings and seeds, and weigh them")
+    verbs.add_subcommand("plan", _plan_parser(), help="predict what fits into memory, and what a corpus costs")
     verbs.add_subcommand(
         "verify", _verify_parser(), help="hold the methods' equivalences on your model, data and device"
     )
@@ -170,6 +171,22 @@ def _verify_parser() -> ArgumentParser:
     )
     parser.add_argument("--config", action="config", help="YAML file with any of the settings of `contaccum train`")
     parser.add_class_arguments(TrainConfig, None)
+    return parser
+
+
+def _plan_parser() -> ArgumentParser:
+    parser = _new(
+        "contaccum plan",
+        "Take a few real steps of each method and predict the largest micro-batch and bank that fit into a memory budget, peak "
+        "memory and time; with --corpus_size also what encoding and indexing a corpus costs. Settings as for train.",
+        "%(prog)s --config FILE --memory 11GB [--methods NAME,...] [--corpus_size N] [--GROUP.FIELD VALUE ...]",
+    )
+    parser.add_argument("--config", action="config", help="YAML file with any of the settings below")
+    parser.add_argument("--memory", required=True, help="budget of one process, such as 11GB or 24GiB")
+    parser.add_argument("--methods", help="names joined by commas; all six when not given")
+    parser.add_argument("--corpus_size", type=int, help="passages of a corpus to plan for")
+    parser.add_argument("--output", help="JSON file to write the plan to")
+    parser.add_class_arguments(TrainConfig, None, skip={"resume"})
     return parser
 
 
@@ -333,6 +350,16 @@ def _train_config(options: Namespace) -> TrainConfig:
     return TrainConfig(**values)
 
 
+def _plan(options: Namespace) -> None:
+    values = _plan_parser().instantiate(options).as_dict()
+    own = {name: values.pop(name) for name in ("config", "memory", "methods", "corpus_size", "output")}
+    from contaccum.study.plan import run_plan
+
+    config = TrainConfig(**values)
+    methods = own["methods"].split(",") if own["methods"] else None
+    print(run_plan(config, own["memory"], methods, own["corpus_size"], own["output"]))
+
+
 def _encode(options: Namespace) -> None:
     from contaccum import api
 
@@ -457,6 +484,7 @@ VERBS: dict[str, Callable[[Namespace], None]] = {
     "evaluate": _evaluate,
     "compare": _compare,
     "verify": _verify,
+    "plan": _plan,
     "report": _report,
     "data check": _check,
     "data convert": _convert,

@@ -478,13 +478,11 @@ def _check_given(values: Any, prefix: str = "") -> None:
 BYTES = {"GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6}
 
 
-def parse_bytes(text: str) -> int:
-    """A number of bytes written like 11GB, 10.5 GiB or 512MB; GB and MB are decimal, GiB and MiB binary."""
+def parse_bytes(text: str, name: str = "run.memory_budget") -> int:
+    """A number of bytes written like 11GB, 10.5 GiB or 512MB; GB and MB are decimal, GiB and MiB binary. Errors name ``name``."""
     found = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(BYTES)})", text.strip())
     if not found or not float(found[1]):
-        raise InputError(
-            f"run.memory_budget is {text!r}, expected a number above 0 with one of {', '.join(BYTES)}, such as 11GB"
-        )
+        raise InputError(f"{name} is {text!r}, expected a number above 0 with one of {', '.join(BYTES)}, such as 11GB")
     return int(float(found[1]) * BYTES[found[2]])
 
 

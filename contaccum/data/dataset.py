@@ -97,6 +97,16 @@ def _train_set(
     return TrainSet(queries, corpus.select(used), *lists, fingerprint=digest.hexdigest())
 
 
+def narrowed(train_set: TrainSet, queries: np.ndarray) -> TrainSet:
+    """The training set of some of its queries, given as rows, in that order; passages that no longer occur are left out."""
+    positives, negatives = (
+        [ragged.row(query).tolist() for query in queries] for ragged in (train_set.positives, train_set.negatives)
+    )
+    return _train_set(
+        train_set.queries.select(queries), train_set.passages, positives, negatives, train_set.fingerprint
+    )
+
+
 class StepSampler:
     """Says which rows make up a step; a pure function of (seed, step), so nothing needs saving but the step's number.
 
