@@ -132,6 +132,11 @@ def test_a_manifest_of_another_shape_is_passed_over(data, tmp_path, capsys):
         ({"bank.size": 32}, "bank.size was 24 and is 32"),
         ({"model.tiny_width": 64}, "model.tiny_width was 32 and is 64"),
         ({"seed": 5}, "seed was 0 and is 5"),
+        (
+            {"model.temperature": 0.1},
+            "model.temperature was 0.05 and is 0.1",
+        ),  # the bank's kept log-sum-exps depend on it
+        ({"loss.mask_false_negatives": False}, "loss.mask_false_negatives was True and is False"),
     ],
 )
 def test_a_changed_config_is_refused(changes, named, data, tmp_path):
