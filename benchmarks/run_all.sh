@@ -17,7 +17,7 @@ if [ -n "${DATA:-}" ] && [ ! -f "$DATA/corpus.jsonl" ]; then
 fi
 mkdir -p "$results"
 names=("$@")
-[ ${#names[@]} -gt 0 ] || mapfile -t names < <(cd benchmarks && ls ./*.py | sed 's/.*\///; s/\.py$//' | grep -v '^common$')
+[ ${#names[@]} -gt 0 ] || mapfile -t names < <(grep -l '^if __name__ ==' benchmarks/*.py | sed 's/.*\///; s/\.py$//')
 for name in "${names[@]}"; do
     file=benchmarks/$name.py options=()
     if grep -Eq -- '"--quick"|make_parser\(' "$file"; then options+=("${quick[@]}"); fi
@@ -26,6 +26,10 @@ for name in "${names[@]}"; do
     if [ -n "${DATA:-}" ] && grep -q -- '"--data"' "$file"; then options+=(--data "$DATA"); fi
     if [ -z "${DATA:-}" ] && grep -q -- '"--data", required=True' "$file"; then
         echo "$name: left out, it needs DATA" >&2
+        continue
+    fi
+    if [ -z "${MODEL:-}" ] && grep -q -- '"--model", required=True' "$file"; then
+        echo "$name: left out, it needs MODEL" >&2
         continue
     fi
     echo "== $name" >&2

@@ -92,6 +92,7 @@ def test_a_saved_bank_goes_on_as_if_it_had_never_stopped(story, stop):
         if number == stop:
             whole.end_step()
         whole.push(*rows(number, len(ids.columns), hard), ids)
+        whole.end_step()  # a state is one between steps
     broken = Bank(size, DIM, loss, push=push, hard_negatives=hard)
     for number, ids in enumerate(pushes):
         if number == stop:  # between two steps, as every checkpoint is
@@ -100,6 +101,7 @@ def test_a_saved_bank_goes_on_as_if_it_had_never_stopped(story, stop):
             broken = Bank(size, DIM, loss, push=push, hard_negatives=hard)
             broken.load_state({name: tensor.clone() for name, tensor in tensors.items()}, numbers)
         broken.push(*rows(number, len(ids.columns), hard), ids)
+        broken.end_step()
     assert broken.state()[1] == whole.state()[1]
     for name, tensor in whole.state()[0].items():
         assert torch.equal(broken.state()[0][name], tensor), name
