@@ -10,7 +10,7 @@ from contaccum.encoder import DualEncoder
 from contaccum.engine import encoding_device, torch_dtype
 from contaccum.errors import InputError
 from contaccum.evaluation.answers import evaluate_answers
-from contaccum.evaluation.beir import CUTS, Metrics, cuts_within, drop_own, evaluate_run
+from contaccum.evaluation.beir import CUTS, Metrics, cuts_within, drop_own, evaluate_run, retrieve_others
 from contaccum.evaluation.download import is_published, resolve_dataset
 from contaccum.files import write_json
 from contaccum.options import ModelChoice, SearchSettings
@@ -18,7 +18,7 @@ from contaccum.processes import ALONE, Processes, joined
 from contaccum.retrieval.bm25 import bm25_search
 from contaccum.retrieval.encode import Texts, encode_texts
 from contaccum.retrieval.runs import Run, read_run, write_run
-from contaccum.retrieval.search import Hit, retrieve, top_passages
+from contaccum.retrieval.search import Hit, top_passages
 
 BM25 = "bm25"
 """The model name that stands for the lexical baseline."""
@@ -53,7 +53,7 @@ def encode(
     kind: str = "passage",
     dtype: str = "float32",
     shard_size: int = 50_000,
-    batch_size: int = 64,
+    batch_tokens: int | None = None,
     repair: bool = False,
 ) -> str:
     """Encode a corpus or a file of queries into shards under ``output``; returns a sentence that says what stands there.
@@ -68,7 +68,7 @@ def encode(
             else Texts.of_queries(load_queries(path, repair=repair))
         )
     encoder = load_encoder(choice)
-    form = {"dtype": dtype, "shard_size": shard_size, "batch_size": batch_size}
+    form = {"dtype": dtype, "shard_size": shard_size, "batch_tokens": batch_tokens}
     if encode_texts(encoder, texts, output, rank=group.rank, world=group.world, **form):  # type: ignore[arg-type]
         return f"{output}: {texts.rows} {kind} vectors of {encoder.dim} numbers"
     return f"{output}: process {group.rank} of {group.world} has made its shards, others are still at work"
@@ -156,8 +156,10 @@ def evaluate_questions(
 
 
 def evaluate_run_file(run: str, qrels: str, output: str | None = None) -> Metrics:
-    """Score a TREC run file against a qrels file."""
-    return _keep(evaluate_run(load_grades(qrels), read_run(run)), output, {"run": run, "data": qrels})
+    """Score a TREC run file against a qrels file, at the cuts that its longest list can answer."""
+    hits = read_run(run)
+    cuts = cuts_within(CUTS, max(map(len, hits.values())))
+    return _keep(evaluate_run(load_grades(qrels), hits, cuts=cuts), output, {"run": run, "data": qrels})
 
 
 def load_judged(data: str, split: str, strict: bool = False, repair: bool = False) -> RetrievalSet:
@@ -176,14 +178,13 @@ def _open(data: str, repair: bool) -> tuple[Any, bool]:
 def _search(
     choice: ModelChoice | DualEncoder | str, judged: RetrievalSet, k: int, settings: SearchSettings, group: Processes
 ) -> Run:
-    # one more than asked for: BEIR drops the passage whose id is the query's own
     if k < 1:
         raise InputError(f"k is {k}, expected at least 1")
     choice = ModelChoice(choice) if isinstance(choice, str) else choice
     if isinstance(choice, ModelChoice) and choice.model == BM25:
-        return drop_own(bm25_search(judged.queries, judged.corpus, k + 1), k)
+        return drop_own(bm25_search(judged.queries, judged.corpus, k + 1), k)  # one may be the query itself
     encoder = load_encoder(choice) if isinstance(choice, ModelChoice) else choice
-    return drop_own(retrieve(encoder, judged.queries, judged.corpus, k + 1, settings, group), k)
+    return retrieve_others(encoder, judged, k, settings, group)
 
 
 def _keep(metrics: Metrics, output: str | None, about: Mapping[str, str | None]) -> Metrics:

@@ -15,9 +15,15 @@ class Tokens:
 
     input_ids: Tensor  # (n, length) int64
     attention_mask: Tensor  # (n, length) int64, 0 at padding
+    host_mask: Tensor | None = None  # the mask on the host, where lengths can be read without waiting for a device
 
     def to(self, device: torch.device) -> "Tokens":
-        return Tokens(self.input_ids.to(device, non_blocking=True), self.attention_mask.to(device, non_blocking=True))
+        mask = self.attention_mask
+        return Tokens(
+            self.input_ids.to(device, non_blocking=True),
+            mask.to(device, non_blocking=True),
+            mask if mask.device.type == "cpu" else self.host_mask,
+        )
 
     @staticmethod
     def join(parts: "list[Tokens]", pad_id: int, side: str) -> "Tokens":

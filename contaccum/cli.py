@@ -1,22 +1,25 @@
 """The command line: one subcommand per verb, no logic. Nothing heavy is imported before a verb runs."""
 
+import copy
 import errno
 import sys
 import warnings
 from argparse import ArgumentError
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from functools import reduce
+from operator import getitem
 from typing import Any, TypeVar
 
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
 
 from contaccum.config import GROUPS, TrainConfig
 from contaccum.config_file import check_config_file
-from contaccum.errors import InputError, Interrupted
+from contaccum.errors import Failed, InputError, Interrupted
 from contaccum.launch import is_main, process_place
-from contaccum.options import ModelChoice, SearchSettings
+from contaccum.options import ModelChoice, SearchSettings, StudyOptions
 
-Options = TypeVar("Options", ModelChoice, SearchSettings)
+Options = TypeVar("Options", ModelChoice, SearchSettings, StudyOptions)
 
 DISK_ERRORS = {
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENAMETOOLONG,
@@ -40,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         with StopSignals():
             _run(VERBS[path], options)
-    except (InputError, Interrupted) as error:
+    except (Failed, InputError, Interrupted) as error:
         return _fail(str(error), error.exit_code)
     except ArgumentError as error:
         return _fail(" ".join(str(error).split()), InputError.exit_code)
@@ -98,7 +101,11 @@ def _parser() -> ArgumentParser:
     verbs.add_subcommand("encode", _encode_parser(), help="turn a corpus or queries into shards of vectors")
     verbs.add_subcommand("search", _search_parser(), help="find passages for a split's queries, or for one query")
     verbs.add_subcommand("evaluate", _evaluate_parser(), help="score a retriever, or a run file")
-    verbs.add_subcommand("report", _report_parser(), help="put training runs side by side in one table")
+    verbs.add_subcommand("compare", _compare_parser(), help="train methods, settings and seeds, and weigh them")
+    verbs.add_subcommand(
+        "verify", _verify_parser(), help="hold the methods' equivalences on your model, data and device"
+    )
+    verbs.add_subcommand("report", _report_parser(), help="put training runs side by side: table, tests, page")
     data = _new("contaccum data", "Look at data sets and change their form.")
     verbs.add_subcommand("data", data, help="check or convert a data set")
     forms = data.add_subcommands(metavar="VERB")
@@ -135,6 +142,37 @@ def _train_parser() -> ArgumentParser:
     return parser
 
 
+def _compare_parser() -> ArgumentParser:
+    parser = _new(
+        "contaccum compare",
+        "Train methods x varied settings x seeds, each run in a process and a folder of its own (output_dir/runs), score all on "
+        "the same test data, and write output_dir/report.html, report.md, runs.csv, tests.csv and plots/. Started again, it does "
+        "what is missing and nothing else. Every setting of `contaccum train` can be given.",
+        "%(prog)s --config FILE --methods a,b,c --seeds 3 [--vary GROUP.FIELD=v1,v2 ...] --output_dir DIR [options]",
+    )
+    parser.add_argument("--config", action="config", help="YAML file with any of the settings of `contaccum train`")
+    parser.add_class_arguments(StudyOptions, None, skip={"vary"})
+    parser.add_argument(
+        "--vary", nargs="+", default=[], metavar="GROUP.FIELD=v1,v2",
+        help="settings to vary: every combination is run with every method that reads the setting",
+    )  # fmt: skip
+    parser.add_class_arguments(TrainConfig, None)
+    return parser
+
+
+def _verify_parser() -> ArgumentParser:
+    parser = _new(
+        "contaccum verify",
+        "Check on a few small steps of your model and data that what should be equal is: grad_cache and in_batch, an empty bank "
+        "and the method without one, the kept log-sum-exps and the full matrix, a resumed run and an unbroken one, two "
+        "processes and one. Prints a table with the largest differences; exit code 1 when one does not hold.",
+        "%(prog)s --config FILE [--method NAME] [--GROUP.FIELD VALUE ...]",
+    )
+    parser.add_argument("--config", action="config", help="YAML file with any of the settings of `contaccum train`")
+    parser.add_class_arguments(TrainConfig, None)
+    return parser
+
+
 def _encode_parser() -> ArgumentParser:
     parser = _new(
         "contaccum encode",
@@ -150,7 +188,11 @@ def _encode_parser() -> ArgumentParser:
         "--dtype", choices=["float16", "float32"], default="float32", help="form of the vectors on disk"
     )
     parser.add_argument("--shard_size", type=int, default=50_000, help="texts in one shard")
-    parser.add_argument("--batch_size", type=int, default=64, help="texts in one forward pass")
+    parser.add_argument(
+        "--batch_tokens",
+        type=int,
+        help="tokens in one forward pass, padding counted; 1024 for each thread on a CPU, else 16384 when not given",
+    )
     _add_repair(parser)
     return parser
 
@@ -202,11 +244,17 @@ def _evaluate_parser() -> ArgumentParser:
 def _report_parser() -> ArgumentParser:
     parser = _new(
         "contaccum report",
-        "One row a run: metric, time of a step, peak memory, gradient-norm ratio.",
-        "%(prog)s RUN [RUN ...] [--metric NAME]",
+        "One row a run: metric, time of a step, peak memory, gradient-norm ratio; with --against, tests of the differences from "
+        "one of them; with --html, a page with curves, gradient norms, age and drift of the bank, settings and environment.",
+        "%(prog)s RUN [RUN ...] [--metric NAME] [--against RUN] [--html FILE]",
     )
-    parser.add_argument("runs", nargs="+", help="folders of training runs; metrics.json in them gives the metric")
+    parser.add_argument("runs", nargs="+", help="folders of runs, or metrics.json files")
     parser.add_argument("--metric", default="ndcg@10", help="which metric to show")
+    parser.add_argument(
+        "--against",
+        help="one of the runs, which the others are tested against, query by query; runs that differ in the seed are one",
+    )
+    parser.add_argument("--html", help="page to write; nothing is loaded from elsewhere (needs the extra `study`)")
     return parser
 
 
@@ -270,11 +318,19 @@ def _add_repair(parser: ArgumentParser) -> None:
 
 
 def _train(options: Namespace) -> None:
-    values = _train_parser().instantiate(options).as_dict()
-    values.pop("config")
+    config = _train_config(options)
+    with warnings.catch_warnings():  # a wrong setting is refused before torch is imported; train warns
+        warnings.simplefilter("ignore")
+        config.validate(process_place()[1])
     from contaccum.training.loop import train
 
-    _show(train(TrainConfig(**values)))
+    _show(train(config))
+
+
+def _train_config(options: Namespace) -> TrainConfig:
+    values = _train_parser().instantiate(options).as_dict()
+    values.pop("config", None)
+    return TrainConfig(**values)
 
 
 def _encode(options: Namespace) -> None:
@@ -333,10 +389,32 @@ def _evaluate(options: Namespace) -> None:
     _show(api.render_metrics(metrics))
 
 
-def _report(options: Namespace) -> None:
-    from contaccum.study.report import render_table, summarise
+def _compare(options: Namespace) -> None:
+    from contaccum.study.compare import compare
 
-    print(render_table([summarise(run, options.metric) for run in options.runs], options.metric))
+    study, values = _take(StudyOptions, options.as_dict())
+    values.pop("config")
+
+    def configure(changes: Mapping[str, str]) -> TrainConfig:
+        changed = copy.deepcopy(values)
+        for name, value in changes.items():
+            *groups, field = name.split(".")
+            reduce(getitem, groups, changed)[field] = value
+        return _train_config(_train_parser().parse_object(changed))
+
+    print(compare(configure, replace(study, vary=tuple(study.vary))))
+
+
+def _verify(options: Namespace) -> None:
+    from contaccum.study.verify import verify
+
+    verify(_train_config(options), print)
+
+
+def _report(options: Namespace) -> None:
+    from contaccum.study.report import console_report
+
+    print(console_report(options.runs, options.metric, options.against, options.html))
 
 
 def _take(kind: type[Options], values: dict[str, Any]) -> tuple[Options, dict[str, Any]]:
@@ -377,6 +455,8 @@ VERBS: dict[str, Callable[[Namespace], None]] = {
     "encode": _encode,
     "search": _search,
     "evaluate": _evaluate,
+    "compare": _compare,
+    "verify": _verify,
     "report": _report,
     "data check": _check,
     "data convert": _convert,

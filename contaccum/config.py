@@ -3,7 +3,8 @@
 import math
 import re
 import warnings
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, get_args
 
 import yaml
@@ -71,6 +72,12 @@ class ModelConfig:
     """Dropout of both towers in training, a share between 0 and 1. Not given: what the encoder's own config says."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
+    """How attention is computed; `auto` is what transformers chooses, SDPA where the family has it. `flash_attention_2` needs
+    the package flash-attn, CUDA and half precision."""
+    unpad: bool = False
+    """Compute on no padding token: the texts of a micro-batch run end to end, attention stays within each. For BERT, RoBERTa,
+    XLM-RoBERTa, CamemBERT, DistilBERT and ELECTRA; also while the dev set is encoded."""
     trust_remote_code: bool = False
     """Run model code that comes with the checkpoint. Only for sources that you trust."""
     tiny_layers: int = 2
@@ -144,6 +151,10 @@ class BankConfig:
 class OptimConfig:
     """AdamW, its schedule, and for how long."""
 
+    name: Literal["adamw", "adamw_8bit"] = "adamw"
+    """`adamw_8bit` keeps both moments in 8 bits (needs the extra `bitsandbytes`): a quarter of their memory."""
+    fused: bool = True
+    """One kernel updates all weights; false takes PyTorch's plain AdamW, the same to rounding."""
     learning_rate: float = 2e-5
     """Highest learning rate."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
@@ -188,6 +199,11 @@ class RunConfig:
     """`auto` takes CUDA, else MPS, else the CPU."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Autocast precision of the encoders; weights and loss stay in fp32."""
+    tf32: bool = False
+    """Let CUDA multiply fp32 matrices, the loss's among them, in TF32: faster, with 10 bits of mantissa instead of 23."""
+    compile: Literal["off", "default", "cuda_graphs"] = "off"
+    """Compile the encoders for training with torch.compile: `default`, or `cuda_graphs` (CUDA only), which also replays the
+    kernels of each length as one graph. The first steps take minutes."""
     memory_budget: str | None = None
     """Most memory that torch may allocate on each GPU, such as 11GB (GB and MB are 10^9 and 10^6 bytes, GiB and MiB 2^30 and
     2^20); CUDA's own few hundred MB come on top. No effect on a CPU."""
@@ -199,8 +215,9 @@ class RunConfig:
     """Evaluate on `data.dev` every so many steps, and at the end; 0 for the end alone."""
     metric: str = "ndcg@10"
     """The dev metric that decides which model is kept."""
-    eval_batch_size: int = 64
-    """Texts in one forward pass of an evaluation."""
+    eval_batch_tokens: int | None = None
+    """Tokens in one forward pass of an evaluation, padding counted. Not given: 1024 for each thread on a CPU,
+    else 16384."""
     timeout_minutes: float = 30.0
     """Minutes that one of several processes waits for the others before it gives up and ends the run; the longest wait is for
     the main process to prepare the data."""
@@ -211,6 +228,9 @@ class RunConfig:
     """Write a line to log.jsonl and the trackers every so many steps."""
     on_nan: str = "stop"
     """When an embedding, the loss or a gradient is NaN or infinite: `stop`, or `skip:N` to drop such steps, up to N in a run."""
+    drift_steps: int = 10
+    """Measure every so many steps how far a sample of the bank's vectors has drifted from what the encoders give now; 0 for
+    never. Changes no result."""
     trackers: list[str] = field(default_factory=list)
     """Further logs, by accelerate's names, e.g. tensorboard (needs the extra `tensorboard`) or wandb."""
 
@@ -291,17 +311,54 @@ class TrainConfig:
             raise InputError(f"run.metric is {self.run.metric!r}, expected one of {expected}")
         self._check_batch(world)
         self._check_bank(world)
+        self._check_encoder()
         if self.run.memory_budget is not None:
             parse_bytes(self.run.memory_budget)
         if self.optim.warmup_steps is not None and self.optim.warmup_ratio is not None:
             raise InputError("optim.warmup_steps and optim.warmup_ratio are both given, expected one of them")
         self.skips()
-        if self.run.eval_steps and not self.data.dev:
-            warnings.warn("run.eval_steps has no effect without data.dev", stacklevel=2)
+        for sentence in self._without_effect():
+            warnings.warn(sentence, stacklevel=2)
+
+    def check_total(self, total: int) -> None:
+        """Warn of settings that have no effect in a run of ``total`` steps, which only the data may tell."""
+        if self.bank_size() and self.bank.warmup_steps >= total:
+            warnings.warn(
+                f"bank.warmup_steps is {self.bank.warmup_steps} in a run of {total} steps: the bank is never used",
+                stacklevel=2,
+            )
+
+    def _without_effect(self) -> Iterator[str]:
+        """A sentence for each setting that was changed and changes nothing, bank settings aside."""
+        model, optim, run = self.model, self.optim, self.run
         if self.allow_changes and not self.resume:
-            warnings.warn("allow_changes has no effect without resume", stacklevel=2)
-        if self.optim.lr_scaling == "none" and self.optim.reference_batch_size != OptimConfig.reference_batch_size:
-            warnings.warn("optim.reference_batch_size has no effect with optim.lr_scaling none", stacklevel=2)
+            yield "allow_changes has no effect without resume"
+        if run.eval_steps and not self.data.dev:
+            yield "run.eval_steps has no effect without data.dev"
+        if run.metric != RunConfig.metric and not self.data.dev:
+            yield "run.metric has no effect without data.dev"
+        if optim.lr_scaling == "none" and optim.reference_batch_size != OptimConfig.reference_batch_size:
+            yield "optim.reference_batch_size has no effect with optim.lr_scaling none"
+        if optim.max_steps is not None and optim.epochs != OptimConfig.epochs:
+            yield "optim.epochs has no effect with optim.max_steps, which goes before it"
+        if not optim.fused and optim.name != "adamw":
+            yield f"optim.fused has no effect with optim.name {optim.name}"
+        if model.name == "tiny" and model.passage_name:
+            yield "model.passage_name has no effect with model.name tiny"
+        for name in ("tiny_layers", "tiny_width", "tiny_vocabulary"):
+            if model.name != "tiny" and getattr(model, name) != getattr(ModelConfig, name):
+                yield f"model.{name} has no effect with model.name {model.name}"
+        if model.unpad and model.attention in ("eager", "sdpa"):
+            yield f"model.attention {model.attention} has no effect with model.unpad, which has its own"
+
+    def _check_encoder(self) -> None:
+        if self.model.attention == "flash_attention_2" and self.run.precision == "fp32":
+            raise InputError("model.attention is flash_attention_2 with run.precision fp32, expected bf16 or fp16")
+        if self.model.unpad and self.run.compile != "off":
+            raise InputError(
+                f"run.compile is {self.run.compile} with model.unpad, expected one or the other: unpadded passes have new "
+                "sizes at every step"
+            )
 
     def _check_names(self) -> None:
         if self.method not in TRAITS:
@@ -350,6 +407,8 @@ class TrainConfig:
             warnings.warn(
                 "bank.keep false empties the bank before any of its rows is used: it has no effect here", stacklevel=3
             )
+        if not bank.hard_negatives and not self.data.hard_negatives:
+            warnings.warn("bank.hard_negatives has no effect with data.hard_negatives 0", stacklevel=3)
         if self.traits.bank == "pairs" and not bank.queries and bank.row_weight != "all":
             warnings.warn("bank.row_weight has no effect without bank.queries", stacklevel=3)
 
@@ -376,9 +435,10 @@ AT_LEAST: dict[str, float] = {
     "run.save_steps": 0,
     "run.keep_checkpoints": 1,
     "run.eval_steps": 0,
-    "run.eval_batch_size": 1,
+    "run.eval_batch_tokens": 1,
     "run.bank_check_steps": 0,
     "run.log_steps": 1,
+    "run.drift_steps": 0,
 }
 ABOVE_ZERO = ("model.temperature", "optim.epochs", "optim.max_grad_norm", "optim.adam_eps", "run.timeout_minutes")
 
@@ -433,6 +493,12 @@ def value_at(config: Any, name: str) -> Any:
     for part in name.split("."):
         config = getattr(config, part)
     return config
+
+
+def from_mapping(values: Mapping[str, Any]) -> TrainConfig:
+    """The config of nested mappings, as ``asdict`` gives them."""
+    groups = {f.name: f.default_factory for f in fields(TrainConfig) if f.default_factory is not MISSING}
+    return TrainConfig(**{k: groups[k](**v) if k in groups else v for k, v in values.items()})
 
 
 def to_yaml(config: TrainConfig) -> str:

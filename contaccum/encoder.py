@@ -8,8 +8,8 @@ import copy
 import hashlib
 import json
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,24 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import AutoModel, AutoTokenizer
-from transformers.utils import cached_file
+from transformers.utils import cached_file, is_flash_attn_2_available
 from transformers.utils import logging as transformers_logging
 
 from contaccum.batch import MicroBatch, Tokens
 from contaccum.errors import InputError
 from contaccum.files import read_json, whole_folder, write_json
+from contaccum.inference import PACK_FROM, WINDOW, default_batch_tokens, packed_linears, token_batches
+from contaccum.prefetch import Prefetch
+from contaccum.unpadded import ATTENTION, FAMILIES, first_position, token_states
 
 SETTINGS_FILE = "contaccum.json"
 TOWERS = ("query_encoder", "passage_encoder")
 POOLINGS = ("cls", "mean", "last")
 SIMILARITIES = ("cosine", "dot")
+BUCKET = 32
+"""Tokens between the lengths for which graphs are recorded."""
+DROPOUT_NUMBERS = ("attention_dropout", "activation_dropout", "hidden_dropout", "dropout", "dropout_prob")
+"""Under these names some families' modules hold a dropout probability as a plain number."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +76,28 @@ class Tower(nn.Module):
         self.backbone = backbone
         self.tokenizer = tokenizer
         self.pooling = pooling
+        self.unpad = False
+        self.compiled: Callable[..., Any] | None = None
+        self.bucket = 1  # compiled passes see lengths that are multiples of it
         # BERT's own pooler takes no part here; frozen, it is saved as it came and costs neither gradient nor optimizer state
         if getattr(backbone, "pooler", None) is not None:
             backbone.pooler.requires_grad_(False)
 
     def forward(self, tokens: Tokens) -> Tensor:
-        output = self.backbone(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask)
-        return pool(output.last_hidden_state, tokens.attention_mask, self.pooling)  # (n, d)
+        return pool(self._states(tokens), tokens.attention_mask, self.pooling)  # (n, d)
+
+    def _states(self, tokens: Tokens) -> Tensor:
+        """Token vectors (n, length, d)."""
+        if self.unpad:
+            return token_states(self.backbone, tokens)
+        ids, mask = tokens.input_ids, tokens.attention_mask
+        if self.compiled is None or not self.training:  # evaluation runs seldom: it would not earn its own compilation
+            return self.backbone(input_ids=ids, attention_mask=mask).last_hidden_state
+        length = ids.shape[1]
+        limit = self.backbone.config.max_position_embeddings - first_position(self.backbone.config)
+        extra = min(-(-length // self.bucket) * self.bucket, limit) - length
+        ids = F.pad(ids, (0, extra), value=self.tokenizer.pad_token_id)
+        return self.compiled(input_ids=ids, attention_mask=F.pad(mask, (0, extra))).last_hidden_state[:, :length]
 
 
 class DualEncoder(nn.Module):
@@ -91,6 +113,8 @@ class DualEncoder(nn.Module):
         self.query_tower = query_tower
         self.passage_tower = passage_tower
         self.settings = settings
+        self.graphs = False
+        """Whether training replays CUDA graphs, which own the memory that they write to."""
         self.recomputes = False
         """Whether activations are recomputed in the backward pass."""
         for side, length in (("query", settings.max_query_length), ("passage", settings.max_passage_length)):
@@ -100,6 +124,11 @@ class DualEncoder(nn.Module):
     def dim(self) -> int:
         """Width of the embeddings."""
         return int(self.query_tower.backbone.config.hidden_size)
+
+    @property
+    def towers(self) -> list[Tower]:
+        """Both towers, or the one that both sides share."""
+        return list(dict.fromkeys((self.query_tower, self.passage_tower)))
 
     @property
     def similarity(self) -> str:
@@ -120,37 +149,42 @@ class DualEncoder(nn.Module):
         vectors = tower(tokens).float()
         return F.normalize(vectors, dim=-1) if self.settings.similarity == "cosine" else vectors
 
-    def encode_queries(self, texts: list[str], batch_size: int = 64, progress: bool = False) -> np.ndarray:
-        """Embeddings of query texts, float32 of shape (n, d); the prefix is put before each text."""
-        texts = [self.settings.query_prefix + text for text in texts]
-        return self._encode(self.query_tower, texts, self.settings.max_query_length, batch_size, progress)
+    def encode_queries(self, texts: list[str], batch_tokens: int | None = None, progress: bool = False) -> np.ndarray:
+        """Embeddings of query texts, float32 of shape (n, d); the prefix is put before each text.
 
-    def encode_passages(self, texts: list[str], batch_size: int = 64, progress: bool = False) -> np.ndarray:
-        """Embeddings of passage texts, float32 of shape (n, d); the prefix is put before each text."""
+        batch_tokens: tokens in one forward pass, padding counted; not given, 1024 for each thread on a CPU and
+        16384 elsewhere.
+        """
+        texts = [self.settings.query_prefix + text for text in texts]
+        return self._encode(self.query_tower, texts, self.settings.max_query_length, batch_tokens, progress)
+
+    def encode_passages(self, texts: list[str], batch_tokens: int | None = None, progress: bool = False) -> np.ndarray:
+        """Embeddings of passage texts, float32 of shape (n, d); the prefix is put before each text.
+
+        batch_tokens: as for queries.
+        """
         texts = [self.settings.passage_prefix + text for text in texts]
-        return self._encode(self.passage_tower, texts, self.settings.max_passage_length, batch_size, progress)
+        return self._encode(self.passage_tower, texts, self.settings.max_passage_length, batch_tokens, progress)
 
     @torch.inference_mode()
-    def _encode(self, tower: Tower, texts: list[str], max_length: int, batch_size: int, progress: bool) -> np.ndarray:
-        if batch_size < 1:
-            raise InputError(f"batch_size is {batch_size}, expected at least 1")
+    def _encode(
+        self, tower: Tower, texts: list[str], max_length: int, batch_tokens: int | None, progress: bool
+    ) -> np.ndarray:
+        budget = default_batch_tokens(self.device) if batch_tokens is None else batch_tokens
+        if budget < 1:
+            raise InputError(f"batch_tokens is {budget}, expected at least 1")
         was_training = self.training
         self.eval()
         vectors = np.empty((len(texts), self.dim), dtype=np.float32)
-        if texts:
-            rows = tower.tokenizer(texts, truncation=True, max_length=max_length, return_token_type_ids=False)
-            # texts of like length share a batch, longest first: little padding, and too large a batch fails at once
-            order = sorted(range(len(texts)), key=lambda i: -len(rows["input_ids"][i]))
-            with tqdm(total=len(texts), unit="text", disable=None if progress else True) as bar:
-                for start in range(0, len(order), batch_size):
-                    chosen = order[start : start + batch_size]
-                    batch = {name: [values[i] for i in chosen] for name, values in rows.items()}
-                    padded = tower.tokenizer.pad(batch, return_tensors="pt").to(self.device)
-                    vectors[chosen] = (
-                        self.embed(tower, Tokens(padded["input_ids"], padded["attention_mask"])).cpu().numpy()
-                    )
-                    bar.update(len(chosen))
-        self.train(was_training)
+        with ExitStack() as stack:
+            stack.callback(self.train, was_training)
+            if len(texts) >= PACK_FROM:
+                stack.enter_context(packed_linears(tower.backbone))
+            bar = stack.enter_context(tqdm(total=len(texts), unit="text", disable=None if progress else True))
+            batches = stack.enter_context(Prefetch(_tokenised(tower.tokenizer, texts, max_length, budget), depth=16))
+            for places, tokens in batches:
+                vectors[places] = self.embed(tower, tokens.to(self.device)).cpu().numpy()
+                bar.update(len(places))
         return vectors
 
     def fingerprint(self, kind: str) -> str:
@@ -172,8 +206,45 @@ class DualEncoder(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Dropout):
                 module.p = share
-            if isinstance(getattr(module, "attention_dropout", None), float):  # some families hold it as a plain number
-                module.attention_dropout = share  # type: ignore[assignment]
+            for name in DROPOUT_NUMBERS:
+                if isinstance(getattr(module, name, None), (int, float)):
+                    setattr(module, name, share)
+
+    def set_attention(self, name: str, unpad: bool = False) -> None:
+        """Choose the attention of both backbones: ``eager``, ``sdpa``, ``flash_attention_2``, or ``auto`` (what transformers
+        chose: SDPA where the family has it). With ``unpad`` no padding is computed on. Raises InputError where it cannot be.
+        """
+        if name == "flash_attention_2":
+            self._check_flash_attention()
+        for tower in self.towers:
+            if unpad:
+                _check_unpad(tower)
+            tower.unpad = unpad
+            # unpadded passes take FlashAttention from its package when it is asked for, else PyTorch's own
+            chosen = ATTENTION if unpad and name != "flash_attention_2" else name
+            if chosen != "auto":
+                _set_attention(tower.backbone, chosen)
+
+    def _check_flash_attention(self) -> None:
+        if not is_flash_attn_2_available():
+            raise InputError(
+                "model.attention is flash_attention_2, which needs the package flash-attn and a CUDA device (pip install "
+                "flash-attn --no-build-isolation); model.attention auto uses the FlashAttention that comes with PyTorch"
+            )
+        if self.device.type != "cuda":
+            raise InputError(f"model.attention is flash_attention_2 on {self.device.type}, expected a CUDA device")
+
+    def compile_backbones(self, graphs: bool = False) -> None:
+        """Compile both backbones for training; with ``graphs`` the kernels of each length are replayed as one CUDA graph.
+
+        Lengths are dynamic, so that one compilation serves all. A graph is recorded per length, so with ``graphs`` lengths are
+        padded to multiples of BUCKET tokens. The weights keep their names; evaluation is not compiled.
+        """
+        self.graphs = graphs
+        for tower in self.towers:
+            tower.bucket = BUCKET if graphs else 1
+            mode = "reduce-overhead" if graphs else None
+            tower.compiled = torch.compile(tower.backbone.forward, dynamic=True, mode=mode)
 
     def has_dropout(self) -> bool:
         """Whether two passes over one text in training may differ: any dropout is above 0, plain numbers of layers included."""
@@ -185,7 +256,7 @@ class DualEncoder(nn.Module):
 
     def gradient_checkpointing_enable(self) -> None:
         """Trade time for memory: activations inside the backbones are recomputed in the backward pass, dropout replayed."""
-        for tower in (self.query_tower, self.passage_tower):
+        for tower in self.towers:
             backbone = tower.backbone  # transformers 5 renamed the switch
             enable = getattr(backbone, "activation_checkpointing_enable", backbone.gradient_checkpointing_enable)
             enable({"use_reentrant": False})
@@ -236,6 +307,18 @@ class DualEncoder(nn.Module):
         else:
             passage_tower = load_tower(sources[1], settings.pooling, trust_remote_code, dtype)
         return cls(query_tower, passage_tower, settings).to(device).eval()
+
+
+def _tokenised(tokenizer: Any, texts: list[str], max_length: int, budget: int) -> Iterator[tuple[np.ndarray, Tokens]]:
+    """Batches of at most ``budget`` tokens with the texts' places; texts are sorted by length, a window of them at a time."""
+    for start in range(0, len(texts), WINDOW):
+        rows = tokenizer(
+            texts[start : start + WINDOW], truncation=True, max_length=max_length, return_token_type_ids=False
+        )
+        for chosen in token_batches([len(row) for row in rows["input_ids"]], budget):
+            batch = {name: [values[index] for index in chosen] for name, values in rows.items()}
+            padded = tokenizer.pad(batch, return_tensors="pt")
+            yield start + np.array(chosen), Tokens(padded["input_ids"], padded["attention_mask"])
 
 
 def make_settings(values: dict[str, Any], source: str) -> EncoderSettings:
@@ -333,11 +416,35 @@ def _check_length(config: Any, side: str, length: int) -> None:
     limit = getattr(config, "max_position_embeddings", None)
     if limit is None:
         return
-    if getattr(config, "model_type", "") in ("roberta", "xlm-roberta", "camembert", "mpnet"):
-        limit -= config.pad_token_id + 1  # their positions start behind the padding token's
+    limit -= first_position(config)
     if not 2 < length <= limit:
         raise InputError(
             f"max_{side}_length is {length}, expected more than 2 and at most {limit}, the encoder's positions"
+        )
+
+
+def _set_attention(backbone: Any, name: str) -> None:
+    family = backbone.config.model_type
+    try:
+        with quiet_transformers():
+            backbone.set_attn_implementation(name)
+    except (ValueError, ImportError) as error:
+        raise InputError(
+            f"the {family} encoder cannot run attention {name} ({' '.join(str(error).split())})"
+        ) from error
+    if backbone.config._attn_implementation != name:  # some families ignore the call
+        raise InputError(
+            f"the {family} encoder does not let its attention be set to {name}, expected model.attention auto"
+        )
+
+
+def _check_unpad(tower: Tower) -> None:
+    family = tower.backbone.config.model_type
+    if family not in FAMILIES:
+        raise InputError(f"model.unpad is true for a {family} encoder, expected one of {', '.join(FAMILIES)}")
+    if tower.tokenizer.padding_side != "right":
+        raise InputError(
+            "model.unpad is true with a tokenizer that pads on the left, expected one that pads on the right"
         )
 
 

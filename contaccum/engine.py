@@ -47,6 +47,7 @@ class Engine(Processes):
         *,
         device: str = "auto",
         precision: str = "fp32",
+        tf32: bool = False,
         seed: int = 0,
         trackers: list[str] | None = None,
         tracker_dir: str | None = None,
@@ -54,8 +55,8 @@ class Engine(Processes):
     ) -> None:
         """
         device: ``auto`` (CUDA, else MPS, else CPU) or ``cpu``. precision: ``fp32``, ``bf16`` or ``fp16`` (autocast; weights and
-        loss stay in fp32). trackers: names that accelerate knows, e.g. tensorboard. timeout_minutes: how long a process waits for
-        the others before it gives up.
+        loss stay in fp32). tf32: until ``close``, CUDA multiplies fp32 matrices in TF32. trackers: names that accelerate knows,
+        e.g. tensorboard. timeout_minutes: how long a process waits for the others before it gives up.
         """
         _refuse_sharding()
         wait = InitProcessGroupKwargs(timeout=datetime.timedelta(minutes=timeout_minutes))
@@ -82,6 +83,14 @@ class Engine(Processes):
         place = self.accelerator
         super().__init__(place.process_index, place.num_processes, place.local_process_index, place.device)
         refuse_missing_processes(self.world)
+        if precision == "fp16" and self.device.type == "cpu":  # accelerate would run in fp32 and not say so
+            self._forget_choices()
+            raise InputError("run.precision is fp16 on cpu, expected fp32 or bf16")
+        if tf32 and self.device.type != "cuda":
+            warnings.warn(f"run.tf32 has no effect on {self.device.type}", stacklevel=2)
+        self.tf32 = tf32 and not torch.backends.cuda.matmul.allow_tf32
+        if self.tf32:
+            torch.backends.cuda.matmul.allow_tf32 = True
         self.seed = seed
         self.step = 0
         """Optimizer steps taken; with the seed it decides every random draw."""
@@ -95,8 +104,13 @@ class Engine(Processes):
         self.encoder = encoder
         self.parameters = [parameter for parameter in encoder.parameters() if parameter.requires_grad]
         self.copy_from_main([parameter.data for parameter in encoder.parameters()])
+        if (
+            encoder.graphs
+        ):  # a graph's outputs are overwritten at its next replay, so gradients need memory of their own
+            for parameter in self.parameters:
+                parameter.grad = torch.zeros_like(parameter)
         self.optimizer = self.accelerator.prepare_optimizer(optimizer)
-        self.ahead = 1 if self.device.type == "cpu" else first_pass_width(encoder)
+        self.ahead = 1 if self.device.type == "cpu" or encoder.graphs else first_pass_width(encoder)
 
     def limit_memory(self, budget: int) -> None:
         """Let torch allocate at most ``budget`` bytes on the GPU; what CUDA itself takes comes on top. No effect on a CPU."""
@@ -141,6 +155,8 @@ class Engine(Processes):
         )
 
     def encode(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        if self.encoder.graphs:
+            torch.compiler.cudagraph_mark_step_begin()
         with self.accelerator.autocast():
             queries, passages = self.encoder(batch)
         queries, passages = self.all_rows(queries), self.all_rows(passages)
@@ -151,6 +167,17 @@ class Engine(Processes):
     def backward(self, value: Tensor) -> None:
         self.accelerator.backward(value)
 
+    def encode_again(self, batch: MicroBatch, step: int, index: int) -> tuple[Tensor, Tensor]:
+        """What ``encode`` gave this process for micro-batch ``index`` of a past step, were it encoded by the weights of now.
+
+        The dropout noise is that of the first time, so that nothing but the weights can make a difference. Leaves no graph and
+        no change of random state. Returns this process's queries (B, d) and passages (B, 1 + H, d).
+        """
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), torch.no_grad(), self.accelerator.autocast():
+            torch.manual_seed(mix(self.seed, step, index, self.rank))
+            return self.encoder(batch.to(self.device))
+
     # the rest of a step
 
     def not_finite(self) -> list[str]:
@@ -160,7 +187,7 @@ class Engine(Processes):
 
     def drop_step(self) -> None:
         """Leave no trace of the step since the last update."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=not self.encoder.graphs)
         self._encoded = []
 
     def all_rows(self, own: Tensor) -> Tensor:
@@ -186,9 +213,13 @@ class Engine(Processes):
         query, passage = torch.stack(norms).tolist()
         return query, passage
 
-    def clip(self, norm: float, limit: float) -> None:
-        """Scale all gradients, whose L2 norm together is ``norm``, down to the norm ``limit`` where they exceed it."""
+    def clip(self, norm: float, limit: float) -> float:
+        """Scale all gradients, whose L2 norm together is ``norm``, down to the norm ``limit`` where they exceed it.
+
+        Returns what they were multiplied by, to rounding.
+        """
         torch.nn.utils.clip_grads_with_norm_(self.parameters, limit, torch.tensor(norm, device=self.device))
+        return min(1.0, limit / norm) if norm else 1.0
 
     def update(self) -> None:
         """Take the optimizer step (fp16's scaler skips it when gradients overflowed) and clear the gradients."""
@@ -217,7 +248,13 @@ class Engine(Processes):
 
     def close(self) -> None:
         """End trackers and the process group, and let a later run in this process choose its own device and precision."""
+        if self.tf32:
+            torch.backends.cuda.matmul.allow_tf32 = False
         self.accelerator.end_training()
+        self._forget_choices()
+
+    def _forget_choices(self) -> None:
+        # accelerate keeps device and precision for the whole process
         AcceleratorState._reset_state(reset_partial_state=self.world == 1)
 
     def peak_memory(self) -> int:
@@ -261,22 +298,22 @@ class SharedEncoder:
         self.engine = engine
         self.dim = engine.encoder.dim
 
-    def encode_queries(self, texts: list[str], batch_size: int = 64, progress: bool = False) -> np.ndarray:
-        return self._encode(self.engine.encoder.encode_queries, texts, batch_size, progress)
+    def encode_queries(self, texts: list[str], batch_tokens: int | None = None, progress: bool = False) -> np.ndarray:
+        return self._encode(self.engine.encoder.encode_queries, texts, batch_tokens, progress)
 
-    def encode_passages(self, texts: list[str], batch_size: int = 64, progress: bool = False) -> np.ndarray:
-        return self._encode(self.engine.encoder.encode_passages, texts, batch_size, progress)
+    def encode_passages(self, texts: list[str], batch_tokens: int | None = None, progress: bool = False) -> np.ndarray:
+        return self._encode(self.engine.encoder.encode_passages, texts, batch_tokens, progress)
 
     def fingerprint(self, kind: str) -> str:
         return self.engine.encoder.fingerprint(kind)
 
     def _encode(
-        self, encode: Callable[..., np.ndarray], texts: list[str], batch_size: int, progress: bool
+        self, encode: Callable[..., np.ndarray], texts: list[str], batch_tokens: int | None, progress: bool
     ) -> np.ndarray:
         world, rank = self.engine.world, self.engine.rank
         own = texts[rank::world]
         with self.engine.accelerator.autocast():
-            vectors = encode(own, batch_size, progress and rank == 0)
+            vectors = encode(own, batch_tokens, progress and rank == 0)
         if world == 1:
             return vectors
         rows = torch.zeros(-(-len(texts) // world), self.dim, device=self.engine.device)  # the same height everywhere

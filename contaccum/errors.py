@@ -1,4 +1,4 @@
-"""The ways a verb ends other than well that are no fault of the program; the command line turns them into exit codes."""
+"""The ways a verb ends other than well and says so in a sentence; the command line turns them into exit codes."""
 
 
 class InputError(ValueError):
@@ -22,3 +22,9 @@ class Interrupted(BaseException):
     def __init__(self, signal_number: int, sentence: str) -> None:
         super().__init__(sentence)
         self.exit_code = 128 + signal_number
+
+
+class Failed(Exception):
+    """What was checked does not hold, or runs that were asked for broke off; the sentence says which."""
+
+    exit_code = 1

@@ -40,13 +40,41 @@ class SearchSettings:
     """Folder that keeps the passages' vectors as shards and gives those it has. Not given: in memory, in float32."""
     dtype: Literal["float16", "float32"] = "float32"
     """Form of the vectors in the folder."""
-    batch_size: int = 64
-    """Texts in one forward pass."""
+    batch_tokens: int | None = None
+    """Tokens in one forward pass, padding counted; a longer text passes alone. Not given: 1024 for each thread
+    on a CPU, else 16384."""
     factory: str = "Flat"
-    """`Flat` is exact; else any index_factory string of faiss, such as IVF1024,Flat or HNSW32."""
+    """`Flat` is exact; else any index_factory string of faiss, such as IVF1024,Flat, IVF1024,SQfp16 (half the
+    memory) or HNSW32."""
+    index_dir: str | None = None
+    """Folder that keeps an approximate index: built at the first search, read at the next ones. Not given: built every time."""
     backend: Literal["auto", "faiss", "torch"] = "auto"
     """Library for the exact search; `auto` takes what the machine has."""
     search_params: str = ""
     """What trades speed for recall in an approximate index, such as nprobe=16 or efSearch=128."""
     seed: int = 0
     """Draws the rows that an approximate index is trained on."""
+
+
+@dataclass(frozen=True)
+class StudyOptions:
+    """What `contaccum compare` runs, and what it weighs."""
+
+    methods: str = ""
+    """Memory methods, separated by commas. Not given: the config's own."""
+    seeds: int = 3
+    """Runs of each setting: with the config's seed and the ones after it."""
+    vary: tuple[str, ...] = ()
+    """Settings to vary, each as GROUP.FIELD=v1,v2; every combination is run with every method that reads the setting."""
+    test: str | None = None
+    """Data that every trained model is scored on: BEIR folder or name. Not given: `data.train`."""
+    test_split: str = "test"
+    """Which qrels of it."""
+    baselines: str = "bm25,untrained"
+    """Rows without training, separated by commas: bm25, untrained (the encoder that training starts from), or none."""
+    against: str | None = None
+    """The method that the others are tested against. Not given: grad_cache where it is among them, else the first."""
+    tune_learning_rate: str = ""
+    """Rates to choose from, separated by commas: each setting takes the one that is best on `data.dev` with the first seed."""
+    parallel: int | None = None
+    """Runs at a time. Not given: one a GPU, or one on a CPU."""

@@ -117,10 +117,8 @@ def joined(timeout_minutes: float) -> Iterator[Processes]:
         yield ALONE
         return
     dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=timeout_minutes))
-    try:
-        yield Processes(rank, world, int(os.environ.get("LOCAL_RANK", rank)))
-    finally:
-        dist.destroy_process_group()
+    yield Processes(rank, world, int(os.environ.get("LOCAL_RANK", rank)))
+    dist.destroy_process_group()  # not after an error: the others, who then fail too, are to fail after this process
 
 
 def refuse_missing_processes(world: int) -> None:

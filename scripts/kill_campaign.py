@@ -29,6 +29,8 @@ TINY = {
     "optim": {"max_steps": 40, "learning_rate": 0.001},
     "run": {"device": "cpu", "save_steps": 4},
 }
+SET_UP_OVER = 0.8
+"""Share of the kills that come behind the set-up, which is most of so short a run's life."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ def verbs(data: Path, model: Path, config: Path) -> dict[str, Verb]:
 
     def encode(output: Path, kind: str) -> list[str]:
         source = ["--model", str(model), "--input", str(data), "--kind", kind, "--output", str(output)]
-        return ["encode", *source, "--shard_size", "20", "--batch_size", "4"]
+        return ["encode", *source, "--shard_size", "20", "--batch_tokens", "64"]
 
     def compare(output: Path, methods: str) -> list[str]:
         return ["compare", "--config", str(config), "--methods", methods, "--seeds", "2", "--output_dir", str(output)]
@@ -90,18 +92,26 @@ def moment(output: Path) -> str:
     """In which part of its life a run was killed, read from what it left."""
     if any(path.name.endswith((".part", ".old", ".gone")) for path in output.rglob(".*")):
         return "while writing"
-    if not output.exists() or not any((output / name).exists() for name in ("log.jsonl", "00000.npy")):
-        return "in set-up" if not list(output.glob("*/log.jsonl")) else "at work"
-    return "at work"
+    return "at work" if at_work(output) else "in set-up"
+
+
+def at_work(output: Path) -> bool:
+    """Whether a run has taken its first step, or written its first shard."""
+    logs = [*output.glob("log.jsonl"), *output.glob("*/log.jsonl")]
+    return any(log.stat().st_size for log in logs) or (output / "00000.npy").exists()
 
 
 def kill_once(verb: Verb, output: Path, variant: str, longest: float, draw: random.Random) -> str:
     """Start anew and kill at a random moment before its end; returns which."""
     while True:
         shutil.rmtree(output, ignore_errors=True)
+        began = time.monotonic()
         process = contaccum(verb.call(output, variant))
+        if draw.random() < SET_UP_OVER:
+            while process.poll() is None and not at_work(output):
+                time.sleep(0.005)
         try:
-            process.wait(draw.uniform(0, longest))
+            process.wait(draw.uniform(0, max(0.1, longest - (time.monotonic() - began))))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, 9)
             process.wait()

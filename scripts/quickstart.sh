@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# From nothing to a comparison: sets up, trains three methods on the demo set on the CPU, evaluates them and BM25, prints the table.
-# Run again, it continues where it was stopped and prints the same table; delete runs/quickstart to begin anew.
+# From nothing to a comparison: sets up, trains three methods on the demo set on the CPU, evaluates them, the untrained encoder and
+# BM25, prints a table and writes a page with curves. Run again, it does what is missing; delete runs/quickstart to begin anew.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+. scripts/environment.sh
 export OMP_NUM_THREADS=1  # one thread a process: quick enough for so small a model, and the sums do not depend on the number of cores
-bash scripts/compare.sh configs/demo.yaml runs/quickstart "grad_accum grad_cache cont_accum"
+contaccum compare --config configs/demo.yaml --methods grad_accum,grad_cache,cont_accum --seeds 1 --output_dir runs/quickstart
+contaccum report runs/quickstart/runs/*
 echo
-echo "Trained models: runs/quickstart/METHOD/model; logs: log.jsonl; metrics of every query: metrics.json"
+echo "Page with tests and curves: runs/quickstart/report.html; trained models: runs/quickstart/runs/METHOD-seed0/model"

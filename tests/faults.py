@@ -3,8 +3,10 @@
 import os
 import resource
 import signal
+import sys
 import time
 
+from contaccum.data import arrow
 from contaccum.methods.bank import Bank
 from contaccum.retrieval import encode
 from contaccum.training import loop
@@ -59,6 +61,17 @@ def has_a_full_disk(rank: int) -> None:
     """The main process can write no file beyond 10 KB, so no checkpoint."""
     if rank == 0:
         before_step(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000)))
+
+
+def tells_what_it_builds(rank: int) -> None:
+    """No fault: a line on stderr for each entry that this process adds to the cache."""
+    whole_folder = arrow.whole_folder
+
+    def told(path):
+        print(f"builds {path}", file=sys.stderr)
+        return whole_folder(path)
+
+    arrow.whole_folder = told
 
 
 def sees_no_checkpoint(rank: int) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -75,17 +76,24 @@ def run_steps(
     seed: int = 0,
     bank_size: int = 0,
     encoder: DualEncoder | None = None,
+    switch: Callable[[DualEncoder], object] = lambda encoder: None,
+    device: str = "cpu",
+    precision: str = "fp32",
     **bank_options,
 ) -> tuple[list[dict[str, torch.Tensor]], list[float]]:
-    """Gradients of every parameter and the loss, at each step of a method whose weights move by plain gradient descent."""
+    """Gradients of every parameter and the loss, at each step of a method whose weights move by plain gradient descent.
+
+    ``switch`` is called with the encoder that is trained, a copy of the one given.
+    """
     encoder = copy.deepcopy(encoder) if encoder is not None else tiny_encoder(dropout, seed=seed)
-    encoder.train()
-    engine = Engine(device="cpu", seed=seed)
+    engine = Engine(device=device, precision=precision, seed=seed)
+    encoder.to(engine.device).train()
+    switch(encoder)
     engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1))
     loss = loss or InfoNCE(0.1)
     first = steps[0][0]
     hard = first.ids.columns.shape[1] - 1
-    bank_options = {"hard_negatives": hard, "push": len(first.ids.columns), **bank_options}
+    bank_options = {"hard_negatives": hard, "push": len(first.ids.columns), "device": engine.device, **bank_options}
     bank = Bank(bank_size, encoder.dim, loss, **bank_options)
     found, losses = [], []
     for number, batches in enumerate(steps):

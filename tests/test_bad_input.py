@@ -216,6 +216,10 @@ CASES: dict[str, Case] = {
     ),
     "qrels: columns swapped": judgement("p0\tq0\t1", "query id 'p0'", "one that queries.jsonl holds"),
     "qrels: NUL": judgement("q0\tp\0\t1", "NUL", "expected text"),
+    "qrels: a control character alone": judgement("\x1c", "found 1 columns", "expected 3"),
+    "qrels: a separator alone": Case(
+        "evaluate --run run.trec --qrels q.tsv", ["q.tsv, line 1", "found 0 columns", "three columns"], {"q.tsv": "\x1c"}
+    ),
     "qrels: empty": Case("data check d", ["d/qrels/test.tsv: is empty", "one judgement"], {"d/qrels/test.tsv": ""}),
     "qrels: a header alone": Case(
         "data check d", ["d/qrels/test.tsv: is empty", "one judgement"], {"d/qrels/test.tsv": "query-id\tcorpus-id\tscore\n"}
@@ -493,6 +497,7 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(name, tmp_path, capsys, mo
     assert not list((tmp_path / "cache").rglob("*.part*"))
 
 
+@pytest.mark.filterwarnings("always::UserWarning")
 def test_there_are_at_least_80_cases_and_the_sound_world_passes(tmp_path, capsys, monkeypatch):
     """Negative control: what the cases spoil is accepted as it stands."""
     assert len(CASES) >= 80

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers import train_config, write_beir
 
@@ -60,7 +61,9 @@ def test_train_encode_search_evaluate_report(data, tmp_path, capsys):
     qrels = data / "qrels" / "test.tsv"
     assert call(capsys, "evaluate", "--run", trec, "--qrels", qrels, "--output", scored)[0] == 0
     means = [json.loads(path.read_text())["mean"] for path in (direct, scored)]
-    assert {name: means[1][name] for name in means[0]} == pytest.approx(means[0])
+    # the run holds 40 passages a query, so it says nothing at 100
+    assert {int(name.split("@")[1]) for name in means[1]} == {1, 3, 5, 10, 20}
+    assert {name: means[0][name] for name in means[1]} == pytest.approx(means[1])
     assert len(json.loads(direct.read_text())["per_query"]) == 10
     assert evaluate(str(model), str(data))["mean"] == pytest.approx(means[0])
     assert evaluate(DualEncoder.load(model), str(data))["mean"] == pytest.approx(means[0])
@@ -73,6 +76,42 @@ def test_train_encode_search_evaluate_report(data, tmp_path, capsys):
     assert lines[0][:6] == ["run", "method", "N", "B", "bank", "ndcg@10"]
     assert lines[2][:6] == ["run", "grad_cache", "16", "4", "0", f"{means[0]['ndcg@10']:.4f}"]
     assert lines[3][:2] == ["bm25", "-"]
+
+
+def trec_of(capsys, data, model, path, *options: object) -> list[tuple[str, str, float]]:
+    code, _, err = call(capsys, "search", "--model", model, "--data", data, "--output", path, "--k", 40, *options)
+    assert code == 0, err
+    lines = [line.split() for line in path.read_text().splitlines()]
+    return [(query, passage, float(score)) for query, _, passage, _, score, _ in lines]
+
+
+def test_form_backend_and_index_of_a_search_reach_it_from_the_command_line(data, run, tmp_path, capsys):
+    model, trec, vectors = run / "model", tmp_path / "out.trec", tmp_path / "vectors"
+    form = ["--dtype", "float16", "--shard_size", 15, "--batch_tokens", 40]
+    assert call(capsys, "encode", "--model", model, "--input", data, "--output", vectors, *form)[0] == 0
+    shards = [np.load(path) for path in sorted(vectors.glob("*.npy"))]
+    assert [(len(shard), shard.dtype) for shard in shards] == [(15, "float16"), (15, "float16"), (10, "float16")]
+
+    exact = trec_of(capsys, data, model, trec)
+    for backend in ("faiss", "torch"):
+        assert trec_of(capsys, data, model, trec, "--backend", backend, "--batch_tokens", 10_000) == [
+            (query, passage, pytest.approx(score, abs=1e-5)) for query, passage, score in exact
+        ]
+    rounded = trec_of(capsys, data, model, trec, "--embeddings", vectors)
+    assert rounded != exact
+    assert [score for *_, score in rounded] == pytest.approx([score for *_, score in exact], abs=2e-3)
+
+    index = ["--factory", "IVF2,Flat", "--index_dir", tmp_path / "index"]
+    some = trec_of(capsys, data, model, trec, *index, "--search_params", "nprobe=1")
+    assert 0 < len(some) < len(exact)
+    assert (tmp_path / "index" / "index.faiss").is_file()
+    everything = trec_of(capsys, data, model, trec, *index, "--search_params", "nprobe=2")
+    assert {hit[:2] for hit in everything} == {hit[:2] for hit in exact}
+    call_again = ["search", "--model", model, "--data", data, "--output", tmp_path / "other.trec", *index]
+    code, _, err = call(capsys, *call_again, "--seed", 1)
+    assert (code, "belongs to other vectors or settings (seed 0, expected 1)" in err) == (2, True)
+    assert len(err.strip().splitlines()) == 1
+    assert not (tmp_path / "other.trec").exists()
 
 
 def test_one_query_prints_its_best_passages(data, run, capsys):

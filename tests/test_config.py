@@ -11,6 +11,7 @@ from contaccum.cli import main
 from contaccum.config import TRAITS, TrainConfig, parse_bytes, to_yaml
 from contaccum.errors import InputError
 from contaccum.methods import METHODS
+from contaccum.options import ModelChoice
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").rglob("*.yaml"))
 
@@ -88,6 +89,8 @@ def test_the_saved_config_is_complete_and_can_be_read_back(tmp_path, capsys):
         ),
         ({"run.metric": "recall@1000"}, "run.metric is 'recall@1000', expected one of"),
         ({"optim.learning_rate": float("nan")}, "optim.learning_rate is nan"),
+        ({"model.attention": "flash_attention_2"}, "model.attention is flash_attention_2 with run.precision fp32"),
+        ({"model.unpad": True, "run.compile": "default"}, "run.compile is default with model.unpad"),
     ],
 )
 def test_each_broken_rule_is_one_sentence(changes, sentence):
@@ -117,11 +120,36 @@ def test_each_broken_rule_is_one_sentence(changes, sentence):
         ({"method": "cont_cache", "bank.visibility": "on_step"}, "bank.visibility has no effect with cont_cache"),
         ({"bank.keep": False, "bank.visibility": "on_step"}, "bank.keep false empties the bank before"),
         ({"bank.queries": False, "bank.row_weight": "current"}, "bank.row_weight has no effect without bank.queries"),
+        ({"bank.hard_negatives": False}, "bank.hard_negatives has no effect with data.hard_negatives 0"),
+        ({"run.metric": "mrr@10"}, "run.metric has no effect without data.dev"),
+        ({"optim.epochs": 3.0}, "optim.epochs has no effect with optim.max_steps"),
+        ({"optim.name": "adamw_8bit", "optim.fused": False}, "optim.fused has no effect with optim.name adamw_8bit"),
+        ({"model.passage_name": "x"}, "model.passage_name has no effect with model.name tiny"),
+        ({"model.name": "x"}, "model.tiny_width has no effect with model.name x"),
+        ({"model.unpad": True, "model.attention": "eager"}, "model.attention eager has no effect with model.unpad"),
     ],
 )
 def test_settings_without_effect_are_named(changes, sentence):
     with pytest.warns(UserWarning, match=sentence):
         config(**changes).validate()
+
+
+def test_settings_with_effect_are_not_named(recwarn):
+    changes = {"data.hard_negatives": 1, "bank.hard_negatives": False, "data.dev": "dev", "run.metric": "mrr@10"}
+    config(**changes, **{"model.unpad": True, "optim.name": "adamw_8bit", "bank.warmup_steps": 5}).validate()
+    config(**{"bank.warmup_steps": 5}).check_total(6)
+    config("grad_cache", **{"bank.warmup_steps": 9}).check_total(6)
+    assert not recwarn
+
+
+def test_a_bank_that_is_never_used_is_named():
+    with pytest.warns(UserWarning, match=r"bank\.warmup_steps is 6 in a run of 6 steps: the bank is never used"):
+        config(**{"bank.warmup_steps": 6}).check_total(6)
+
+
+def test_half_precision_is_chosen_by_nobody_but_the_user():
+    assert TrainConfig().run.precision == ModelChoice("x").precision == "fp32"
+    assert not TrainConfig().run.tf32
 
 
 def test_bank_settings_do_not_bind_methods_without_a_bank(recwarn):

@@ -9,18 +9,19 @@ PACKAGE = Path(__file__).parent.parent / "contaccum"
 FLOORS = [
     {"__main__"},
     {"cli", "__init__"},
-    {"api"},
     {"study"},
+    {"api"},
     {"training"},
     {"evaluation"},
     {"retrieval"},
-    {"methods", "engine", "encoder", "tiny_bert", "data"},
-    {"processes", "config", "config_file", "options", "batch", "lock"},
-    {"errors", "launch", "files"},
+    {"methods", "engine", "encoder", "unpadded", "tiny_bert", "data"},
+    {"processes", "config", "config_file", "options", "batch", "lock", "inference"},
+    {"errors", "launch", "files", "prefetch"},
 ]
 MAY_STAND_BESIDE = {
     ("engine", "encoder"),  # an engine runs an encoder
     ("tiny_bert", "encoder"),  # it makes a tower
+    ("encoder", "unpadded"),  # one way of a tower's forward pass
 }
 HOMES = {
     "faiss": {"retrieval/index.py"},
@@ -29,6 +30,9 @@ HOMES = {
     "bm25s": {"retrieval/bm25.py"},
     "pytrec_eval": {"evaluation/beir.py"},
     "jsonargparse": {"cli.py"},
+    "bitsandbytes": {"training/optimizer.py"},
+    "scipy": {"evaluation/significance.py"},
+    "matplotlib": {"study/plots.py"},
 }
 LIGHT = [
     "__init__.py",

@@ -58,16 +58,6 @@ def test_train_evaluates_and_a_second_call_adds_nothing(data, tmp_path):
     assert (run / "model" / "query_encoder" / "model.safetensors").stat().st_mtime_ns >= model
 
 
-def test_compare_prints_a_row_for_each_method_and_bm25(data, tmp_path):
-    config = ROOT / "configs" / "finetune.yaml"
-    options = ["--data.train", data, "--run.device", "cpu", *TINY]
-    table = script("compare.sh", config, tmp_path / "runs", "grad_accum cont_accum", *options)
-    rows = [line.split("|")[1].strip() for line in table.splitlines()]
-    assert rows[0] == "run"
-    assert rows[2:] == ["grad_accum", "cont_accum", "bm25"]
-    assert script("compare.sh", config, tmp_path / "runs", "grad_accum cont_accum", *options) == table
-
-
 def test_beir_goes_from_a_folder_to_metrics(data, tmp_path):
     script("beir.sh", data, tmp_path / "run", *TINY)
     assert read_json(tmp_path / "run" / "metrics.json")["queries"] == 10

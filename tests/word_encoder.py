@@ -19,7 +19,7 @@ class WordEncoder:
     def fingerprint(self, kind: str) -> str:
         return f"{self.name}-{self.dim}-{kind}"
 
-    def encode_queries(self, texts: list[str], batch_size: int = 64) -> np.ndarray:
+    def encode_queries(self, texts: list[str], batch_tokens: int | None = None) -> np.ndarray:
         self.seen += len(texts)
         time.sleep(self.pause)
         vectors = np.zeros((len(texts), self.dim), dtype=np.float32)

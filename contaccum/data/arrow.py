@@ -1,8 +1,11 @@
 """Tables that stay on disk: written once as Arrow streams into the cache, opened memory-mapped, never loaded whole."""
 
+import fcntl
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsIndex
@@ -110,16 +113,27 @@ def cached_folder(kind: str, key: object, build: Callable[[Path], None]) -> Path
     """The cache's folder for ``key`` (anything JSON can hold); where there is none, ``build(folder)`` fills it."""
     name = hashlib.sha256(json.dumps([READER_VERSION, key]).encode()).hexdigest()[:32]
     folder = cache_folder() / kind / name
-    if folder.is_dir():
-        return folder
-    try:
-        with whole_folder(folder) as part:
-            build(part)
-    except InputError:
-        # another process may have finished the same folder between the look and the rename
-        if not folder.is_dir():
-            raise
+    if not folder.is_dir():
+        with _one_at_a_time(cache_folder() / "locks" / name):
+            if not folder.is_dir():  # another process may have built it while this one waited
+                with whole_folder(folder) as part:
+                    build(part)
     return folder
+
+
+@contextmanager
+def _one_at_a_time(path: Path) -> Iterator[None]:
+    """The block, in one process after another; the lock of a process that dies is free again."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise InputError(f"{path}: could not be written ({error.strerror or error})") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def file_key(path: Path) -> list[Any]:

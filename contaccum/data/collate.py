@@ -1,11 +1,8 @@
-"""From the rows of a step to padded micro-batches, and a thread that has the next steps ready in time."""
+"""From the rows of a step to padded micro-batches."""
 
-import threading
-import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from types import TracebackType
-from typing import Generic, Literal, TypeVar
+import copy
+from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -16,7 +13,6 @@ from contaccum.data.dataset import StepRows, StepSampler, TrainSet
 from contaccum.data.tokens import TokenTable
 from contaccum.errors import InputError
 
-Item = TypeVar("Item")
 Side = Literal["right", "left"]
 
 
@@ -81,15 +77,29 @@ class BatchSource:
             )
         return needed
 
+    def twin(self) -> "BatchSource":
+        """The same batches for another thread: a sampler keeps the order of the epoch that it was last asked for."""
+        other = copy.copy(self)
+        other._sampler = copy.copy(self._sampler)
+        return other
+
     def step(self, step: int, size: int | None = None) -> list[MicroBatch]:
         """The micro-batches of optimizer step ``step``, in their order; of ``size`` where that is given."""
-        rows, size = self._sampler(step), size or self.size
+        rows = self._sampler(step)
+        return [self._micro_batch(rows, everyone) for everyone in self._cut(rows, size or self.size)]
+
+    def rows_of(self, step: int, size: int | None = None) -> list[int]:
+        """How many rows, those of all processes, each of the step's micro-batches has."""
+        size = size or self.size
         if self._by_tokens:
-            lengths = self._query_tokens.lengths(rows.queries), self._passage_tokens.lengths(rows.passages)
-            cut = cut_by_tokens(*lengths, size, self._world)
-        else:
-            cut = cut_by_pairs(len(rows.queries), size, self._world)
-        return [self._micro_batch(rows, everyone) for everyone in cut]
+            return [len(everyone) for everyone in self._cut(self._sampler(step), size)]
+        return [size * self._world] * (self._sampler.size // (size * self._world))
+
+    def _cut(self, rows: StepRows, size: int) -> list[np.ndarray]:
+        if not self._by_tokens:
+            return cut_by_pairs(len(rows.queries), size, self._world)
+        lengths = self._query_tokens.lengths(rows.queries), self._passage_tokens.lengths(rows.passages)
+        return cut_by_tokens(*lengths, size, self._world)
 
     def _micro_batch(self, rows: StepRows, everyone: np.ndarray) -> MicroBatch:
         own = np.split(everyone, self._world)[self._rank]
@@ -100,70 +110,3 @@ class BatchSource:
             RowIds(torch.from_numpy(rows.passages[everyone]), torch.from_numpy(rows.positives[everyone])),
             [self._names[int(query)] for query in queries],
         )
-
-
-class Prefetch(Generic[Item]):
-    """Iterates over ``items`` in a background thread that stays at most ``depth`` items ahead.
-
-    An error of ``items`` is raised in the consumer, behind the items that came before it. ``waited`` counts the seconds
-    for which the consumer had to wait. Close it (or leave its ``with`` block) to end the thread early.
-    """
-
-    def __init__(self, items: Iterable[Item], depth: int = 2) -> None:
-        self.waited = 0.0
-        self._items, self._depth = items, depth
-        self._ready: deque[Item] = deque()
-        self._error: BaseException | None = None
-        self._done = self._closed = False
-        self._change = threading.Condition()
-        self._thread = threading.Thread(target=self._fill, name="prefetch", daemon=True)
-        self._thread.start()
-
-    def _fill(self) -> None:
-        try:
-            for item in self._items:
-                with self._change:
-                    self._change.wait_for(lambda: self._closed or len(self._ready) < self._depth)
-                    if self._closed:
-                        return
-                    self._ready.append(item)
-                    self._change.notify_all()
-        except BaseException as error:
-            self._error = error
-        finally:
-            with self._change:
-                self._done = True
-                self._change.notify_all()
-
-    def __iter__(self) -> Iterator[Item]:
-        return self
-
-    def __next__(self) -> Item:
-        start = time.perf_counter()
-        with self._change:
-            self._change.wait_for(lambda: self._ready or self._done)
-            self.waited += time.perf_counter() - start
-            if self._ready:
-                item = self._ready.popleft()
-                self._change.notify_all()
-                return item
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-        raise StopIteration
-
-    def close(self) -> None:
-        """End the thread; waits for the item it is working on."""
-        with self._change:
-            self._closed = True
-            self._ready.clear()
-            self._change.notify_all()
-        self._thread.join()
-
-    def __enter__(self) -> "Prefetch[Item]":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

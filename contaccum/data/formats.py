@@ -110,7 +110,7 @@ def read_qrels(path: str | Path) -> Iterator[Judgement]:
         if not columns and line.count("\t") == 2:
             separator = "\t"
         cells = line.split(separator)
-        if len(cells) != columns:
+        if not cells or len(cells) != columns:
             if columns or len(cells) not in (3, 4):
                 raise Place(path, number).error(f"found {len(cells)} columns, expected {columns or _GRADES}")
             columns = len(cells)

@@ -8,6 +8,7 @@ import pytrec_eval
 
 from contaccum.errors import InputError
 from contaccum.options import SearchSettings
+from contaccum.processes import ALONE, Processes
 from contaccum.retrieval.encode import Encoder
 from contaccum.retrieval.runs import Run
 from contaccum.retrieval.search import DEFAULTS, retrieve
@@ -84,8 +85,23 @@ def metrics_of(per_query: dict[str, dict[str, float]]) -> Metrics:
     return {"mean": mean, "per_query": per_query, "queries": len(per_query)}
 
 
+def retrieve_others(
+    encoder: Encoder,
+    data: "RetrievalSet",
+    k: int = 100,
+    settings: SearchSettings = DEFAULTS,
+    group: Processes = ALONE,
+) -> Run:
+    """The k best passages for each query of a set, its own id left out: what BEIR's exact search returns.
+
+    ``group`` as in ``retrieve``.
+    """
+    # one more than asked for: it may be the query itself
+    return drop_own(retrieve(encoder, data.queries, data.corpus, k + 1, settings, group), k)
+
+
 def drop_own(run: Run, k: int) -> Run:
-    """Each query's first k passages, its own id left out: what BEIR's exact search returns."""
+    """Each query's first k passages, its own id left out."""
     return {query_id: [hit for hit in hits if hit[0] != query_id][:k] for query_id, hits in run.items()}
 
 
@@ -94,8 +110,7 @@ def evaluate_encoder(
 ) -> Metrics:
     """Encode, search and score a retrieval set, at the cuts that a run of k passages can answer."""
     cuts = cuts_within(CUTS, k)
-    run = retrieve(encoder, data.queries, data.corpus, k + 1, settings)  # one may be the query itself
-    return evaluate_run(data.qrels, drop_own(run, k), cuts=cuts)
+    return evaluate_run(data.qrels, retrieve_others(encoder, data, k, settings), cuts=cuts)
 
 
 def cuts_within(cuts: Sequence[int], k: int) -> list[int]:

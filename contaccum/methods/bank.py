@@ -56,12 +56,17 @@ class Bank:
         self.pointer = 0  # the slot that the next push overwrites first: the oldest row once the ring is full
         self.stored = 0  # slots in use
         self.step = 0  # optimizer steps that have ended
-        self.pending: list[tuple[Tensor, Tensor, RowIds]] = []
+        self.pending: list[tuple[Tensor, Tensor, RowIds, int]] = []
+        self.pushed = 0  # rows pushed since the last optimizer step
         self.passages = torch.zeros(size, 1 + hard_negatives, dim, device=device)
         self.column_ids = torch.full((size, 1 + hard_negatives), NO_PASSAGE)  # ids stay on the CPU
         self.positives = torch.full((size, 1), NO_PASSAGE)
         self.queries = torch.zeros(size, dim, device=device) if queries else None
         self.positive_logits = torch.zeros(size, device=device)
+        self.born = torch.zeros(
+            size, dtype=torch.long
+        )  # the step whose weights made a row; on the CPU: no loss reads it
+        self.places = torch.zeros(size, dtype=torch.long)  # which row of its step a row is
         self.push_rows = push
         self.undo = Undo()
         self.sums = self._no_sums()
@@ -83,12 +88,18 @@ class Bank:
         assert self.sums is not None
         return self.sums.total(self.fill)
 
+    def ages(self) -> Tensor:
+        """Optimizer steps since each stored row was encoded, (stored,) int64; 0 for rows of the step under way."""
+        return self.step - self.born[: self.stored]
+
     def push(self, queries: Tensor, passages: Tensor, ids: RowIds) -> None:
         """Store b rows over the oldest ones. queries (b, d), passages (b, 1 + H, d), ids of the same rows; copied, detached."""
         if self.size == 0:
             return
         keep = 1 + self.hard_negatives
-        rows = (queries.detach(), passages.detach()[:, :keep], RowIds(ids.columns[:, :keep], ids.positives))
+        ids = RowIds(ids.columns[:, :keep], ids.positives)
+        rows = (queries.detach(), passages.detach()[:, :keep], ids, self.pushed)
+        self.pushed += len(queries)
         if self.visibility == "on_step":
             self.pending.append(rows)
         else:
@@ -96,10 +107,11 @@ class Bank:
 
     def end_step(self) -> None:
         """Called after each optimizer step: commits what waits for it, or empties the bank when it is not to be kept."""
-        self.step += 1
         for rows in self.pending:
             self._store(*rows)
         self.pending = []
+        self.pushed = 0
+        self.step += 1
         if not self.keep:
             self.pointer = self.stored = 0
             self.sums = self._no_sums()
@@ -109,6 +121,7 @@ class Bank:
         """Go back, to the bit, to where the optimizer step began: after construction, ``end_step`` or ``load_state``."""
         self.undo.restore()
         self.pending = []
+        self.pushed = 0
         self.pointer, self.stored, self.positives, opened = self._began
         if self.sums is not None:
             self.sums.open = opened
@@ -119,7 +132,8 @@ class Bank:
         self._began = (self.pointer, self.stored, self.positives, list(self.sums.open) if self.sums else [])
 
     @torch.no_grad()
-    def _store(self, queries: Tensor, passages: Tensor, ids: RowIds) -> None:
+    def _store(self, queries: Tensor, passages: Tensor, ids: RowIds, place: int) -> None:
+        """Write b rows, ``place`` being the first one's place in its step."""
         b = len(queries)
         assert b <= self.size, f"a push of {b} rows into a bank of {self.size} would lose rows"
         self._widen(ids.positives.shape[1])
@@ -133,6 +147,8 @@ class Bank:
             self.passages[slots] = passages[rows]
             self.column_ids[slots] = ids.columns[rows]
             self.positives[slots] = known[rows]
+            self.born[slots] = self.step
+            self.places[slots] = torch.arange(place + rows.start, place + rows.stop)
             if self.queries is not None:
                 self.queries[slots] = queries[rows]
         self.stored = min(self.size, self.stored + b)
@@ -206,5 +222,5 @@ class Bank:
         return digest.hexdigest()
 
     def _stored_tensors(self) -> list[str]:
-        names = ["passages", "column_ids", "positives"]
+        names = ["passages", "column_ids", "positives", "born", "places"]
         return names if self.queries is None else [*names, "queries", "positive_logits"]

@@ -36,6 +36,8 @@ class LossValue(NamedTuple):
     """Negatives that a current row meets, masked ones not counted, mean over the current rows; scalar."""
     masked: Tensor
     """(row, column) pairs of the current rows that were left out as false negatives; scalar."""
+    row_weight: Tensor
+    """Weight of each row, current or banked, in ``value``; scalar."""
 
     def detach(self) -> "LossValue":
         return LossValue(*(number.detach() for number in self))
@@ -98,8 +100,8 @@ class InfoNCE:
                 sums.add_bank_rows(rows, rows.queries, ids.columns.flatten())
                 n_rows += rows.fill if rows.row_weight == "all" else 0
         value = _WithGradients.apply(queries, current, sums.total, sums.for_queries, sums.for_columns) / n_rows
-        masked = value.new_full((), sums.masked)
-        return LossValue(value, value.new_full((), sums.columns_met - 1 - sums.masked / len(queries)), masked)
+        negatives = sums.columns_met - 1 - sums.masked / len(queries)
+        return LossValue(value, *(value.new_full((), number) for number in (negatives, sums.masked, 1 / n_rows)))
 
     def left_out(self, positives: Tensor, column_ids: Tensor) -> LeftOut:
         """Which columns (c,) to leave out for which rows (r, P), a row's own positive among them; none when masking is off."""

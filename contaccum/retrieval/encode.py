@@ -1,13 +1,17 @@
 """Texts to embeddings: in memory, or as shards on disk that survive a kill and can be made by several processes."""
 
 import hashlib
+import os
+import sys
+import time
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -31,7 +35,10 @@ from contaccum.retrieval.shards import (
 if TYPE_CHECKING:
     from datasets import Dataset
 
-CHUNK = 4096  # texts in one call of the encoder: enough to sort by length, few enough to show progress
+CHUNK = 16_384  # texts in one call of the encoder: it sorts and tokenises them in windows, the next ahead of time
+SAMPLE = 32  # texts of the corpus that are encoded to tell how long the whole of it takes
+WORTH = 50  # samples that a set must hold to be planned: the sample then costs 2 % at most
+LONG = 60.0  # seconds from which on a plan is printed
 
 
 class Encoder(Protocol):
@@ -39,8 +46,8 @@ class Encoder(Protocol):
 
     @property
     def dim(self) -> int: ...
-    def encode_queries(self, texts: list[str], batch_size: int = ...) -> np.ndarray: ...
-    def encode_passages(self, texts: list[str], batch_size: int = ...) -> np.ndarray: ...
+    def encode_queries(self, texts: list[str], batch_tokens: int | None = ...) -> np.ndarray: ...
+    def encode_passages(self, texts: list[str], batch_tokens: int | None = ...) -> np.ndarray: ...
     def fingerprint(self, kind: str) -> str: ...
 
 
@@ -84,27 +91,32 @@ class Texts:
         return digest.hexdigest()
 
 
-def encode_shard(encoder: Encoder, texts: Texts, start: int, stop: int, batch_size: int, bar: tqdm) -> Shard:
+def encode_shard(encoder: Encoder, texts: Texts, start: int, stop: int, batch_tokens: int | None, bar: tqdm) -> Shard:
     """Ids and float32 vectors of the rows from start to stop; ``bar`` counts the texts."""
-    encode = encoder.encode_queries if texts.kind == "query" else encoder.encode_passages
+    encode = _encode_of(encoder, texts)
     ids: list[str] = []
     vectors = np.empty((stop - start, encoder.dim), dtype=np.float32)
     for first in range(start, stop, CHUNK):
         last = min(stop, first + CHUNK)
         more, content = texts.read(first, last)
         ids += more
-        vectors[first - start : last - start] = encode(content, batch_size=batch_size)
+        vectors[first - start : last - start] = encode(content, batch_tokens=batch_tokens)
         bar.update(last - first)
     return Shard(ids, vectors)
 
 
-def encode_in_memory(encoder: Encoder, texts: Texts, batch_size: int = 64) -> Shard:
+def _encode_of(encoder: Encoder, texts: Texts) -> Callable[..., np.ndarray]:
+    return encoder.encode_queries if texts.kind == "query" else encoder.encode_passages
+
+
+def encode_in_memory(encoder: Encoder, texts: Texts, batch_tokens: int | None = None) -> Shard:
     """The whole set as one float32 shard, for sets that fit: rows times dimension times 4 bytes."""
+    announce(encoder, texts, texts.rows, batch_tokens)
     with tqdm(total=texts.rows, desc=f"encode {texts.kind}", unit="text", disable=None, leave=False) as bar:
-        return encode_shard(encoder, texts, 0, texts.rows, batch_size, bar)
+        return encode_shard(encoder, texts, 0, texts.rows, batch_tokens, bar)
 
 
-def encode_own(encoder: Encoder, texts: Texts, batch_size: int, rank: int, world: int) -> list[Shard]:
+def encode_own(encoder: Encoder, texts: Texts, batch_tokens: int | None, rank: int, world: int) -> list[Shard]:
     """As ``encode_in_memory``, the part of process ``rank`` of ``world``: every W-th call of the encoder, each a shard.
 
     So each vector is made in the company in which one process makes it, and comes out the same to the bit.
@@ -113,7 +125,7 @@ def encode_own(encoder: Encoder, texts: Texts, batch_size: int, rank: int, world
     spans = [(start, min(texts.rows, start + CHUNK)) for start in starts]
     total = sum(stop - start for start, stop in spans)
     with tqdm(total=total, desc=f"encode {texts.kind}", unit="text", disable=None, leave=False) as bar:
-        return [encode_shard(encoder, texts, start, stop, batch_size, bar) for start, stop in spans]
+        return [encode_shard(encoder, texts, start, stop, batch_tokens, bar) for start, stop in spans]
 
 
 def encode_texts(
@@ -123,7 +135,7 @@ def encode_texts(
     *,
     dtype: str = "float32",
     shard_size: int = 50_000,
-    batch_size: int = 64,
+    batch_tokens: int | None = None,
     rank: int = 0,
     world: int = 1,
 ) -> bool:
@@ -131,8 +143,9 @@ def encode_texts(
 
     Process ``rank`` of ``world`` makes the shards rank, rank + world, … ; whichever finds all finished writes the
     manifest. A finished shard that is whole is never made again, whatever number of processes made it; one that is
-    damaged is made again with a warning. Memory holds one shard. Raises InputError when the folder holds anything
-    else, or embeddings of other texts, another encoder or another form, and when an embedding is not finite.
+    damaged is made again with a warning. A shard is written while the next one is encoded, so memory holds two.
+    Raises InputError when the folder holds anything else, or embeddings of other texts, another encoder or another
+    form, and when an embedding is not finite.
     """
     if dtype not in DTYPES:
         raise InputError(f"dtype is {dtype!r}, expected {' or '.join(DTYPES)}")
@@ -146,18 +159,81 @@ def encode_texts(
     with folder_lock(folder) if rank == 0 else nullcontext():
         if world == 1:  # the others of a launch may be writing already
             sweep(folder)
-        return _encode_own(encoder, texts, folder, job, batch_size, range(rank, job.count, world))
+        return _encode_own(encoder, texts, folder, job, batch_tokens, range(rank, job.count, world))
 
 
-def _encode_own(encoder: Encoder, texts: Texts, folder: Path, job: Job, batch_size: int, own: range) -> bool:
-    with tqdm(total=sum(stop - start for start, stop in map(job.span, own)), unit="text", disable=None) as bar:
-        for number in own:
+def _encode_own(encoder: Encoder, texts: Texts, folder: Path, job: Job, batch_tokens: int | None, own: range) -> bool:
+    missing = [number for number in own if not _is_whole(folder, number, job)]
+    rows = sum(stop - start for start, stop in map(job.span, missing))
+    announce(encoder, texts, rows, batch_tokens, job.dtype)
+    with tqdm(total=rows, unit="text", disable=None) as bar, _written_beside() as write:
+        for number in missing:
             start, stop = job.span(number)
-            if _is_whole(folder, number, job):
-                bar.update(stop - start)
-            else:
-                write_shard(folder, number, job, encode_shard(encoder, texts, start, stop, batch_size, bar))
+            write(folder, number, job, encode_shard(encoder, texts, start, stop, batch_tokens, bar))
     return write_manifest(folder, job)
+
+
+@contextmanager
+def _written_beside() -> Iterator[Callable[[Path, int, Job, Shard], None]]:
+    """``write_shard`` in a thread, one shard at a time; its error is raised by the next call, or when the block ends well."""
+    last: Future[None] | None = None
+    with ThreadPoolExecutor(1, "write") as pool:
+
+        def write(*shard: Any) -> None:
+            nonlocal last
+            if last is not None:
+                last.result()
+            last = pool.submit(write_shard, *shard)
+
+        yield write
+        if last is not None:
+            last.result()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What encoding a set is expected to take, from a sample of its own texts."""
+
+    rows: int
+    rate: float
+    """Texts a second, measured on the sample."""
+    bytes: int
+    """Of the vectors, in memory or on disk."""
+
+    @property
+    def seconds(self) -> float:
+        return self.rows / self.rate
+
+    def __str__(self) -> str:
+        hours, minutes = divmod(round(self.seconds / 60), 60)
+        return (
+            f"{self.rows:,} texts at {self.rate:,.4g} a second: about {hours} h {minutes:02d} min, "
+            f"{self.bytes / 1e6:,.0f} MB of vectors"
+        )
+
+
+def make_plan(rows: int, dim: int, dtype: str, sampled: int, seconds: float) -> Plan:
+    """From the time that a sample took to the time and bytes of ``rows`` texts with ``dim`` numbers of ``dtype`` each."""
+    return Plan(rows, sampled / seconds, rows * dim * np.dtype(dtype).itemsize)
+
+
+def announce(encoder: Encoder, texts: Texts, rows: int, batch_tokens: int | None, dtype: str = "float32") -> None:
+    """Print to stderr what encoding ``rows`` texts of a set will take, where that is more than a minute.
+
+    The sample stands at even distances in the whole set, since a corpus is often sorted. Of several processes the first speaks,
+    for its own part.
+    """
+    if rows < WORTH * SAMPLE:
+        return
+    places = np.linspace(0, texts.rows - 1, SAMPLE, dtype=int)
+    sample = [texts.read(place, place + 1)[1][0] for place in map(int, places)]
+    encode = _encode_of(encoder, texts)
+    encode(sample[:1], batch_tokens=batch_tokens)  # what is loaded at the first call is not counted
+    start = time.perf_counter()
+    encode(sample, batch_tokens=batch_tokens)
+    plan = make_plan(rows, encoder.dim, dtype, SAMPLE, time.perf_counter() - start)
+    if plan.seconds > LONG and int(os.environ.get("RANK", 0)) == 0:
+        print(f"contaccum: {plan}", file=sys.stderr)
 
 
 def _is_whole(folder: Path, number: int, job: Job) -> bool:

@@ -70,7 +70,7 @@ def _candidates(shards: Shards, backend: str) -> Candidates:
     if choose_backend(backend) == "torch":
         return lambda queries, k: _stream(queries, shards, k, _torch_top)
     if gpu_count():
-        return Index.build(shards, "Flat").search
+        return Index.build(shards).search
     return lambda queries, k: _stream(queries, shards, k, top_of_block)
 
 
@@ -96,7 +96,8 @@ def _torch_top(queries: np.ndarray, block: np.ndarray, k: int) -> tuple[np.ndarr
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    passages = torch.from_numpy(block).to(device)  # (rows, d)
+    # torch warns of memory that it may not write to, such as a mapped shard's
+    passages = torch.from_numpy(block if block.flags.writeable else block.copy()).to(device)  # (rows, d)
     parts = []
     with torch.inference_mode(), _full_precision():
         for start in range(0, len(queries), _QUERIES):

@@ -2,8 +2,9 @@
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +14,7 @@ from tqdm.auto import tqdm
 
 from contaccum.errors import InputError
 from contaccum.files import read_json, sha256_of, whole_folder, write_json, write_text
-from contaccum.retrieval.shards import Shards, count_rows
+from contaccum.retrieval.shards import MANIFEST, Shards, count_rows
 
 FORMAT = "contaccum-index"
 VERSION = 1
@@ -62,17 +63,26 @@ def row_blocks(vectors: np.ndarray, size: int = BLOCK) -> Iterator[tuple[int, np
         yield start, np.ascontiguousarray(vectors[start : start + size], dtype=np.float32)
 
 
+@dataclass(frozen=True)
+class Origin:
+    """What an index was made from; indexes of one origin hold the same vectors in the same form."""
+
+    factory: str = "Flat"
+    seed: int = 0
+    """Drew the rows that the index was trained on."""
+    encoder: str = ""
+    """Fingerprint of the encoder's passage side, "" where unknown."""
+    source: str = ""
+    """Fingerprint of the ids and texts, "" where unknown."""
+
+
 class Index:
-    """An inner-product index of any kind that faiss's index_factory can name, with the ids of its rows.
+    """An inner-product index of any kind that faiss's index_factory can name, with the ids of its rows."""
 
-    ``encoder`` is the fingerprint of the encoder whose passages it holds, "" where unknown.
-    """
-
-    def __init__(self, index: Any, ids: list[str], factory: str, encoder: str = "") -> None:
+    def __init__(self, index: Any, ids: list[str], origin: Origin) -> None:
         self.index = index
         self.ids = ids
-        self.factory = factory
-        self.encoder = encoder
+        self.origin = origin
         self._on_gpus: Any = None
 
     @property
@@ -83,16 +93,16 @@ class Index:
         return len(self.ids)
 
     @classmethod
-    def build(
-        cls, shards: Shards, factory: str = "Flat", *, seed: int = 0, encoder: str = "", reproducible: bool = True
-    ) -> "Index":
+    def build(cls, shards: Shards, origin: Origin | None = None, *, reproducible: bool = True) -> "Index":
         """Add shard after shard; memory holds the index, one block of a shard and, while training, a sample.
 
-        What has to be trained (IVF, PQ, …) is trained on rows drawn with ``seed``. Threads that add to a graph (HNSW,
+        What has to be trained (IVF, PQ, …) is trained on rows drawn with the origin's seed. Threads that add to a graph (HNSW,
         NSG) race, and no two builds are alike; ``reproducible`` adds with one thread, which is slow beyond a million
         rows. Raises InputError when faiss cannot read the factory string or the corpus is too small to train on.
         """
         faiss = load_faiss()
+        origin = origin or Origin()
+        factory, seed = origin.factory, origin.seed
         rows = count_rows(shards)
         if rows == 0:
             raise InputError("there are no passages to index, expected at least one")
@@ -113,16 +123,32 @@ class Index:
                     ids += shard.ids
         except RuntimeError as error:
             raise InputError(f"index {factory!r} over {rows} passages: faiss refused it ({_reason(error)})") from error
-        return cls(index, ids, factory, encoder)
+        return cls(index, ids, origin)
+
+    @classmethod
+    def kept(cls, folder: str | Path, origin: Origin, shards: Callable[[], Shards]) -> "Index":
+        """The index that ``folder`` keeps; where there is none yet, one is built from the shards and kept there.
+
+        Raises InputError when the folder holds anything else, or an index of another origin.
+        """
+        folder = Path(folder)
+        if (folder / MANIFEST).is_file():
+            return cls.load(folder, origin)
+        _check_target(folder)  # before the work, not after it
+        index = cls.build(shards(), origin)
+        index.save(folder)
+        return index
 
     def set_search_params(self, params: str) -> None:
-        """Set what trades speed for recall, such as ``nprobe=16`` or ``efSearch=128``; several are joined by commas."""
+        """Set what trades speed for recall, such as ``nprobe=16`` or ``efSearch=128``; commas join several, "" is none."""
+        if not params:
+            return
         faiss = load_faiss()
         try:
             faiss.ParameterSpace().set_index_parameters(self.index, params)
         except RuntimeError as error:
             raise InputError(
-                f"search_params {params!r} do not fit index {self.factory!r} ({_reason(error)})"
+                f"search_params {params!r} do not fit index {self.origin.factory!r} ({_reason(error)})"
             ) from error
         self._on_gpus = None  # the copies hold the older values
 
@@ -134,7 +160,10 @@ class Index:
             )
         queries = np.ascontiguousarray(queries, dtype=np.float32)
         index = self._gpu_copies() if k <= GPU_LIMIT and gpu_count() else self.index
-        return index.search(queries, min(k, len(self)))
+        try:
+            return index.search(queries, min(k, len(self)))
+        except RuntimeError as error:
+            raise InputError(f"index {self.origin.factory!r}: faiss refused the search ({_reason(error)})") from error
 
     def _gpu_copies(self) -> Any:
         """The index divided over all GPUs, or itself where faiss has no GPU form of it (HNSW and others)."""
@@ -145,38 +174,38 @@ class Index:
             try:
                 self._on_gpus = faiss.index_cpu_to_all_gpus(self.index, options)
             except RuntimeError as error:
-                warnings.warn(f"index {self.factory!r} is searched on the CPU ({_reason(error)})", stacklevel=3)
+                warnings.warn(f"index {self.origin.factory!r} is searched on the CPU ({_reason(error)})", stacklevel=3)
                 self._on_gpus = self.index
         return self._on_gpus
 
     def save(self, folder: str | Path) -> None:
         """Write the index, its ids and a manifest with their hashes; the folder appears whole or not at all."""
-        if Path(folder).exists() and not (Path(folder) / "manifest.json").is_file() and any(Path(folder).iterdir()):
-            raise InputError(f"{folder}: already holds something else, expected an empty folder or an older index")
+        _check_target(Path(folder))
         with whole_folder(folder) as part:
             load_faiss().write_index(self.index, str(part / _FILES["index"]))
             write_text(part / _FILES["ids"], json.dumps(self.ids, ensure_ascii=False))
             manifest = {
                 "format": FORMAT,
                 "version": VERSION,
-                "factory": self.factory,
+                "origin": asdict(self.origin),
                 "dimension": self.dimension,
                 "rows": len(self),
-                "encoder": self.encoder,
                 "sha256": {name: sha256_of(part / file) for name, file in _FILES.items()},
             }
-            write_json(part / "manifest.json", manifest)
+            write_json(part / MANIFEST, manifest)
 
     @classmethod
-    def load(cls, folder: str | Path) -> "Index":
+    def load(cls, folder: str | Path, expected: Origin | None = None) -> "Index":
         """Read a saved index; faiss sees its file only when the hash is the manifest's.
 
-        Raises InputError when the manifest is missing or foreign, or a file is missing or damaged.
+        Raises InputError when the manifest is missing or foreign or names another origin than the one expected, or a
+        file is missing or damaged.
         """
-        path = Path(folder) / "manifest.json"
-        manifest = read_json(path)
-        if not isinstance(manifest, dict) or (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
+        path = Path(folder) / MANIFEST
+        manifest = _manifest(path)
+        if manifest is None:
             raise InputError(f"{path}: not the manifest of an index, expected format {FORMAT}, version {VERSION}")
+        origin = _origin_of(manifest.get("origin"), path, expected)
         hashes = manifest.get("sha256")
         for name, file in _FILES.items():
             found = Path(folder) / file
@@ -191,7 +220,35 @@ class Index:
                 f"{folder}: the index has {index.ntotal} rows of {index.d} and {len(ids)} ids, "
                 f"expected {manifest.get('rows')} rows of {manifest.get('dimension')} as in {path}"
             )
-        return cls(index, ids, str(manifest.get("factory")), str(manifest.get("encoder")))
+        return cls(index, ids, origin)
+
+
+def _check_target(folder: Path) -> None:
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not _is_index(folder)):
+        raise InputError(f"{folder}: already holds something else, expected an empty folder or an older index")
+
+
+def _is_index(folder: Path) -> bool:
+    return (folder / MANIFEST).is_file() and _manifest(folder / MANIFEST) is not None
+
+
+def _manifest(path: Path) -> dict[str, Any] | None:
+    found = read_json(path)
+    ours = isinstance(found, dict) and (found.get("format"), found.get("version")) == (FORMAT, VERSION)
+    return found if ours else None
+
+
+def _origin_of(found: Any, path: Path, expected: Origin | None) -> Origin:
+    types = {name: type(value) for name, value in asdict(Origin()).items()}
+    if not isinstance(found, dict) or {name: type(value) for name, value in found.items()} != types:
+        raise InputError(f"{path}: its origin is {found!r}, expected the fields {', '.join(types)}")
+    for name, value in asdict(expected).items() if expected else ():
+        if found[name] != value:
+            raise InputError(
+                f"{path}: this index belongs to other vectors or settings ({name} {found[name]!r}, expected {value!r}); "
+                "give another folder, or delete this one"
+            )
+    return Origin(**found)
 
 
 def _read(path: Path) -> Any:

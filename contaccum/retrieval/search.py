@@ -12,7 +12,7 @@ from contaccum.options import SearchSettings
 from contaccum.processes import ALONE, Processes
 from contaccum.retrieval.encode import Encoder, Texts, encode_in_memory, encode_own, encode_texts, open_embeddings
 from contaccum.retrieval.exact import exact_search
-from contaccum.retrieval.index import Index
+from contaccum.retrieval.index import Index, Origin
 from contaccum.retrieval.runs import Run, ranked
 from contaccum.retrieval.shards import MANIFEST, Shard, Shards
 
@@ -41,17 +41,20 @@ def search(
     InputError when the dimensions differ, a query vector is not finite, or the settings do not go together.
     """
     if factory != "Flat":
-        if backend == "torch":
-            raise InputError(f"backend torch has only the exact index 'Flat', but the index asked for is {factory!r}")
-        index = Index.build(shards, factory, seed=seed)
-        if search_params:
-            index.set_search_params(search_params)
+        _check_approximate(backend, factory)
+        index = Index.build(shards, Origin(factory, seed))
+        index.set_search_params(search_params)
         return search_index(query_ids, query_vectors, index, k)
     if search_params:
         raise InputError(f"search_params {search_params!r} have no effect on the exact index 'Flat', expected none")
     dimension = shards[0].vectors.shape[1] if len(shards) else query_vectors.shape[1]
     queries = _checked_queries(query_ids, query_vectors, dimension, k)
     return dict(zip(query_ids, exact_search(queries, shards, k, backend), strict=True))
+
+
+def _check_approximate(backend: str, factory: str) -> None:
+    if backend == "torch":
+        raise InputError(f"backend torch has only the exact index 'Flat', but the index asked for is {factory!r}")
 
 
 def search_index(query_ids: Sequence[str], query_vectors: np.ndarray, index: Index, k: int = 100) -> Run:
@@ -95,8 +98,10 @@ def retrieve(
             f"index {settings.factory!r} is built and searched by one process, but {group.world} were started; expected the "
             "exact index 'Flat', or one process (which can read the embeddings that several have made)"
         )
+    asked = encode_in_memory(encoder, Texts.of_queries(queries), settings.batch_tokens)
+    if settings.index_dir is not None:
+        return search_index(asked.ids, asked.vectors, kept_index(encoder, corpus, settings), k)
     shards = passage_shards(encoder, corpus, settings, group)
-    asked = encode_in_memory(encoder, Texts.of_queries(queries), settings.batch_size)
     own = search(
         asked.ids,
         asked.vectors,
@@ -128,12 +133,12 @@ def passage_shards(
     passages = Texts.of_corpus(corpus)
     if settings.embeddings is None:
         if group.world == 1:
-            return [encode_in_memory(encoder, passages, settings.batch_size)]
-        return encode_own(encoder, passages, settings.batch_size, group.rank, group.world)
+            return [encode_in_memory(encoder, passages, settings.batch_tokens)]
+        return encode_own(encoder, passages, settings.batch_tokens, group.rank, group.world)
     finished = (Path(settings.embeddings) / MANIFEST).is_file()  # they serve whatever their shard size and form
     group.barrier()  # all have looked before one can finish
     if not finished:
-        form = {"dtype": settings.dtype, "batch_size": settings.batch_size}
+        form = {"dtype": settings.dtype, "batch_tokens": settings.batch_tokens}
         encode_texts(encoder, passages, settings.embeddings, rank=group.rank, world=group.world, **form)  # type: ignore[arg-type]
         group.barrier()
     shards = open_embeddings(encoder, passages, settings.embeddings)
@@ -155,6 +160,23 @@ class EveryNth:
 
     def __iter__(self) -> Iterator[Shard]:
         return (self.shards[number] for number in self.numbers)
+
+
+def kept_index(encoder: Encoder, corpus: "Dataset", settings: SearchSettings) -> Index:
+    """The corpus's approximate index in the settings' folder; where there is none, it is built, and the corpus encoded."""
+    if settings.factory == "Flat":
+        raise InputError(
+            f"index_dir {settings.index_dir!r} has no effect on the exact index 'Flat', expected none: "
+            "embeddings keeps the vectors, which exact search streams"
+        )
+    assert settings.index_dir is not None
+    _check_approximate(settings.backend, settings.factory)
+    origin = Origin(
+        settings.factory, settings.seed, encoder.fingerprint("passage"), Texts.of_corpus(corpus).fingerprint
+    )
+    index = Index.kept(settings.index_dir, origin, lambda: passage_shards(encoder, corpus, settings))
+    index.set_search_params(settings.search_params)
+    return index
 
 
 class Hit(NamedTuple):

@@ -1,18 +1,19 @@
-"""Runs side by side: one row each, from what their folders hold."""
+"""Runs side by side: a table for the terminal, and the report of a study as a page, Markdown, CSV and PNG."""
 
-import statistics
-from dataclasses import dataclass
+import csv
+import io
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from contaccum.config import TRAITS
 from contaccum.errors import InputError
-from contaccum.files import read_json
-from contaccum.training.log import read_log
-from contaccum.training.setup import CONFIG_FILE, read_config
+from contaccum.files import whole_file, write_text
+from contaccum.study import plots, tables
+from contaccum.study.page import Section, html, markdown
+from contaccum.study.runs import Group, Run, group_runs, read_run
+from contaccum.study.tables import Choose, Difference, Table, figure, text
 
-METRICS_FILE = "metrics.json"
-MISSING = "-"
 COLUMNS = (
     "run",
     "method",
@@ -27,104 +28,207 @@ COLUMNS = (
     "grad ratio",
     "negatives",
 )
+PLOTS = "plots"
 
 
-@dataclass(frozen=True)
-class RunSummary:
-    """What a row shows; figures of a step are medians over the run, its first step left out."""
+class Tuned(NamedTuple):
+    """What the choice of a learning rate saw."""
 
-    name: str
-    method: str | None = None
-    global_batch_size: int | None = None
-    micro_batch_size: int | str | None = None
-    """Pairs in one forward pass, or its budget of tokens; the whole step's pairs where the method takes it at once."""
-    bank_size: int | None = None
-    metric: float | None = None
-    seconds: float | None = None
-    """Of one optimizer step, data and logging included."""
-    pairs_per_second: float | None = None
-    peak_memory: float | None = None
-    """Most bytes held in the run: allocated on a GPU, resident on a CPU."""
-    waited: float | None = None
-    """Share of the steps' time, all but the first, that was spent waiting for data."""
-    grad_norm_ratio: float | None = None
-    """Passage tower over query tower."""
-    negatives: float | None = None
-    """That a query meets."""
+    setting: str
+    scores: dict[str, float]
+    """Rate to the metric on dev."""
+    rate: str
 
 
-def summarise(folder: str | Path, metric: str) -> RunSummary:
-    """The row of a run's folder; one with metrics.json alone (a baseline without training) has a name and a metric."""
-    run = Path(folder)
-    if not (run / METRICS_FILE).is_file() and not (run / CONFIG_FILE).is_file():
-        raise InputError(f"{run}: holds neither {CONFIG_FILE} nor {METRICS_FILE}, expected the folder of a run")
-    score = _metric(run, metric)
-    if not (run / CONFIG_FILE).is_file():
-        return RunSummary(run.name, metric=score)
-    config = read_config(run)
-    batch = config["batch"]
-    steps = [line for line in read_log(run) if "loss" in line]
-    steady = steps[1:] or steps
-    return RunSummary(
-        run.name,
-        config["method"],
-        batch["global_batch_size"],
-        _micro_batch(batch, TRAITS[config["method"]].whole),
-        max((line["bank_fill"] for line in steps), default=None),
-        score,
-        _median(steady, "seconds"),
-        _median(steady, "pairs_per_second"),
-        max((line["peak_memory"] for line in steps), default=None),
-        sum(line["waited"] for line in steady) / sum(line["seconds"] for line in steady) if steady else None,
-        _median(steady, "grad_norm_ratio"),
-        _median(steady, "negatives"),
-    )
+def runs_table(runs: Sequence[Run], metric: str) -> Table:
+    """A row a run; figures of a step are medians over the run, its first step left out."""
+    return Table([metric if column == "metric" else column for column in COLUMNS], [_row(run, metric) for run in runs])
 
 
-def _micro_batch(batch: dict[str, Any], whole: bool) -> int | str:
-    if whole:
-        return batch["global_batch_size"]
-    tokens = batch["micro_batch_tokens"]
-    return batch["micro_batch_size"] if tokens is None else f"{tokens} tokens"
-
-
-def _metric(run: Path, metric: str) -> float | None:
-    if not (run / METRICS_FILE).is_file():
-        return None
-    mean = read_json(run / METRICS_FILE)["mean"]
-    if metric not in mean:
-        raise InputError(f"{run / METRICS_FILE}: has no metric {metric!r}, expected one of {', '.join(mean)}")
-    return mean[metric]
-
-
-def _median(lines: list[dict[str, Any]], name: str) -> float | None:
-    values = [line[name] for line in lines if line[name] is not None]
-    return statistics.median(values) if values else None
-
-
-def render_table(rows: list[RunSummary], metric: str) -> str:
-    """The rows as a Markdown table."""
-    heads = [metric if column == "metric" else column for column in COLUMNS]
-    body = [[_cell(value) for value in _values(row)] for row in rows]
-    widths = [max(map(len, column)) for column in zip(heads, *body, strict=True)]
-    lines = [heads, ["-" * width for width in widths], *body]
-    return "\n".join(
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
-    )
-
-
-def _values(row: RunSummary) -> list[Any]:
-    peak = row.peak_memory / 2**20 if row.peak_memory is not None else None
+def _row(run: Run, metric: str) -> list[str]:
+    """One with metrics alone (a baseline without training) has a name and a metric."""
+    peak = run.peak_memory
     return [
-        row.name, row.method, row.global_batch_size, row.micro_batch_size, row.bank_size,
-        None if row.metric is None else f"{row.metric:.4f}", None if row.seconds is None else f"{row.seconds:.3f}",
-        row.pairs_per_second, None if peak is None else f"{peak:.0f}",
-        None if row.waited is None else f"{100 * row.waited:.1f}",
-        None if row.grad_norm_ratio is None else f"{row.grad_norm_ratio:.2f}", row.negatives,
-    ]  # fmt: skip
+        run.name,
+        text(run.method),
+        text(run.config.get("batch.global_batch_size")),
+        _micro_batch(run),
+        text(max((line["bank_fill"] for line in run.steps), default=None)),
+        figure(run.score(metric)),
+        figure(run.median("seconds"), ".3f"),
+        figure(run.median("pairs_per_second"), ".1f"),
+        figure(None if peak is None else peak / 2**20, ".0f"),
+        figure(None if run.waited is None else 100 * run.waited, ".1f"),
+        figure(run.median("grad_norm_ratio"), ".2f"),
+        figure(run.median("negatives"), ".1f"),
+    ]
 
 
-def _cell(value: Any) -> str:
-    if value is None:
-        return MISSING
-    return f"{value:.1f}" if isinstance(value, float) else str(value)
+def _micro_batch(run: Run) -> str:
+    """Pairs in one forward pass, those of the whole step where the method takes it at once; or its budget of tokens."""
+    if run.method is not None and TRAITS[run.method].whole:
+        return text(run.config["batch.global_batch_size"])
+    tokens = run.config.get("batch.micro_batch_tokens")
+    return text(run.config.get("batch.micro_batch_size")) if tokens is None else f"{tokens} tokens"
+
+
+def reference_run(runs: Sequence[Run], folder: str) -> Choose:
+    """The group of the run in ``folder`` stands for every N."""
+    named = [run for run in runs if run.folder.resolve() == Path(folder).resolve()]
+    if not named:
+        raise InputError(
+            f"--against is {folder}, expected one of the runs: {', '.join(str(run.folder) for run in runs)}"
+        )
+    if not (named[0].metrics or {}).get("per_query"):
+        raise InputError(f"{folder}: has no metrics of every query to test against")
+    groups = group_runs(list(runs))
+    label = next(group.label for group in groups if named[0] in group.runs)
+    return lambda _: next(group for group in groups if group.label == label)
+
+
+def console_report(folders: Sequence[str], metric: str, against: str | None, page: str | None) -> str:
+    """``contaccum report``: the table, the tests against a run where one is named, and the page where a file is."""
+    runs = [read_run(folder) for folder in folders]
+    choose = reference_run(runs, against) if against else None
+    parts = [runs_table(runs, metric).markdown()]
+    if choose:
+        parts.append(tables.tests(tables.differences(group_runs(runs), metric, choose)).markdown())
+    if page:
+        groups = group_runs(runs)
+        found = tables.differences(groups, metric, choose) if choose else []
+        sections = _sections(runs, groups, metric, found)
+        write_text(page, html("Report", sections, plots.draw_all(groups, metric), plots.legend(groups)))
+    return "\n\n".join(parts)
+
+
+def write_report(
+    output: Path, folders: Sequence[Path], metric: str, against: str, tuned: Sequence[Tuned], broken: Sequence[str]
+) -> Path:
+    """The report of a comparison into its folder: report.html, report.md, runs.csv, tests.csv and plots/; returns the page."""
+    runs = [read_run(folder) for folder in folders]
+    groups = group_runs(runs)
+    found = tables.differences(groups, metric, tables.best_of_method(against, metric))
+    sections = _sections(runs, groups, metric, found, tuned, broken)
+    drawn = plots.draw_all(groups, metric)
+    for plot in drawn:
+        with whole_file(output / PLOTS / f"{plot.name}.png") as file:
+            file.write(plot.png)
+    write_text(output / "runs.csv", _csv(runs_csv(runs)))
+    write_text(output / "tests.csv", _csv(tables.tests(found)))
+    write_text(output / "report.md", markdown("Comparison", sections, drawn, PLOTS))
+    page = output / "report.html"
+    write_text(page, html("Comparison", sections, drawn, plots.legend(groups)))
+    return page
+
+
+def _sections(
+    runs: list[Run],
+    groups: list[Group],
+    metric: str,
+    found: list[Difference],
+    tuned: Sequence[Tuned] = (),
+    broken: Sequence[str] = (),
+) -> list[Section]:
+    sections = [_first(groups, metric, found, broken)]
+    trained = [group for group in groups if group.method]
+    sections += [
+        Section(f"At equal N = {size}", (), [tables.quality(members, metric)])
+        for size, members in tables.by_step_size(trained).items()
+        if len(tables.by_step_size(trained)) > 1
+    ]
+    if trained:
+        sections += [_memory(groups, metric), _time(groups, metric)]
+    if tuned:
+        sections.append(_tuning(tuned, metric))
+    if settings := tables.settings_table(groups):
+        sections.append(Section("Settings that differ", (), [settings]))
+    sections.append(Section("Runs", (), [runs_table(runs, metric)], ("Figures of a step are medians over the run.",)))
+    if made := tables.environments(runs):
+        sections.append(Section("Environment", (), [made]))
+    return sections
+
+
+def _first(groups: list[Group], metric: str, found: list[Difference], broken: Sequence[str]) -> Section:
+    notes = [f"{metric} on the test data, mean and standard deviation (sd) over seeds."]
+    if broken:
+        notes.append("Broken off, and not in the tables: " + "; ".join(broken))
+    sizes = {group.setting("batch.global_batch_size") for group in groups if group.method}
+    title = f"Quality at equal N = {sizes.pop()}" if len(sizes) == 1 else "Quality"
+    if not found:
+        return Section(title, notes, [tables.quality(groups, metric)])
+    queries = ", ".join(dict.fromkeys(str(one.found.queries) for one in found))
+    return Section(
+        title, notes, [tables.quality(groups, metric), tables.tests(found)],
+        (
+            f"Differences are taken query by query ({queries} queries) between means over seeds. The permutation test (sign "
+            "flips) and Student's paired t-test ask whether a difference would hold on other queries, for these trained models; "
+            "the last column counts the seeds as drawn at random too (min F', Clark 1973) and needs two seeds or more. All p "
+            f"values are two-sided and corrected by Holm for the {len(found)} comparisons of this report, each kind of test for "
+            "itself. Effect d is the mean difference over the standard deviation of the differences. Of a reference method "
+            "with several settings the best one is taken, which favours the reference.",
+        ),
+    )  # fmt: skip
+
+
+def _memory(groups: list[Group], metric: str) -> Section:
+    note = (
+        f"Settings whose peaks lie within {tables.SAME_MEMORY:.0%} of the smallest among them count as equal. The peak is the "
+        "most memory allocated on a GPU, or the most that the process held on a CPU, where it counts libraries and data too."
+    )
+    return Section("At equal peak memory", (), [tables.equal_memory(groups, metric)], (note,))
+
+
+def _time(groups: list[Group], metric: str) -> Section:
+    how = (
+        "Seconds of training are the sum of the log's seconds per step; evaluations, checkpoints and measuring drift are not "
+        "among them."
+    )
+    view = tables.equal_time(groups, metric)
+    if view is None:
+        missing = f"Nothing to show: no run was evaluated on dev (data.dev, run.eval_steps). {how}"
+        return Section("At equal training time", (), (), (missing,))
+    seconds, table = view
+    note = (
+        f"Each run's last evaluation on dev within the first {seconds:.1f} s, the time of the quickest setting. {how}"
+    )
+    return Section("At equal training time", (), [table], (note,))
+
+
+def _tuning(tuned: Sequence[Tuned], metric: str) -> Section:
+    rates = list(tuned[0].scores) + [rate for one in tuned[1:] for rate in one.scores]
+    heads = list(dict.fromkeys(rates))
+    rows = [[one.setting, *(figure(one.scores.get(rate)) for rate in heads), one.rate] for one in tuned]
+    note = (
+        f"{metric} on dev at each learning rate, with the first seed alone. The best was taken for all seeds; the test data had "
+        "no part in the choice. A rate without a figure broke off."
+    )
+    return Section("Learning rate", (), [Table(["setting", *heads, "chosen"], rows)], (note,))
+
+
+def runs_csv(runs: Sequence[Run]) -> Table:
+    """Every run with its settings, figures and all means of its metrics, for other tools."""
+    measures = list(dict.fromkeys(name for run in runs for name in (run.metrics or {}).get("mean", {})))
+    settings = list(dict.fromkeys(name for run in runs for name in run.config))
+    figures = ("train_seconds", "peak_memory")
+    medians = ("seconds", "grad_norm_ratio", "negatives", "drift_query_cosine", "drift_passage_cosine")
+    rows = [
+        [
+            run.name,
+            *(str((run.metrics or {}).get("mean", {}).get(name, "")) for name in measures),
+            *(_plain(getattr(run, name)) for name in figures),
+            *(_plain(run.median(name)) for name in medians),
+            *(_plain(run.config.get(name)) for name in settings),
+        ]
+        for run in runs
+    ]
+    return Table(["run", *measures, *figures, *medians, *settings], rows)
+
+
+def _plain(value: object) -> str:
+    return "" if value is None else str(value)
+
+
+def _csv(table: Table) -> str:
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows([table.heads, *table.rows])
+    return file.getvalue()

@@ -2,7 +2,7 @@
 
 checkpoints/step-00000100/
     model/                the two encoder folders, as DualEncoder.save writes them
-    optimizer.safetensors AdamW's moments, by parameter name
+    optimizer.safetensors the optimizer's state (AdamW's moments), by parameter name
     bank.safetensors      rows, ids, kept log-sum-exps
     state.json            step, config, bank pointers, loss scaling, best dev metric
     manifest.json         size and SHA-256 of every other file; written last
@@ -84,23 +84,28 @@ def restore(checkpoint: Checkpoint, encoder: DualEncoder, optimizer: torch.optim
             name in checkpoint.state["without_gradient"]
         ):  # the encoder has parameters that its forward pass does not use
             continue
-        kept = {
-            key: tensors[f"{name}:{key}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}:{key}" in tensors
-        }
-        if not kept or kept["exp_avg"].shape != parameter.shape:
+        kept = {key.rpartition(":")[2]: value for key, value in tensors.items() if key.rpartition(":")[0] == name}
+        if not any(value.shape == parameter.shape for value in kept.values()):
             raise InputError(
                 f"{checkpoint.folder}: holds no optimizer state for {name} {tuple(parameter.shape)}: another model's"
             )
-        optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in kept.items()}
+        optimizer.state[parameter] = {
+            key: value.to(parameter.device) if value.ndim or value.is_floating_point() else int(value)
+            for key, value in kept.items()
+        }
     bank.load_state(load_file(checkpoint.folder / "bank.safetensors"), checkpoint.state["bank"])
 
 
 def _optimizer_tensors(encoder: DualEncoder, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    return {
-        f"{name}:{key}": value.contiguous()
-        for name, parameter in trained_parameters(encoder).items()
-        for key, value in optimizer.state[parameter].items()
-    }
+    found: dict[str, torch.Tensor] = {}
+    seen = set()  # of some optimizers, states share a constant table; a file of tensors cannot say so
+    for name, parameter in trained_parameters(encoder).items():
+        for key, value in optimizer.state[parameter].items():
+            # a count of steps that is a plain number is stored as an integer without dimensions
+            tensor = value.contiguous() if isinstance(value, torch.Tensor) else torch.tensor(value)
+            found[f"{name}:{key}"] = tensor.clone() if tensor.data_ptr() in seen else tensor
+            seen.add(tensor.data_ptr())
+    return found
 
 
 def all_checkpoints(run: Path) -> list[Path]:

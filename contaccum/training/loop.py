@@ -10,7 +10,6 @@ import torch
 
 from contaccum.batch import MicroBatch
 from contaccum.config import METRIC_CUTS, TrainConfig, parse_bytes, to_yaml
-from contaccum.data.collate import Prefetch
 from contaccum.data.dataset import TrainSet, load_train_set
 from contaccum.data.tables import RetrievalSet, load_retrieval_set
 from contaccum.encoder import DualEncoder
@@ -21,9 +20,12 @@ from contaccum.files import write_json
 from contaccum.launch import process_place
 from contaccum.methods import METHODS
 from contaccum.methods.loss import LossValue
+from contaccum.prefetch import Prefetch
 from contaccum.retrieval.search import SearchSettings
 from contaccum.training import setup
 from contaccum.training.checkpoint import Checkpoint, all_checkpoints, newest_checkpoint, restore, save_checkpoint
+from contaccum.training.drift import Drift
+from contaccum.training.environment import write_environment
 from contaccum.training.fit import shrink, try_step
 from contaccum.training.log import RunLog
 from contaccum.training.optimizer import learning_rate_factor, make_optimizer, set_learning_rate, warmup_steps
@@ -44,6 +46,7 @@ def train(config: TrainConfig) -> Path:
         engine = Engine(
             device=config.run.device,
             precision=config.run.precision,
+            tf32=config.run.tf32,
             seed=config.seed,
             trackers=config.run.trackers,
             tracker_dir=config.output_dir,
@@ -54,9 +57,14 @@ def train(config: TrainConfig) -> Path:
                 engine.limit_memory(parse_bytes(config.run.memory_budget))
             training = Training(config, engine)
             with signals.deferred():
-                return training.run(signals)
-        finally:
-            engine.close()
+                folder = training.run(signals)
+        except BaseException:
+            # of several, none leaves the others, who then fail too, before its own error is on record
+            if engine.world == 1:
+                engine.close()
+            raise
+        engine.close()
+        return folder
 
 
 class Training:
@@ -77,17 +85,16 @@ class Training:
             if checkpoint
             else setup.build_encoder(config.model, train_set, config.seed)
         ).to(engine.device)
-        if config.model.dropout is not None:
-            self.encoder.set_dropout(config.model.dropout)
-        if config.model.gradient_checkpointing:
-            self.encoder.gradient_checkpointing_enable()
+        setup.apply_switches(self.encoder, config)
         self.batches = setup.build_batches(config, engine, self.encoder, train_set)
         self.size = setup.build_size(config, engine, self.batches)
         self.loss = setup.build_loss(config)
         self.bank = setup.build_bank(config, engine, self.encoder, self.loss)
+        self.drift = Drift(engine, self.bank, self.batches.twin(), self.size)
         self.examples = len(train_set.queries)
         epochs = config.optim.epochs * self.examples / config.batch.global_batch_size
         self.total = config.optim.max_steps or max(1, math.ceil(epochs))
+        config.check_total(self.total)
         self.identity = setup.identity(config.model, engine, self.encoder, train_set)
         optimizer = make_optimizer(self.encoder, config.optim)
         self.done = 0
@@ -99,6 +106,7 @@ class Training:
         engine.prepare(self.encoder, optimizer)
         if engine.is_main:
             setup.write_config(config)
+            write_environment(self.folder, engine)
         self.log = RunLog(engine, self.folder, self.total, self.done)
         engine.start_trackers({"method": config.method, "seed": config.seed})
 
@@ -163,6 +171,8 @@ class Training:
                     values["waited"] = prepared.waited - waited
                     values["pairs_per_second"] = self.config.batch.global_batch_size / values["seconds"]
                     self.done += 1
+                    if self._due(self.config.run.drift_steps):
+                        values |= self.drift.measure()
                     self.log.step(values, self._due(self.config.run.log_steps))
                 if self.size.grow_again(self.done):
                     self.log.say(f"step {self.done}: going on with {self.size}, to see whether they fit now")
@@ -172,7 +182,7 @@ class Training:
         """One optimizer step; returns what the log says of it, or None where memory ran out and nothing was changed."""
         engine, config = self.engine, self.config
         self.encoder.train()
-        bank_fill = self.bank.fill
+        bank_fill, ages = self.bank.fill, self.bank.ages()
         engine.begin_step(self.done)
         losses = try_step(engine, METHODS[config.method], micro_batches, self.bank, self.loss)
         if losses is None:
@@ -181,7 +191,7 @@ class Training:
             raise NotFiniteError(
                 f"step {self.done + 1} ({_named(spoiled)}): an embedding is NaN or infinite, expected finite numbers"
             )
-        loss, negatives, masked = self._finite_means(losses, micro_batches)
+        means = self._finite_means(losses, micro_batches)
         engine.reduce_gradients()
         query_norm, passage_norm = engine.gradient_norms()
         tied = self.encoder.settings.tie_towers
@@ -196,29 +206,31 @@ class Training:
             self.done, self.total, warmup_steps(config.optim, self.total), config.optim.schedule
         )
         set_learning_rate(engine.optimizer, rate)
-        engine.clip(norm, config.optim.max_grad_norm)
+        scale = engine.clip(norm, config.optim.max_grad_norm)
         engine.update()
         self.bank.end_step()
         return {
             "step": self.done + 1,
             "epoch": (self.done + 1) * config.batch.global_batch_size / self.examples,
-            "loss": loss,
+            **means,
             "learning_rate": rate if finite else 0.0,
             "grad_norm": norm if finite else None,
             "query_grad_norm": query_norm if finite and not tied else None,
             "passage_grad_norm": passage_norm if finite and not tied else None,
             "grad_norm_ratio": passage_norm / query_norm if finite and not tied and query_norm else None,
-            "negatives": negatives,
-            "masked": masked,
+            "query_grad_norm_clipped": query_norm * scale if finite and not tied else None,
+            "passage_grad_norm_clipped": passage_norm * scale if finite and not tied else None,
             "bank_fill": bank_fill,
             "micro_batches": len(micro_batches),
+            "bank_age_mean": ages.double().mean().item() if len(ages) else None,
+            "bank_age_max": ages.max().item() if len(ages) else None,
             "peak_memory": engine.peak_memory(),
         }
 
-    def _finite_means(self, losses: list[LossValue], micro_batches: list[MicroBatch]) -> tuple[float, float, float]:
-        """Mean loss, mean negatives per query and masked pairs of a step; InputError where a loss is no finite number."""
+    def _finite_means(self, losses: list[LossValue], micro_batches: list[MicroBatch]) -> dict[str, float]:
+        """What the step's losses say, each a mean over them; InputError where a loss is no finite number."""
         table = torch.stack([torch.stack([number.float() for number in value]) for value in losses]).tolist()
-        for number, (loss, _, _) in enumerate(table):
+        for number, (loss, *_) in enumerate(table):
             if not math.isfinite(loss):
                 blamed = micro_batches if len(table) == 1 else [micro_batches[number]]
                 queries = [name for batch in blamed for name in batch.query_ids]
@@ -226,11 +238,13 @@ class Training:
                     f"step {self.done + 1}, micro-batch {number + 1} of {len(table)} ({_named(queries)}): "
                     f"the loss is {loss}, expected a finite number"
                 )
-        count = len(table)
-        pairs = [len(batch.ids.columns) for batch in micro_batches] if count > 1 else [1]
-        shares = [count * number / sum(pairs) for number in pairs]  # 1 each where all have one size
-        negatives = sum(row[1] * share for row, share in zip(table, shares, strict=True)) / count
-        return sum(row[0] for row in table) / count, negatives, sum(row[2] for row in table)
+        names = ("loss", "negatives", "masked", "row_weight")
+        means = {name: sum(column) / len(table) for name, column in zip(names, zip(*table, strict=True), strict=True)}
+        if len(table) > 1:  # a mean over queries, where micro-batches may have different numbers of them
+            pairs = [len(batch.ids.columns) for batch in micro_batches]
+            shares = [len(pairs) * number / sum(pairs) for number in pairs]  # 1 each where all have one size
+            means["negatives"] = sum(row[1] * share for row, share in zip(table, shares, strict=True)) / len(table)
+        return means
 
     def skip_step(self, error: NotFiniteError) -> None:
         """Take back a step whose numbers are not finite; go on as if it had brought nothing where that is allowed, else raise."""
@@ -290,7 +304,7 @@ class Training:
         """Retrieve the dev set with the model as it stands; the best one so far is kept in ``model/``."""
         assert self.dev is not None
         name = self.config.run.metric
-        settings = SearchSettings(batch_size=self.config.run.eval_batch_size)
+        settings = SearchSettings(batch_tokens=self.config.run.eval_batch_tokens)
         with self.engine.unmeasured():
             metrics = evaluate_encoder(SharedEncoder(self.engine), self.dev, DEV_DEPTH, settings)
         score = metrics["mean"][name]

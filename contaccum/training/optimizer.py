@@ -1,11 +1,13 @@
 """AdamW and its learning rate as a function of the step."""
 
+import importlib.util
 import math
 
 import torch
 
 from contaccum.config import OptimConfig
 from contaccum.encoder import DualEncoder
+from contaccum.errors import InputError
 
 
 def trained_parameters(encoder: DualEncoder) -> dict[str, torch.nn.Parameter]:
@@ -13,15 +15,25 @@ def trained_parameters(encoder: DualEncoder) -> dict[str, torch.nn.Parameter]:
     return {name: parameter for name, parameter in encoder.named_parameters() if parameter.requires_grad}
 
 
-def make_optimizer(encoder: DualEncoder, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW, fused into one kernel; no decay on biases and normalisation, which are the parameters of one dimension."""
+def make_optimizer(encoder: DualEncoder, config: OptimConfig) -> torch.optim.Optimizer:
+    """AdamW; no decay on biases and normalisation, which are the parameters of one dimension.
+
+    ``adamw_8bit`` holds both moments of weights above 4096 numbers in 8 bits each, in blocks of 256 with a scale of their own
+    (Dettmers et al. 2022, arXiv 2110.02861). Raises InputError where its package is not installed.
+    """
     parameters = list(trained_parameters(encoder).values())
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     betas = (config.adam_beta1, config.adam_beta2)
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_eps, fused=True)
+    if config.name == "adamw":
+        return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_eps, fused=config.fused)
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise InputError(f"optim.name is {config.name}, which needs an extra: pip install 'contaccum[bitsandbytes]'")
+    from bitsandbytes.optim import AdamW8bit
+
+    return AdamW8bit(groups, lr=config.learning_rate, betas=betas, eps=config.adam_eps)
 
 
 def warmup_steps(config: OptimConfig, total: int) -> int:

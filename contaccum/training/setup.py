@@ -29,7 +29,7 @@ from contaccum.training.fit import MicroBatchSize, halved_pairs, halved_tokens
 CONFIG_FILE = "config.yaml"
 MAY_CHANGE = {
     "output_dir", "resume", "allow_changes", "run.save_steps", "run.keep_checkpoints", "run.log_steps", "run.trackers",
-    "run.eval_batch_size", "run.on_nan", "run.timeout_minutes", "run.bank_check_steps", "run.memory_budget",
+    "run.eval_batch_tokens", "run.on_nan", "run.timeout_minutes", "run.bank_check_steps", "run.drift_steps", "run.memory_budget",
     "batch.on_out_of_memory",
 }  # fmt: skip
 """Settings that a resumed run may have otherwise: they change no weight that was trained."""
@@ -131,7 +131,7 @@ def read_config(run: Path) -> dict[str, Any]:
 
 def config_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """``name was x and is y`` for every setting that differs and may not."""
-    before, after = _flat(old), _flat(new)
+    before, after = flat(old), flat(new)
     return [
         f"{name} was {before.get(name)} and is {after.get(name)}"
         for name in sorted(before.keys() | after.keys())
@@ -139,11 +139,12 @@ def config_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     ]
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with names such as group.field."""
+    found: dict[str, Any] = {}
     for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
 
 
 def build_encoder(config: ModelConfig, train_set: TrainSet, seed: int) -> DualEncoder:
@@ -180,6 +181,19 @@ def build_encoder(config: ModelConfig, train_set: TrainSet, seed: int) -> DualEn
         seed=seed,
     )
     return DualEncoder(query, query if config.tie_towers else copy.deepcopy(query), made)
+
+
+def apply_switches(encoder: DualEncoder, config: TrainConfig) -> None:
+    """Make the encoder, on its device, compute as the config says: dropout, attention, padding, recomputation, compilation."""
+    if config.model.dropout is not None:
+        encoder.set_dropout(config.model.dropout)
+    encoder.set_attention(config.model.attention, config.model.unpad)
+    if config.model.gradient_checkpointing:
+        encoder.gradient_checkpointing_enable()
+    if config.run.compile == "cuda_graphs" and encoder.device.type != "cuda":
+        raise InputError(f"run.compile is cuda_graphs on {encoder.device.type}, expected a CUDA device")
+    if config.run.compile != "off":
+        encoder.compile_backbones(graphs=config.run.compile == "cuda_graphs")
 
 
 def build_batches(config: TrainConfig, engine: Engine, encoder: DualEncoder, train_set: TrainSet) -> BatchSource:

@@ -8,8 +8,9 @@ import torch
 from tiny_data import beir
 
 from contaccum.batch import NO_PASSAGE
-from contaccum.data.collate import BatchSource, Prefetch, pad
+from contaccum.data.collate import BatchSource, pad
 from contaccum.data.dataset import StepSampler, load_train_set
+from contaccum.prefetch import Prefetch
 
 
 class Rows:

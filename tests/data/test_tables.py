@@ -5,6 +5,7 @@ import subprocess
 import sys
 import warnings
 from array import array
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -245,19 +246,31 @@ def test_ragged_lists():
     assert ragged.renumbered(np.array([3, 5, 9])).values.tolist() == [1, 0, 2]
 
 
-def test_a_folder_that_another_process_finished_first_is_used():
-    folders = []
+BUILD = """
+import sys, time
+from pathlib import Path
+from contaccum.data.arrow import cached_folder
 
-    def build(part):
-        # the other process renames its folder into place; our own rename, which comes second, then fails
-        target = part.parent / part.name.split(".")[1]
-        target.mkdir()
-        (target / "theirs").touch()
-        folders.append(target)
-        raise InputError("could not be written")
+def build(part):
+    time.sleep(0.3)
+    (part / "made").touch()
+    with open(sys.argv[1], "a") as file:
+        file.write("built\\n")
 
-    assert cached_folder("kind", "key", build) == folders[0]
-    assert (folders[0] / "theirs").exists()
+print(cached_folder("kind", "key", build))
+"""
+
+
+def test_processes_that_need_the_same_folder_build_it_once(tmp_path):
+    notes = tmp_path / "notes"
+    started = [
+        subprocess.Popen([sys.executable, "-c", BUILD, str(notes)], stdout=subprocess.PIPE, text=True) for _ in range(3)
+    ]
+    folders = {process.communicate()[0].strip() for process in started}
+    assert [process.returncode for process in started] == [0, 0, 0]
+    assert notes.read_text() == "built\n"
+    assert len(folders) == 1
+    assert (Path(folders.pop()) / "made").exists()
 
 
 def test_a_build_that_fails_leaves_no_folder():

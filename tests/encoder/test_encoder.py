@@ -104,8 +104,8 @@ def test_half_precision_weights_are_widened_for_training(tmp_path):
 
 def test_batches_of_any_size_give_the_same_vectors_in_order():
     encoder = words_encoder()
-    one = encoder.encode_passages(TEXTS, batch_size=1)
-    np.testing.assert_allclose(encoder.encode_passages(TEXTS, batch_size=4), one, atol=1e-6)
+    one = encoder.encode_passages(TEXTS, batch_tokens=1)  # every text is longer, so each passes alone
+    np.testing.assert_allclose(encoder.encode_passages(TEXTS, batch_tokens=20), one, atol=1e-6)
     assert one.dtype == np.float32
     assert encoder.encode_queries([]).shape == (0, 32)
     assert encoder.train().encode_queries(TEXTS).shape == (5, 32)
@@ -185,5 +185,5 @@ def test_without_a_normalize_module_the_named_similarity_counts(said, similarity
 
 
 def test_a_batch_of_no_texts_is_refused():
-    with pytest.raises(InputError, match="batch_size is 0, expected at least 1"):
-        words_encoder().encode_queries(TEXTS, batch_size=0)
+    with pytest.raises(InputError, match="batch_tokens is 0, expected at least 1"):
+        words_encoder().encode_queries(TEXTS, batch_tokens=0)

@@ -14,7 +14,8 @@ from word_encoder import WordEncoder
 
 from contaccum.errors import InputError
 from contaccum.files import read_json, sha256_of, write_json
-from contaccum.retrieval.encode import Texts, encode_in_memory, encode_texts, open_embeddings
+from contaccum.retrieval import encode as encode_module
+from contaccum.retrieval.encode import Texts, encode_in_memory, encode_texts, make_plan, open_embeddings
 from contaccum.retrieval.shards import ShardFolder
 
 ROWS = 25
@@ -233,8 +234,8 @@ class BrokenEncoder(WordEncoder):
         super().__init__()
         self.value = value
 
-    def encode_passages(self, texts, batch_size=64):
-        vectors = super().encode_passages(texts, batch_size)
+    def encode_passages(self, texts, batch_tokens=None):
+        vectors = super().encode_passages(texts, batch_tokens)
         vectors[7, 3] = self.value
         return vectors
 
@@ -244,6 +245,53 @@ def test_an_embedding_that_is_not_finite_is_refused_by_its_id(tmp_path, value, d
     with pytest.raises(InputError, match="'p7'"):
         encode_texts(BrokenEncoder(value), passages(), tmp_path / "e", dtype=dtype)
     assert not list(tmp_path.rglob("*.npy"))
+
+
+def test_an_error_of_the_last_shard_reaches_the_caller_too(tmp_path):
+    """Shards are written in a thread; the first ones of a run stay, since they are whole."""
+
+    class LateFault(WordEncoder):
+        def encode_passages(self, texts, batch_tokens=None):
+            vectors = super().encode_passages(texts, batch_tokens)
+            vectors[texts.index("text number 24") if "text number 24" in texts else [], 0] = np.nan
+            return vectors
+
+    with pytest.raises(InputError, match="'p24'"):
+        encode_texts(LateFault(), passages(), tmp_path / "e", shard_size=10)
+    assert sorted(path.name for path in (tmp_path / "e").glob("*.shard.json")) == [
+        "00000.shard.json",
+        "00001.shard.json",
+    ]
+
+
+def test_a_disk_that_cannot_be_written_stops_the_encoding(tmp_path):
+    encode_texts(WordEncoder(), passages(), tmp_path / "e", shard_size=5, rank=1, world=5)
+    (tmp_path / "e" / "00000.npy").mkdir()  # where the first shard should stand
+    encoder = WordEncoder()
+    with pytest.raises(InputError, match=r"00000\.npy: could not be written"):
+        encode_texts(encoder, passages(), tmp_path / "e", shard_size=5)
+    assert encoder.seen == 10  # the second shard was under way when the first one failed
+
+
+def test_a_plan_is_rate_time_and_bytes_by_hand():
+    plan = make_plan(rows=1_000_000, dim=384, dtype="float16", sampled=32, seconds=0.4)
+    assert (plan.rate, plan.seconds, plan.bytes) == (80, 12_500, 768_000_000)
+    assert str(plan) == "1,000,000 texts at 80 a second: about 3 h 28 min, 768 MB of vectors"
+
+
+@pytest.mark.parametrize(("least", "rows", "spoken"), [(0.0, 1600, True), (0.0, 1599, False), (1e9, 1600, False)])
+def test_a_long_job_announces_itself_once_on_stderr(tmp_path, capsys, monkeypatch, least, rows, spoken):
+    monkeypatch.setattr(encode_module, "LONG", least)
+    encoder = WordEncoder()
+    encode_texts(encoder, passages(rows), tmp_path / "e", dtype="float16")
+    out, err = capsys.readouterr()
+    said = [line for line in err.splitlines() if line.startswith("contaccum: ")]
+    assert out == ""
+    assert len(said) == spoken
+    assert all(line.startswith("contaccum: 1,600 texts at ") and line.endswith(", 0 MB of vectors") for line in said)
+    assert encoder.seen == rows + (33 if rows == 1600 else 0)
+    encode_texts(encoder, passages(rows), tmp_path / "e", dtype="float16")
+    assert capsys.readouterr().err.count("contaccum: ") == 0  # nothing is left to do
 
 
 def test_the_same_large_value_fits_float32(tmp_path):

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import types
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from contaccum.errors import InputError
 from contaccum.files import read_json, sha256_of, write_json
 from contaccum.retrieval import exact
 from contaccum.retrieval import index as index_module
-from contaccum.retrieval.index import Index
+from contaccum.retrieval.index import Index, Origin
 from contaccum.retrieval.search import search, search_index
 from contaccum.retrieval.shards import Shard
 
@@ -28,21 +29,21 @@ NAMES = [f"q{n}" for n in range(5)]
 
 @pytest.mark.parametrize("factory", ["Flat", "IVF8,Flat", "HNSW8"])
 def test_a_saved_index_answers_as_before(tmp_path, factory):
-    built = Index.build(shards(), factory, encoder="abc")
+    built = Index.build(shards(), Origin(factory, encoder="abc"))
     built.save(tmp_path / "index")
     loaded = Index.load(tmp_path / "index")
-    assert (loaded.factory, loaded.encoder, loaded.dimension, len(loaded)) == (factory, "abc", 16, 200)
+    assert (loaded.origin, loaded.dimension, len(loaded)) == (Origin(factory, encoder="abc"), 16, 200)
     assert search_index(NAMES, QUERIES, loaded, 10) == search_index(NAMES, QUERIES, built, 10)
 
 
 def test_a_flat_index_finds_what_streaming_finds():
-    indexed = search_index(NAMES, QUERIES, Index.build(shards(), "Flat"), 10)
+    indexed = search_index(NAMES, QUERIES, Index.build(shards()), 10)
     streamed = search(NAMES, QUERIES, shards(), 10)
     assert [[key for key, _ in hits] for hits in indexed.values()] == [[key for key, _ in h] for h in streamed.values()]
 
 
 def test_several_threads_build_a_graph_that_serves_as_well():
-    built = Index.build(shards(), "HNSW32", reproducible=False)
+    built = Index.build(shards(), Origin("HNSW32"), reproducible=False)
     found, right = search_index(NAMES, QUERIES, built, 10), search(NAMES, QUERIES, shards(), 10)
     shared = [len({key for key, _ in found[q]} & {key for key, _ in right[q]}) for q in NAMES]
     assert np.mean(shared) > 8
@@ -51,14 +52,14 @@ def test_several_threads_build_a_graph_that_serves_as_well():
 def test_the_number_of_threads_is_as_before_once_a_graph_is_built():
     faiss = index_module.load_faiss()
     before = faiss.omp_get_max_threads()
-    Index.build(shards(), "HNSW8")
+    Index.build(shards(), Origin("HNSW8"))
     assert faiss.omp_get_max_threads() == before
 
 
 @pytest.mark.parametrize("file", ["index.faiss", "ids.json"])
 @pytest.mark.parametrize("fault", ["flipped", "gone"])
 def test_a_damaged_index_is_refused_before_faiss_reads_it(tmp_path, file, fault, monkeypatch):
-    Index.build(shards(), "Flat").save(tmp_path / "index")
+    Index.build(shards()).save(tmp_path / "index")
     path = tmp_path / "index" / file
     data = path.read_bytes()
     path.unlink()
@@ -73,7 +74,7 @@ def test_a_manifest_that_is_missing_foreign_or_untrue_is_refused(tmp_path):
     folder = tmp_path / "index"
     with pytest.raises(InputError, match=r"manifest\.json"):
         Index.load(folder)
-    Index.build(shards(), "Flat").save(folder)
+    Index.build(shards()).save(folder)
     manifest = read_json(folder / "manifest.json")
     write_json(folder / "manifest.json", manifest | {"format": "contaccum-embeddings"})
     with pytest.raises(InputError, match="not the manifest of an index"):
@@ -88,7 +89,7 @@ def test_a_manifest_that_is_missing_foreign_or_untrue_is_refused(tmp_path):
 
 def test_a_file_that_is_no_index_is_refused_though_its_hash_is_right(tmp_path):
     folder = tmp_path / "index"
-    Index.build(shards(), "Flat").save(folder)
+    Index.build(shards()).save(folder)
     (folder / "index.faiss").write_bytes(b"IxF2" + b"\xff" * 60)
     manifest = read_json(folder / "manifest.json")
     manifest["sha256"]["index"] = sha256_of(folder / "index.faiss")
@@ -98,13 +99,13 @@ def test_a_file_that_is_no_index_is_refused_though_its_hash_is_right(tmp_path):
 
 
 def test_an_index_replaces_an_older_one_and_nothing_else(tmp_path):
-    Index.build(shards(), "Flat").save(tmp_path / "index")
-    Index.build(shards(90), "Flat").save(tmp_path / "index")
+    Index.build(shards()).save(tmp_path / "index")
+    Index.build(shards(90)).save(tmp_path / "index")
     assert len(Index.load(tmp_path / "index")) == 90
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").write_bytes(b"cat")
     with pytest.raises(InputError, match="already holds something else"):
-        Index.build(shards(), "Flat").save(tmp_path / "photos")
+        Index.build(shards()).save(tmp_path / "photos")
     assert (tmp_path / "photos" / "cat.jpg").read_bytes() == b"cat"
 
 
@@ -176,7 +177,7 @@ def gpu_calls(monkeypatch) -> list[bool]:
 
 
 def test_with_gpus_the_index_is_divided_over_them_once(gpu_calls):
-    built = Index.build(shards(), "Flat")
+    built = Index.build(shards())
     found = [built.search(QUERIES, 5)[1] for _ in range(2)]
     assert gpu_calls == [True]
     np.testing.assert_array_equal(found[0], found[1])
@@ -185,12 +186,12 @@ def test_with_gpus_the_index_is_divided_over_them_once(gpu_calls):
 
 
 def test_more_results_than_a_gpu_can_give_are_searched_on_the_cpu(gpu_calls):
-    Index.build(shards(), "Flat").search(QUERIES, index_module.GPU_LIMIT + 1)
+    Index.build(shards()).search(QUERIES, index_module.GPU_LIMIT + 1)
     assert gpu_calls == []
 
 
 def test_an_index_without_gpu_form_is_searched_on_the_cpu_with_a_warning(gpu_calls):
-    built = Index.build(shards(), "HNSW8")
+    built = Index.build(shards(), Origin("HNSW8"))
     with pytest.warns(UserWarning, match=r"index 'HNSW8' is searched on the CPU \(not implemented on GPU\)"):
         found = built.search(QUERIES, 5)
     np.testing.assert_array_equal(found[1], built.index.search(QUERIES, 5)[1])
@@ -222,3 +223,48 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 def test_exact_search_holds_a_few_shards_and_not_the_corpus(backend):
     done = subprocess.run([sys.executable, "-c", PEAK, backend], capture_output=True, text=True, check=True)
     assert float(done.stdout) < 90  # MB, of a corpus of 352
+
+
+KEPT = Origin("IVF8,Flat", 3, "encoder", "source")
+
+
+def test_a_kept_index_is_built_once_and_read_afterwards(tmp_path):
+    built = Index.kept(tmp_path / "index", KEPT, shards)
+    read = Index.kept(tmp_path / "index", KEPT, lambda: pytest.fail("the index was built again"))
+    assert search_index(NAMES, QUERIES, read, 10) == search_index(NAMES, QUERIES, built, 10)
+    assert read.origin == KEPT
+
+
+@pytest.mark.parametrize("change", [{"factory": "HNSW8"}, {"seed": 4}, {"encoder": "other"}, {"source": "other"}])
+def test_a_kept_index_of_another_origin_is_refused_before_its_file_is_read(tmp_path, change, monkeypatch):
+    Index.kept(tmp_path / "index", KEPT, shards)
+    monkeypatch.setattr(index_module, "load_faiss", lambda: pytest.fail("faiss was asked for"))
+    ((name, value),) = change.items()
+    with pytest.raises(InputError, match=rf"belongs to other vectors or settings \({name} .*expected {value!r}\)"):
+        Index.kept(tmp_path / "index", replace(KEPT, **change), shards)
+
+
+def test_a_folder_of_something_else_is_refused_before_the_index_is_built(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.jpg").write_bytes(b"cat")
+    (tmp_path / "vectors").mkdir()
+    write_json(tmp_path / "vectors" / "manifest.json", {"format": "contaccum-embeddings", "version": 1})
+    for name, words in (
+        ("file", "something else"),
+        ("photos", "something else"),
+        ("vectors", "not the manifest of an index"),
+    ):
+        with pytest.raises(InputError, match=words):
+            Index.kept(tmp_path / name, KEPT, lambda: pytest.fail("the index was built"))
+    with pytest.raises(InputError, match="something else"):
+        Index.build(shards()).save(tmp_path / "vectors")
+
+
+@pytest.mark.parametrize("origin", [None, {}, {**KEPT.__dict__, "seed": "3"}, {**KEPT.__dict__, "more": 1}])
+def test_a_manifest_whose_origin_is_not_ours_is_refused(tmp_path, origin):
+    Index.build(shards(), KEPT).save(tmp_path / "index")
+    manifest = read_json(tmp_path / "index" / "manifest.json")
+    write_json(tmp_path / "index" / "manifest.json", manifest | {"origin": origin})
+    with pytest.raises(InputError, match="expected the fields factory, seed, encoder, source"):
+        Index.load(tmp_path / "index")

@@ -1,5 +1,7 @@
 """Exact search against the obvious sort; approximate search against exact; ties, cuts and what is refused."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from datasets import Dataset
@@ -250,3 +252,49 @@ def test_a_passage_that_the_corpus_lacks_is_named():
     assert rows_of(CORPUS, {"d", "b"}) == {"d": 3, "b": 1}
     with pytest.raises(InputError, match="passage 'zz'"):
         rows_of(CORPUS, {"d", "zz"})
+
+
+def test_a_kept_index_spares_the_corpus_and_knows_its_texts(tmp_path):
+    encoder, chosen = WordEncoder(), SearchSettings(factory="HNSW8", index_dir=str(tmp_path / "i"))
+    first = retrieve(encoder, {"x": "rings"}, CORPUS, 2, chosen)
+    assert encoder.seen == 5
+    assert retrieve(encoder, {"x": "rings"}, CORPUS, 2, chosen) == first
+    assert encoder.seen == 6
+    with pytest.raises(InputError, match=r"belongs to other vectors or settings \(source "):
+        retrieve(encoder, {"x": "rings"}, CORPUS.select(range(3)), 2, chosen)
+    with pytest.raises(InputError, match=r"belongs to other vectors or settings \(encoder "):
+        retrieve(WordEncoder(name="other"), {"x": "rings"}, CORPUS, 2, chosen)
+
+
+def test_search_params_reach_a_kept_index_and_do_not_stay_in_it(tmp_path):
+    corpus = Dataset.from_dict(
+        {"id": names(200), "title": [""] * 200, "text": [f"word{n} of {n % 9}" for n in range(200)]}
+    )
+    chosen = SearchSettings(factory="IVF16,Flat", index_dir=str(tmp_path / "i"))
+    few, all_lists, again = (
+        retrieve(WordEncoder(), {"x": "word7"}, corpus, 150, replace(chosen, search_params=params))["x"]
+        for params in ("nprobe=1", "nprobe=16", "")
+    )
+    assert len(few) < len(all_lists) == 150
+    assert again == few  # faiss looks into one list where nothing is said
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"factory": "Flat"}, "no effect on the exact index"),
+        ({"backend": "torch"}, "backend torch has only the exact index"),
+    ],
+)
+def test_an_index_folder_that_cannot_serve_is_refused(tmp_path, change, words):
+    chosen = replace(SearchSettings(factory="HNSW8", index_dir=str(tmp_path / "i")), **change)
+    with pytest.raises(InputError, match=words):
+        retrieve(WordEncoder(), {"x": "rings"}, CORPUS, 2, chosen)
+    assert not (tmp_path / "i").exists()
+
+
+def test_torch_reads_mapped_shards_without_a_warning(tmp_path, recwarn):
+    encode_texts(WordEncoder(), Texts.of_corpus(CORPUS), tmp_path / "e", shard_size=3)
+    run = search(["q"], WordEncoder().encode_queries(["rings"]), ShardFolder(tmp_path / "e"), 1, backend="torch")
+    assert run["q"][0][0] == "d"
+    assert not recwarn.list

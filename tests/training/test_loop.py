@@ -57,7 +57,10 @@ def test_every_method_trains_logs_and_learns(method, data, tmp_path):
         method != "passage_bank"
     ):  # of so small a set its one-sided bank learns nothing: what the second bank is there for
         assert log[-1]["loss"] < 0.9 * log[2]["loss"]
-    assert {path.name for path in run.iterdir()} == {"config.yaml", "log.jsonl", "checkpoints", "model"}
+    assert {path.name for path in run.iterdir()} == {
+        "config.yaml", "environment.json", "log.jsonl", "checkpoints", "model",
+    }  # fmt: skip
+    assert read_json(run / "environment.json")["torch"] == torch.__version__
     assert DualEncoder.load(model).encode_queries(["red fox"]).shape == (1, 32)
 
 

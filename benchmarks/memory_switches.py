@@ -1,0 +1,152 @@
+"""What each switch for speed and memory gives: peak memory and time of a step, a fresh process for each row.
+
+On CUDA the peak is PyTorch's allocated memory; on a CPU it is the whole process's resident memory, of which what stood
+before the first step (libraries, weights, data) is shown apart. Texts are made of random words of the encoder's vocabulary
+with lengths from a half to the whole limit, the same in every row.
+
+usage: python benchmarks/memory_switches.py --model ENCODER [--device auto|cpu] [--length 128] [--steps 2] [--json OUT]
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PAIRS = 16
+ROWS: dict[str, dict[str, object]] = {
+    "plain (B = 8, fp32)": {},
+    "B = 4": {"batch.micro_batch_size": 4},
+    "B = 16": {"batch.micro_batch_size": 16},
+    "gradient checkpointing": {"model.gradient_checkpointing": True},
+    "bf16": {"run.precision": "bf16"},
+    "unpadded": {"model.unpad": True},
+    "unpadded, bf16": {"model.unpad": True, "run.precision": "bf16"},
+    "8-bit AdamW": {"optim.name": "adamw_8bit"},
+    "plain AdamW, not fused": {"optim.fused": False},
+    "TF32": {"run.tf32": True},
+    "compiled": {"run.compile": "default"},
+    "CUDA graphs": {"run.compile": "cuda_graphs"},
+    "flash_attention_2, bf16": {"model.attention": "flash_attention_2", "run.precision": "bf16"},
+}
+
+
+def make_batches(encoder, length: int, micro: int) -> list:
+    """One step of PAIRS pairs, the texts of which do not depend on the size of a micro-batch."""
+    import torch
+
+    from contaccum.batch import MicroBatch, RowIds, Tokens
+
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = encoder.query_tower.backbone.config.vocab_size
+
+    def texts(limit: int) -> tuple:
+        ids = torch.randint(5, vocabulary, (PAIRS, limit), generator=generator)
+        lengths = torch.randint(limit // 2, limit + 1, (PAIRS, 1), generator=generator)
+        return ids, (torch.arange(limit) < lengths).long()
+
+    queries, passages = texts(32), texts(length)
+    batches = []
+    for start in range(0, PAIRS, micro):
+        rows = slice(start, start + micro)
+        own = torch.arange(start, start + micro).unsqueeze(1)
+        tokens = [Tokens(ids[rows], mask[rows, : int(mask[rows].sum(1).max())]) for ids, mask in (queries, passages)]
+        tokens = [Tokens(part.input_ids[:, : part.attention_mask.shape[1]], part.attention_mask) for part in tokens]
+        batches.append(MicroBatch(*tokens, RowIds(own, own), [str(i) for i in range(start, start + micro)]))
+    return batches
+
+
+def run_row(model: str, device: str, length: int, steps: int, changes: dict[str, object]) -> dict[str, object]:
+    """One row's figures, in this process."""
+    import torch
+
+    from contaccum.config import TrainConfig
+    from contaccum.encoder import DualEncoder
+    from contaccum.engine import Engine
+
+    config = TrainConfig(method="cont_accum", output_dir="-")
+    config.data.train, config.batch.global_batch_size, config.bank.size = "-", PAIRS, 256
+    for name, value in changes.items():
+        group, field = name.split(".")
+        setattr(getattr(config, group), field, value)
+    config.validate()
+    if config.run.compile == "default" and not torch.cuda.is_available():
+        raise ValueError("compiling takes minutes on a CPU and gains nothing there (docs/log.md)")
+    engine = Engine(device=device, precision=config.run.precision, tf32=config.run.tf32)
+    try:
+        if config.run.tf32 and engine.device.type != "cuda":
+            raise ValueError("needs CUDA")
+        encoder = DualEncoder.load(model, tie_towers=False, max_query_length=32, max_passage_length=length)
+        return take_steps(config, engine, encoder.to(engine.device).train(), steps)
+    finally:
+        engine.close()
+
+
+def take_steps(config, engine, encoder, steps: int) -> dict[str, object]:
+    """Train for some steps; memory and time of one."""
+    import torch
+
+    from contaccum.methods import METHODS
+    from contaccum.training import setup
+    from contaccum.training.optimizer import make_optimizer
+
+    setup.apply_switches(encoder, config)
+    engine.prepare(encoder, make_optimizer(encoder, config.optim))
+    loss = setup.build_loss(config)
+    bank = setup.build_bank(config, engine, encoder, loss)
+    batches = make_batches(encoder, encoder.settings.max_passage_length, config.batch.micro_batch_size)
+    start, seconds = engine.peak_memory(), []
+    for step in range(steps + 1):  # the first one warms up: kernels, optimizer state
+        engine.step, began = step, time.perf_counter()
+        METHODS[config.method](engine, batches, bank, loss)
+        engine.update()
+        bank.end_step()
+        if engine.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return {
+        "start_mib": start / 2**20,
+        "peak_mib": engine.peak_memory() / 2**20,
+        "step_s": statistics.median(seconds[1:]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="encoder folder or hub name")
+    parser.add_argument("--device", choices=["auto", "cpu"], default="auto")
+    parser.add_argument("--length", type=int, default=128, help="longest passage, in tokens")
+    parser.add_argument("--steps", type=int, default=2, help="steps timed, after one that warms up")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--row", choices=list(ROWS), help="measure this row in this process and print it as JSON")
+    options = parser.parse_args()
+    if options.row:
+        try:
+            found = run_row(options.model, options.device, options.length, options.steps, ROWS[options.row])
+        except ValueError as error:  # InputError is one
+            found = {"skipped": str(error)}
+        print(json.dumps(found))
+        return
+    rows = []
+    print("| switch | peak, MiB | above the start, MiB | s/step |\n|---|---|---|---|")
+    for name in ROWS:
+        call = [sys.executable, __file__, *sys.argv[1:], "--row", name]
+        done = subprocess.run(call, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{name}: {done.stderr}")
+        row = {"switch": name, **json.loads(done.stdout.splitlines()[-1])}
+        rows.append(row)
+        if "skipped" in row:
+            print(f"| {name} | skipped: {row['skipped']} | | |")
+        else:
+            above = row["peak_mib"] - row["start_mib"]
+            print(f"| {name} | {row['peak_mib']:.0f} | {above:.0f} | {row['step_s']:.3f} |", flush=True)
+    if options.json:
+        about = {"model": options.model, "pairs": PAIRS, "length": options.length, "steps": options.steps}
+        options.json.write_text(json.dumps({**about, "rows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

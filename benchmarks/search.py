@@ -1,0 +1,173 @@
+"""Exact search against raw faiss and BEIR's two searchers: time, peak memory, and whether the results are the same.
+
+    python benchmarks/search.py [--rows N] [--json OUT] [--quick]
+
+Made unit vectors, written once as contaccum's shards; every way searches the same. contaccum streams the shards from their
+files, the others hold all vectors. Only the search is timed: indexes are built and vectors loaded before. BEIR's searchers get
+vectors that are computed already. Peak memory is that of a fresh process which loads and searches, beyond what it held before.
+"""
+
+import json
+import logging
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import faiss
+import numpy as np
+import torch
+from beir.retrieval.search.dense import DenseRetrievalExactSearch, FlatIPFaissSearch
+from common import interleaved, make_parser, publish, ratio, summary, table
+from fresh import add_worker, in_fresh_process
+
+from contaccum.engine import peak_resident
+from contaccum.retrieval.search import search
+from contaccum.retrieval.shards import Job, Shard, ShardFolder, write_manifest, write_shard
+
+QUERIES = 10**9  # number of the first query
+OURS, RAW, EXACT, FLAT = "contaccum", "faiss IndexFlatIP", "BEIR exact", "BEIR faiss"
+
+
+def made(start: int, stop: int, dim: int) -> np.ndarray:
+    """Unit vectors of the rows from start to stop; the same rows are the same vectors."""
+    vectors = np.random.default_rng([start, stop]).standard_normal((stop - start, dim), dtype=np.float32)
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+def write_shards(folder: Path, rows: int, dim: int, shard: int) -> None:
+    job = Job("passage", "made", "made", rows, shard, "float32")
+    for number in range(job.count):
+        start, stop = job.span(number)
+        write_shard(folder, number, job, Shard([f"{row:09d}" for row in range(start, stop)], made(start, stop, dim)))
+    write_manifest(folder, job)
+
+
+class Precomputed:
+    """What BEIR asks of a model; its corpus comes in order, since all its texts are of one length."""
+
+    def __init__(self, queries: np.ndarray, vectors: np.ndarray) -> None:
+        self.queries, self.vectors = queries, vectors
+
+    def encode_queries(self, queries: list[str], convert_to_tensor: bool = False, **_: object) -> object:
+        return torch.from_numpy(self.queries) if convert_to_tensor else self.queries
+
+    def encode_corpus(self, corpus: list[dict], convert_to_tensor: bool = False, **_: object) -> object:
+        start = int(corpus[0]["text"])
+        vectors = self.vectors[start : start + len(corpus)]
+        return torch.from_numpy(vectors) if convert_to_tensor else vectors
+
+
+class FlatSearch(FlatIPFaissSearch):
+    """BEIR 2.2's own class lacks two methods that its base demands, neither of which a search needs; so it cannot be made."""
+
+    encode = search_from_files = None
+
+
+def prepare(kind: str, folder: Path, queries: np.ndarray, k: int) -> Callable[[], dict[str, dict[str, float]]]:
+    """Load or build what a way of searching needs; returns the search: query to passage to score."""
+    names = [f"q{number}" for number in range(len(queries))]
+    shards = ShardFolder(folder)
+    if kind == OURS:
+        return lambda: {name: dict(hits) for name, hits in search(names, queries, shards, k, backend="faiss").items()}
+    ids = [passage for shard in shards for passage in shard.ids]
+    if kind == RAW:
+        index = faiss.IndexFlatIP(shards.dimension)
+        for shard in shards:
+            index.add(np.ascontiguousarray(shard.vectors))
+
+        def raw() -> dict[str, dict[str, float]]:
+            scores, rows = index.search(queries, k)
+            return {
+                name: {ids[row]: float(score) for row, score in zip(found, values, strict=True)}
+                for name, found, values in zip(names, rows, scores, strict=True)
+            }
+
+        return raw
+    vectors = np.empty((shards.job.rows, shards.dimension), dtype=np.float32)
+    for number, shard in enumerate(shards):
+        vectors[slice(*shards.job.span(number))] = shard.vectors
+    corpus = {passage: {"title": "", "text": passage} for passage in ids}
+    asked = dict.fromkeys(names, "")
+    model = Precomputed(queries, vectors)
+    searcher = DenseRetrievalExactSearch(model, show_progress_bar=False) if kind == EXACT else FlatSearch(model)
+    if kind == FLAT:
+        searcher.index(corpus, "dot")
+    return lambda: searcher.search(corpus, asked, k, "dot")
+
+
+def peak(request: dict) -> None:
+    queries = made(QUERIES, QUERIES + request["queries"], request["dim"])
+    before = peak_resident()
+    prepare(request["kind"], Path(request["folder"]), queries, request["k"])()
+    print(json.dumps({"bytes": peak_resident() - before}))
+
+
+def agreement(found: dict[str, dict[str, float]], right: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Share of the right passages that were found, and the largest difference of their scores."""
+    shared = [found[query].keys() & hits.keys() for query, hits in right.items()]
+    wide = max(abs(found[query][p] - right[query][p]) for query, both in zip(right, shared, strict=True) for p in both)
+    return {"share": sum(map(len, shared)) / sum(map(len, right.values())), "difference": wide}
+
+
+def main() -> None:
+    parser = make_parser(__doc__, model=False)
+    add_worker(parser)
+    parser.add_argument("--rows", type=int, default=1_000_000, help="vectors in the corpus")
+    parser.add_argument("--dim", type=int, default=384, help="width of the vectors")
+    parser.add_argument("--queries", type=int, default=1000)
+    parser.add_argument("--k", type=int, default=100, help="passages for each query")
+    parser.add_argument("--shard_size", type=int, default=50_000, help="vectors in a shard")
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    logging.disable(logging.INFO)
+    if args.worker:
+        peak(json.loads(args.worker))
+        return
+    if args.quick:
+        args.rows, args.queries, args.shard_size, args.repeats = 5000, 20, 1000, 2
+    queries = made(QUERIES, QUERIES + args.queries, args.dim)
+    kinds = [RAW, OURS, EXACT, FLAT]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "shards"
+        write_shards(folder, args.rows, args.dim, args.shard_size)
+        # fresh processes search for few queries: what is measured is the corpus, not the results
+        few = {"folder": str(folder), "queries": 20, "dim": args.dim, "k": args.k}
+        memory = {kind: in_fresh_process({**few, "kind": kind})["bytes"] for kind in kinds}
+        ways = {kind: prepare(kind, folder, queries, args.k) for kind in kinds}
+        right = ways[RAW]()
+        found = {kind: agreement(ways[kind](), right) for kind in kinds}
+        seconds = interleaved(ways, args.repeats, warmup=0)
+    shares = {kind: ratio(seconds, OURS, kind) for kind in kinds if kind != OURS}
+    rows = [
+        [
+            kind,
+            "{median:.2f} ({min:.2f} to {max:.2f})".format(**summary(seconds[kind])),
+            "{median:.2f} ({min:.2f} to {max:.2f})".format(**shares[kind]) if kind in shares else "1",
+            f"{memory[kind] / 2**20:.0f}",
+            f"{found[kind]['share']:.5f}",
+            f"{found[kind]['difference']:.1e}",
+        ]
+        for kind in kinds
+    ]
+    bound = (args.rows + args.shard_size) * args.dim * 4
+    intro = (
+        f"{args.queries:,} queries, the best {args.k} of {args.rows:,} x {args.dim} made vectors, shards of {args.shard_size:,}, "
+        f"{args.repeats} rounds, interleaved; median (smallest to largest)."
+    )
+    last = (
+        f"Targets for contaccum: at most 1.10 of raw faiss's time, and {bound / 2**20:.0f} MiB (index and one shard)."
+    )
+    heads = [
+        "searcher",
+        "seconds",
+        "contaccum ÷ it",
+        "peak memory, MiB",
+        "found of faiss's",
+        "largest difference of scores",
+    ]
+    figures = {"seconds": seconds, "ratios": shares, "bytes": memory, "bound": bound, "agreement": found}
+    publish(args, "Exact search", [intro, table(heads, rows), last], figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""The tests against scipy's own, an enumeration by hand, published steps, and data without any difference."""
+
+import itertools
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from contaccum.errors import InputError
+from contaccum.evaluation.significance import compare, holm, over_both, permutation_test, t_test
+
+
+def by_hand(differences) -> float:
+    """All sign flips, one by one."""
+    flips = [
+        abs(sum(s * d for s, d in zip(signs, differences, strict=True)))
+        for signs in itertools.product((1, -1), repeat=len(differences))
+    ]
+    return sum(flip >= abs(sum(differences)) - 1e-12 for flip in flips) / len(flips)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 9, 12])
+def test_few_queries_are_permuted_exactly(size):
+    differences = np.random.default_rng(size).normal(0.3, 1, size).round(1)
+    assert permutation_test(differences) == pytest.approx(by_hand(differences))
+    assert permutation_test(differences, seed=1) == permutation_test(differences)
+
+
+def test_many_queries_are_drawn_as_scipy_draws_them():
+    one, two = np.random.default_rng(0).normal([[0.1], [0.0]], 1, (2, 200))
+    ours = permutation_test(one - two)
+    peer = stats.permutation_test(
+        (one, two), lambda a, b, axis: (a - b).mean(axis), permutation_type="samples", n_resamples=9_999, rng=5
+    )
+    assert ours == pytest.approx(peer.pvalue, abs=0.03)
+    assert permutation_test(one - two, seed=0) == ours != permutation_test(one - two, seed=1)
+
+
+def test_t_is_scipys_paired_t():
+    one, two = np.random.default_rng(0).normal([[0.2], [0.0]], 1, (2, 30))
+    peer = stats.ttest_rel(one, two)
+    assert t_test(one - two) == pytest.approx((peer.statistic, peer.pvalue))
+
+
+def test_no_difference_at_all_is_no_evidence():
+    assert permutation_test([0.0] * 20) == 1
+    assert t_test([0.0] * 20) == (0, 1)
+    assert over_both(np.zeros((3, 20))) == 1
+    assert t_test([0.5])[1] == 1
+
+
+def test_holm_by_hand():
+    """Sorted 0.01, 0.02, 0.03, 0.04 times 4, 3, 2, 1 is 0.04, 0.06, 0.06, 0.04: each at least the one before."""
+    assert holm([0.04, 0.01, 0.03, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
+    assert holm([0.5, 0.6]) == [1, 1]
+    assert holm([0.2]) == [0.2]
+    assert holm([]) == []
+
+
+def test_min_f_by_hand():
+    """Means over seeds 1, 3, 2, 2 (t^2 = 24 on 3) and over queries 1.5, 2.5 (t^2 = 16 on 1): min F' = 9.6 on 1 and 2.7..."""
+    differences = np.array([[0.5, 2.5, 1.5, 1.5], [1.5, 3.5, 2.5, 2.5]])
+    first, second = 24.0, 16.0
+    freedom = (first + second) ** 2 / (first**2 / 1 + second**2 / 3)
+    assert over_both(differences) == pytest.approx(stats.f.sf(9.6, 1, freedom))
+    assert over_both(differences) > t_test(differences.mean(0))[1]
+
+
+def system(rng, mean: float, seeds: int, queries: int = 60, spread: float = 0.0) -> dict:
+    hard = np.random.default_rng(7).normal(0, 1, queries)  # what a query brings to every system
+    return {
+        seed: {
+            f"q{i}": {"ndcg@10": float(value)}
+            for i, value in enumerate(hard + mean + rng.normal(0, spread) + rng.normal(0, 0.3, queries))
+        }
+        for seed in range(seeds)
+    }
+
+
+def test_false_alarms_are_as_rare_as_the_level_says():
+    """Negative control: systems of equal worth, 200 pairs of them. Where seeds differ in luck, that luck passes for a
+    difference in the tests over queries, not in the test over both."""
+    rng = np.random.default_rng(1)
+    equal = rng.normal(0, 1, (200, 3, 60))
+    assert np.mean([t_test(values.mean(0))[1] < 0.05 for values in equal]) < 0.1
+    lucky = equal + rng.normal(0, 0.3, (200, 3, 1))
+    assert np.mean([t_test(values.mean(0))[1] < 0.05 for values in lucky]) > 0.3
+    assert np.mean([over_both(values) < 0.05 for values in lucky]) < 0.1
+    few = equal[:40, 0, :10]
+    assert np.mean([permutation_test(values) < 0.05 for values in few]) < 0.2
+
+
+def test_a_real_difference_is_found_and_measured():
+    rng = np.random.default_rng(2)
+    found = compare(system(rng, 0.5, 3), system(rng, 0, 3), "ndcg@10")
+    assert found.low < 0.5 < found.high
+    assert found.low < found.difference < found.high
+    assert max(found.p_permutation, found.p_t, found.p_both) < 0.01
+    assert found.effect == pytest.approx(0.5 / (0.3 * (2 / 3) ** 0.5), rel=0.3)
+    assert found.wins + found.losses == found.queries == 60
+    back = compare(system(rng, 0, 3), system(rng, 0.5, 3), "ndcg@10")
+    assert back.difference < 0
+
+
+def test_a_system_without_seeds_stands_against_each_seed():
+    rng = np.random.default_rng(3)
+    assert compare(system(rng, 0.5, 4), system(rng, 0, 1), "ndcg@10").p_both < 0.05
+    assert compare(system(rng, 0, 1), system(rng, 0, 1), "ndcg@10").p_both is None
+
+
+def test_other_queries_and_unknown_measures_are_refused():
+    rng = np.random.default_rng(4)
+    one, two = system(rng, 0, 1), system(rng, 0, 1)
+    del two[0]["q5"]
+    with pytest.raises(InputError, match=r"60 and 59 queries, 'q5' in one alone"):
+        compare(one, two, "ndcg@10")
+    with pytest.raises(InputError, match="no values 'top20', expected one of ndcg@10"):
+        compare(one, one, "top20")

@@ -1,0 +1,71 @@
+"""The benchmark scripts run, say why they leave a row out, and measure what they say."""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from contaccum.encoder import DualEncoder, EncoderSettings
+from contaccum.tiny_bert import tiny_tower
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+def script(name: str):
+    """A benchmark as a module."""
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def model(tmp_path):
+    tower = tiny_tower(["the red fox"] * 3, "mean", layers=1, width=64, vocabulary=200, max_length=40, seed=0)
+    DualEncoder(tower, tower, EncoderSettings(max_query_length=32, max_passage_length=40)).save(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def test_each_memory_switch_runs_or_says_why_not(model):
+    switches = script("memory_switches")
+    ran, refused = [], {}
+    for name, changes in switches.ROWS.items():
+        try:
+            row = switches.run_row(model, "cpu", 40, 1, changes)
+        except ValueError as error:
+            refused[name] = str(error)
+        else:
+            assert 0 < row["start_mib"] <= row["peak_mib"]
+            assert row["step_s"] > 0
+            ran.append(name)
+    assert all(re.search("CUDA|CPU|flash-attn", reason) for reason in refused.values()), refused
+    assert {"plain (B = 8, fp32)", "gradient checkpointing", "bf16", "unpadded", "8-bit AdamW"} <= set(ran)
+
+
+def test_every_size_of_micro_batch_has_the_same_texts(model):
+    switches = script("memory_switches")
+    encoder = DualEncoder.load(model)
+    tokens = []
+    for micro in (4, 16):
+        batches = switches.make_batches(encoder, 40, micro)
+        assert [len(batch.query_ids) for batch in batches] == [micro] * (switches.PAIRS // micro)
+        tokens.append(
+            [
+                ids[mask.bool()]
+                for b in batches
+                for ids, mask in zip(b.passages.input_ids, b.passages.attention_mask, strict=True)
+            ]
+        )
+    assert all((one == other).all() for one, other in zip(*tokens, strict=True))
+
+
+def test_start_up_is_measured(tmp_path):
+    call = [sys.executable, str(BENCHMARKS / "startup.py"), "--repeat", "1", "--json", str(tmp_path / "out.json")]
+    subprocess.run(call, check=True, capture_output=True)
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [row["call"] for row in rows] == list(script("startup").CALLS)
+    assert all(row["cpu_s"] > 0 and row["wall_s"] > 0 for row in rows)

@@ -1,0 +1,106 @@
+"""AdamW's forms against the plain one and against the formula, and their state through checkpoints."""
+
+import copy
+import importlib.util
+import shutil
+
+import pytest
+import torch
+from helpers import micro_batches, tiny_encoder, train_config, weights, write_beir
+
+from contaccum.config import OptimConfig
+from contaccum.errors import InputError
+from contaccum.training.checkpoint import newest_checkpoint
+from contaccum.training.loop import train
+from contaccum.training.optimizer import make_optimizer, trained_parameters
+
+STEPS = 5
+
+
+def trained(start, **settings) -> list[torch.Tensor]:
+    """The weights after some steps on the same gradients."""
+    encoder = copy.deepcopy(start).train()
+    optimizer = make_optimizer(encoder, OptimConfig(learning_rate=1e-3, weight_decay=0.1, **settings))
+    for batch in micro_batches(STEPS, 4):
+        queries, passages = encoder(batch)
+        (queries * passages[:, 0]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach() for parameter in trained_parameters(encoder).values()]
+
+
+def by_hand(start) -> list[torch.Tensor]:
+    """Loshchilov and Hutter 2019 (arXiv 1711.05101), algorithm 2, parameter by parameter."""
+    encoder = copy.deepcopy(start).train()
+    parameters = list(trained_parameters(encoder).values())
+    moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in parameters]
+    for t, batch in enumerate(micro_batches(STEPS, 4), start=1):
+        queries, passages = encoder(batch)
+        gradients = torch.autograd.grad((queries * passages[:, 0]).sum(), parameters)
+        for parameter, gradient, (first, second) in zip(parameters, gradients, moments, strict=True):
+            first.copy_(0.9 * first + 0.1 * gradient)
+            second.copy_(0.999 * second + 0.001 * gradient**2)
+            step = first / (1 - 0.9**t) / ((second / (1 - 0.999**t)).sqrt() + 1e-8)
+            decay = 0.1 if parameter.ndim > 1 else 0.0
+            parameter.data.copy_(parameter * (1 - 1e-3 * decay) - 1e-3 * step)
+    return [parameter.detach() for parameter in parameters]
+
+
+def distance(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
+    """Sum of all differences."""
+    return float(sum((a - b).abs().sum() for a, b in zip(one, other, strict=True)))
+
+
+def test_fused_plain_and_the_formula_agree():
+    start = tiny_encoder()
+    origin = [parameter.detach() for parameter in trained_parameters(start).values()]
+    plain, fused = trained(start, fused=False), trained(start)
+    moved = distance(plain, origin)
+    assert distance(fused, plain) < 1e-4 * moved
+    assert distance(by_hand(start), plain) < 1e-3 * moved
+    assert distance(trained(start, adam_beta1=0.8), plain) > 0.01 * moved
+
+
+def test_eight_bit_moments_stay_close_to_full_ones():
+    start = tiny_encoder()
+    origin = [parameter.detach() for parameter in trained_parameters(start).values()]
+    plain, eight = trained(start), trained(start, name="adamw_8bit")
+    moved = distance(plain, origin)
+    assert 0 < distance(eight, plain) < 0.1 * moved
+
+
+def eight_bit(data, run, **changes):
+    # wide enough for weights of more than 4096 numbers, below which moments stay in 32 bits
+    return train_config(data, run, **{"optim.name": "adamw_8bit", "model.tiny_width": 64, **changes})
+
+
+def test_an_eight_bit_run_resumes_to_the_byte(tmp_path):
+    data, whole, broken = write_beir(tmp_path / "data"), tmp_path / "whole", tmp_path / "broken"
+    train(eight_bit(data, whole))
+    state = newest_checkpoint(whole).folder / "optimizer.safetensors"
+    assert b'"U8"' in state.read_bytes()
+    shutil.copytree(whole, broken)
+    shutil.rmtree(broken / "model")
+    for step in (4, 6):
+        shutil.rmtree(broken / "checkpoints" / f"step-{step:08d}")
+    train(eight_bit(data, broken, resume=True))
+    assert weights(broken) == weights(whole)
+    assert (newest_checkpoint(broken).folder / "optimizer.safetensors").read_bytes() == state.read_bytes()
+    train(train_config(data, tmp_path / "plain", **{"model.tiny_width": 64}))
+    assert weights(tmp_path / "plain") != weights(whole)
+    plain = newest_checkpoint(tmp_path / "plain").folder / "optimizer.safetensors"
+    assert state.stat().st_size < 0.5 * plain.stat().st_size
+
+
+def test_a_run_does_not_resume_with_another_optimizer(tmp_path):
+    data, run = write_beir(tmp_path / "data"), tmp_path / "run"
+    train(train_config(data, run, **{"optim.max_steps": 2}))
+    with pytest.raises(InputError, match=r"optim\.name was adamw and is adamw_8bit"):
+        train(train_config(data, run, resume=True, **{"optim.max_steps": 2, "optim.name": "adamw_8bit"}))
+
+
+def test_without_its_package_eight_bits_are_refused(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find(name))
+    with pytest.raises(InputError, match=r"pip install 'contaccum\[bitsandbytes\]'"):
+        make_optimizer(tiny_encoder(), OptimConfig(name="adamw_8bit"))
