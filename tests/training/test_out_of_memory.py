@@ -166,7 +166,7 @@ BY_TOKENS = {"batch.micro_batch_tokens": 400, "batch.micro_batch_size": 8, "mode
 def test_drift_is_measured_on_the_micro_batches_that_each_step_had(cut, data, tmp_path, monkeypatch):
     """Of several sizes, before and behind a change; weights that stay have a cosine of 1, dropout replayed."""
     changes = {**CHANGES, **cut, "model.dropout": 0.3, "optim.learning_rate": 0.0, "run.drift_steps": 1}
-    spoil(monkeypatch, "forward", 2 * 4 + 2)
+    spoil(monkeypatch, "backward", 7)
     train(train_config(data, tmp_path / "run", "cont_accum", **changes))
     counts = [line["micro_batches"] for line in read_log(tmp_path / "run")]
     assert counts[0] < counts[-1]
