@@ -110,7 +110,7 @@ class Engine(Processes):
             for parameter in self.parameters:
                 parameter.grad = torch.zeros_like(parameter)
         self.optimizer = self.accelerator.prepare_optimizer(optimizer)
-        self.ahead = 1 if self.device.type == "cpu" else first_pass_width(encoder)
+        self.ahead = 1 if self.device.type == "cpu" or encoder.graphs else first_pass_width(encoder)
 
     def limit_memory(self, budget: int) -> None:
         """Let torch allocate at most ``budget`` bytes on the GPU; what CUDA itself takes comes on top. No effect on a CPU."""

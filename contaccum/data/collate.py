@@ -66,12 +66,6 @@ class BatchSource:
         if micro_batch_tokens is not None:
             self.smallest = self._longest_pair(1 + sampler.hard_negatives)
 
-    def twin(self) -> "BatchSource":
-        """The same batches for another thread: a sampler keeps the order of the epoch that it was last asked for."""
-        other = copy.copy(self)
-        other._sampler = copy.copy(self._sampler)
-        return other
-
     def _longest_pair(self, per_query: int) -> int:
         query, passage = self._query_tokens.longest(), self._passage_tokens.longest()
         needed = query + per_query * passage
@@ -83,15 +77,29 @@ class BatchSource:
             )
         return needed
 
+    def twin(self) -> "BatchSource":
+        """The same batches for another thread: a sampler keeps the order of the epoch that it was last asked for."""
+        other = copy.copy(self)
+        other._sampler = copy.copy(self._sampler)
+        return other
+
     def step(self, step: int, size: int | None = None) -> list[MicroBatch]:
         """The micro-batches of optimizer step ``step``, in their order; of ``size`` where that is given."""
-        rows, size = self._sampler(step), size or self.size
+        rows = self._sampler(step)
+        return [self._micro_batch(rows, everyone) for everyone in self._cut(rows, size or self.size)]
+
+    def rows_of(self, step: int, size: int | None = None) -> list[int]:
+        """How many rows, those of all processes, each of the step's micro-batches has."""
+        size = size or self.size
         if self._by_tokens:
-            lengths = self._query_tokens.lengths(rows.queries), self._passage_tokens.lengths(rows.passages)
-            cut = cut_by_tokens(*lengths, size, self._world)
-        else:
-            cut = cut_by_pairs(len(rows.queries), size, self._world)
-        return [self._micro_batch(rows, everyone) for everyone in cut]
+            return [len(everyone) for everyone in self._cut(self._sampler(step), size)]
+        return [size * self._world] * (self._sampler.size // (size * self._world))
+
+    def _cut(self, rows: StepRows, size: int) -> list[np.ndarray]:
+        if not self._by_tokens:
+            return cut_by_pairs(len(rows.queries), size, self._world)
+        lengths = self._query_tokens.lengths(rows.queries), self._passage_tokens.lengths(rows.passages)
+        return cut_by_tokens(*lengths, size, self._world)
 
     def _micro_batch(self, rows: StepRows, everyone: np.ndarray) -> MicroBatch:
         own = np.split(everyone, self._world)[self._rank]

@@ -119,7 +119,7 @@ class StepSampler:
     def __init__(self, train_set: TrainSet, seed: int, global_batch_size: int, hard_negatives: int) -> None:
         self._positives, self._negatives = train_set.positives, train_set.negatives
         self._passages = len(train_set.passages)
-        self._seed, self._size, self.hard_negatives = seed, global_batch_size, hard_negatives
+        self._seed, self.size, self.hard_negatives = seed, global_batch_size, hard_negatives
         self._epoch = -1
         self._order = np.empty(0, dtype=np.int64)
         short = int(np.count_nonzero(self._negatives.lengths < hard_negatives))
@@ -143,7 +143,7 @@ class StepSampler:
 
     def __call__(self, step: int) -> StepRows:
         """The rows of optimizer step ``step``, counted from 0."""
-        queries = self._stream(step * self._size, self._size)
+        queries = self._stream(step * self.size, self.size)
         known = [self._positives.row(query) for query in queries]
         draw = self._random(_POSITIVES, step).random(len(queries))
         chosen = [rows[int(share * len(rows))] for rows, share in zip(known, draw, strict=True)]

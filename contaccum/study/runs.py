@@ -73,6 +73,12 @@ class Run:
         """Most bytes held in the run: allocated on a GPU, resident on a CPU."""
         return max((line["peak_memory"] for line in self.steps), default=None)
 
+    @property
+    def waited(self) -> float | None:
+        """Share of the steps' time, all but the first's, that was spent waiting for data."""
+        steps = self.steps[1:] or self.steps
+        return sum(line["waited"] for line in steps) / sum(line["seconds"] for line in steps) if steps else None
+
     def score(self, metric: str) -> float | None:
         """The mean of a metric on the test data; InputError where the file has no such metric."""
         if self.metrics is None:
@@ -125,7 +131,7 @@ def matters(name: str, method: str | None) -> bool:
         return group == "model" and name not in UNTRAINED
     if TRAITS[method].bank == "none" and group == "bank":
         return False
-    return not (TRAITS[method].whole and name == "batch.micro_batch_size")
+    return not (TRAITS[method].whole and name in ("batch.micro_batch_size", "batch.micro_batch_tokens"))
 
 
 UNTRAINED = ("model.temperature", "model.dropout", "model.gradient_checkpointing")

@@ -92,7 +92,9 @@ def small_config(config: TrainConfig) -> TrainConfig:
     """The config with steps that fit, a bank that wraps, and no checkpoint, evaluation or tracker of its own."""
     pairs = min(PAIRS, config.batch.micro_batch_size)
     pairs += pairs % 2 if pairs < PAIRS else 0  # two processes share a micro-batch
-    batch = replace(config.batch, micro_batch_size=pairs, global_batch_size=pairs * MICRO_BATCHES)
+    batch = replace(
+        config.batch, micro_batch_tokens=None, micro_batch_size=pairs, global_batch_size=pairs * MICRO_BATCHES
+    )
     bank = replace(config.bank, size=BANK_ROWS * pairs // PAIRS, warmup_steps=0)
     optim = replace(config.optim, max_steps=2 * STEPS, warmup_steps=None, warmup_ratio=None)
     run = replace(config.run, save_steps=STEPS, keep_checkpoints=2, eval_steps=0, drift_steps=0, trackers=[])
@@ -240,7 +242,7 @@ def _processes(config: TrainConfig, folder: Path) -> Finding:
     nccl = config.run.device == "auto" and torch.cuda.device_count() > 1
     found = []
     for world in (1, 2):
-        half = replace(config.batch, micro_batch_size=config.batch.micro_batch_size // world)
+        half = replace(config.batch, micro_batch_tokens=None, micro_batch_size=config.batch.micro_batch_size // world)
         run = replace(config.run, device="auto" if nccl else "cpu", precision=config.run.precision)
         model = replace(config.model, dropout=0.0)
         job, output = folder / f"processes-{world}.json", folder / f"processes-{world}.safetensors"

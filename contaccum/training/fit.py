@@ -1,7 +1,7 @@
 """Adaptive accumulation: what a step does when memory runs out, alone and among several processes."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ class MicroBatchSize:
     wait: int = GROW_AFTER // 2
     changed: int = 0
     """The step of the last change."""
+    before: list[tuple[int, int]] = field(default_factory=list)
+    """Earlier sizes, each with the number of steps that had been taken when it was left."""
 
     def __str__(self) -> str:
         return f"micro-batches of {self.now} {self.unit}"
@@ -42,25 +44,35 @@ class MicroBatchSize:
         """To the next smaller size; False where there is none."""
         if self.level + 1 == len(self.sizes):
             return False
-        self.level, self.wait, self.changed = self.level + 1, self.wait * 2, step
+        self._go_to(self.level + 1, step)
+        self.wait *= 2
         return True
 
     def grow_again(self, step: int) -> bool:
         """To the next larger size, where that is wanted and due after step ``step``."""
         if not self.grow or self.level == 0 or step - self.changed < self.wait:
             return False
-        self.level, self.changed = self.level - 1, step
+        self._go_to(self.level - 1, step)
         return True
 
-    def state(self) -> dict[str, int]:
-        return {"size": self.now, "wait": self.wait, "changed": self.changed}
+    def _go_to(self, level: int, step: int) -> None:
+        self.before.append((step, self.now))
+        self.level, self.changed = level, step
 
-    def load_state(self, state: dict[str, int]) -> None:
+    def at(self, step: int) -> int:
+        """The size that optimizer step ``step``, counted from 0, was cut to."""
+        return next((size for end, size in self.before if step < end), self.now)
+
+    def state(self) -> dict[str, Any]:
+        return {"size": self.now, "wait": self.wait, "changed": self.changed, "before": self.before}
+
+    def load_state(self, state: dict[str, Any]) -> None:
         """Go on with the size that was saved; with the next smaller one where the configuration's row does not hold it."""
         self.level = next(
             (level for level, size in enumerate(self.sizes) if size <= state["size"]), len(self.sizes) - 1
         )
         self.wait, self.changed = state["wait"], state["changed"]
+        self.before = [(end, size) for end, size in state["before"]]
 
 
 def halved_pairs(size: int, pairs: int) -> list[int]:

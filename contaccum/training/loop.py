@@ -90,7 +90,7 @@ class Training:
         self.size = setup.build_size(config, engine, self.batches)
         self.loss = setup.build_loss(config)
         self.bank = setup.build_bank(config, engine, self.encoder, self.loss)
-        self.drift = Drift(engine, self.bank, self.batches.twin())
+        self.drift = Drift(engine, self.bank, self.batches.twin(), self.size)
         self.examples = len(train_set.queries)
         epochs = config.optim.epochs * self.examples / config.batch.global_batch_size
         self.total = config.optim.max_steps or max(1, math.ceil(epochs))
@@ -172,7 +172,7 @@ class Training:
                     values["pairs_per_second"] = self.config.batch.global_batch_size / values["seconds"]
                     self.done += 1
                     if self._due(self.config.run.drift_steps):
-                        values |= self.drift.measure(size)
+                        values |= self.drift.measure()
                     self.log.step(values, self._due(self.config.run.log_steps))
                 if self.size.grow_again(self.done):
                     self.log.say(f"step {self.done}: going on with {self.size}, to see whether they fit now")

@@ -11,6 +11,7 @@ from contaccum.engine import Engine
 from contaccum.methods import METHODS
 from contaccum.training import setup
 from contaccum.training.drift import Drift
+from contaccum.training.fit import MicroBatchSize
 from contaccum.training.log import read_log
 from contaccum.training.loop import train
 
@@ -129,7 +130,7 @@ def test_the_sample_reaches_from_the_oldest_to_the_newest(data, tmp_path):
     engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.0))
     batches, loss = setup.build_batches(config, engine, encoder, train_set), setup.build_loss(config)
     bank = setup.build_bank(config, engine, encoder, loss)
-    drift = Drift(engine, bank, batches.twin())
+    drift = Drift(engine, bank, batches.twin(), MicroBatchSize([4], "pairs", grow=False))
     assert drift.measure() == {}
     for step in range(3):  # 48 rows through 40 places: the first 8 are gone
         engine.step = step

@@ -159,6 +159,22 @@ def test_a_token_budget_is_halved_down_to_the_longest_pair(data, tmp_path, monke
         assert one["micro_batches"] > other["micro_batches"]
 
 
+BY_TOKENS = {"batch.micro_batch_tokens": 400, "batch.micro_batch_size": 8, "model.max_passage_length": 48}
+
+
+@pytest.mark.parametrize("cut", [{}, BY_TOKENS])
+def test_drift_is_measured_on_the_micro_batches_that_each_step_had(cut, data, tmp_path, monkeypatch):
+    """Of several sizes, before and behind a change; weights that stay have a cosine of 1, dropout replayed."""
+    changes = {**CHANGES, **cut, "model.dropout": 0.3, "optim.learning_rate": 0.0, "run.drift_steps": 1}
+    spoil(monkeypatch, "backward", 7)
+    train(train_config(data, tmp_path / "run", "cont_accum", **changes))
+    counts = [line["micro_batches"] for line in read_log(tmp_path / "run")]
+    assert counts[0] < counts[-1]
+    for line in read_log(tmp_path / "run"):
+        assert line["drift_passage_cosine"] == pytest.approx(1, abs=1e-6)
+        assert line["drift_query_cosine"] == pytest.approx(1, abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("method", "changes", "sentence"),
     [
