@@ -73,12 +73,6 @@ class Run:
         """Most bytes held in the run: allocated on a GPU, resident on a CPU."""
         return max((line["peak_memory"] for line in self.steps), default=None)
 
-    @property
-    def waited(self) -> float | None:
-        """Share of the steps' time, all but the first's, that was spent waiting for data."""
-        steps = self.steps[1:] or self.steps
-        return sum(line["waited"] for line in steps) / sum(line["seconds"] for line in steps) if steps else None
-
     def score(self, metric: str) -> float | None:
         """The mean of a metric on the test data; InputError where the file has no such metric."""
         if self.metrics is None:
