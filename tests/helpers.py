@@ -224,7 +224,7 @@ def train_config(data: Path, output: Path, method: str = "cont_accum", **changes
         "run.keep_checkpoints": 10,
     } | changes
     if settings["model.name"] != "tiny":
-        settings = {name: value for name, value in settings.items() if not name.startswith("model.tiny_")}
+        settings = {name: value for name, value in settings.items() if name in changes or "tiny_" not in name}
     config = TrainConfig()
     for name, value in settings.items():
         *groups, field = name.split(".")

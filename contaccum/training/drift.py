@@ -32,7 +32,7 @@ class Drift:
         if self.engine.is_main:
             training = self.engine.encoder.training
             self.engine.encoder.train()
-            found = [self._of(*chosen) for chosen in self._sample()]
+            found = [one for chosen in self._sample() if (one := self._of(*chosen)) is not None]
             self.engine.encoder.train(training)
         if not found:
             return {}
@@ -65,11 +65,12 @@ class Drift:
             sample.append((step, number, slots[places[slots].argsort()]))
         return sample
 
-    def _of(self, step: int, number: int, slots: torch.Tensor) -> dict[str, Any]:
+    def _of(self, step: int, number: int, slots: torch.Tensor) -> dict[str, Any] | None:
         batch = self.batches.step(step, self.size.at(step))[number]
         queries, passages = self.engine.encode_again(batch, step, number)  # (B, d), (B, 1 + H, d)
         own = slots[self.engine.rank * len(queries) :][: len(queries)].to(self.engine.device)
-        assert torch.equal(self.bank.column_ids[own, 0].cpu(), batch.ids.columns[: len(queries), 0])
+        if not torch.equal(self.bank.column_ids[slots, 0], batch.ids.columns[:, 0]):
+            return None  # cut for another number of processes, before this one took the run over
         kept = self.bank.passages[own]  # (B, 1 or 1 + H, d)
         cosine = None if self.bank.queries is None else _cosine(self.bank.queries[own], queries)
         return {

@@ -67,10 +67,9 @@ class MicroBatchSize:
         return {"size": self.now, "wait": self.wait, "changed": self.changed, "before": self.before}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on with the size that was saved; with the next smaller one where the configuration's row does not hold it."""
-        self.level = next(
-            (level for level, size in enumerate(self.sizes) if size <= state["size"]), len(self.sizes) - 1
-        )
+        """Go on with the size that was saved, or the next smaller one of the configuration's row, where memory had run out."""
+        fitting = [level for level, size in enumerate(self.sizes) if size <= state["size"]]
+        self.level = min(fitting, default=len(self.sizes) - 1) if state["before"] else 0
         self.wait, self.changed = state["wait"], state["changed"]
         self.before = [(end, size) for end, size in state["before"]]
 
