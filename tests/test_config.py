@@ -125,7 +125,7 @@ def test_each_broken_rule_is_one_sentence(changes, sentence):
         ({"optim.epochs": 3.0}, "optim.epochs has no effect with optim.max_steps"),
         ({"optim.name": "adamw_8bit", "optim.fused": False}, "optim.fused has no effect with optim.name adamw_8bit"),
         ({"model.passage_name": "x"}, "model.passage_name has no effect with model.name tiny"),
-        ({"model.name": "x"}, "model.tiny_width has no effect with model.name x"),
+        ({"model.name": "x", "model.tiny_width": 64}, "model.tiny_width has no effect with model.name x"),
         ({"model.unpad": True, "model.attention": "eager"}, "model.attention eager has no effect with model.unpad"),
     ],
 )

@@ -70,7 +70,7 @@ def test_what_is_measured():
 @pytest.mark.parametrize("place", range(4))
 def test_index_sizes_are_faiss_own(place):
     """The size of the file that faiss writes, within 2 %."""
-    rows, dim = 12_000, 64
+    rows, dim = 4_000, 64
     cost = index_costs(rows, dim)[place]
     random = np.random.default_rng(0)
     vectors = random.standard_normal((rows, dim), dtype=np.float32)
