@@ -1,6 +1,5 @@
 """DPR's answer matching in cases made by hand, and accuracy in one and in several processes."""
 
-import time
 
 import pytest
 from datasets import Dataset
@@ -139,12 +138,11 @@ def test_patterns_that_are_none_are_counted():
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_pattern_that_backtracks_without_end_is_stopped_and_named(processes):
+    """Not stopped, it would try more than 10^12 ways to divide the letters."""
     corpus = Dataset.from_dict({"id": ["p"], "title": [""], "text": ["a" * 60 + "b"]})
     questions = [Question("fine", ["ab"]), Question("bomb", [r"(a|aa)+$"])]
-    start = time.perf_counter()
     with pytest.raises(InputError, match=r"question 1: its answer pattern '\(a\|aa\)\+\$' took more than 1 s"):
         answer_accuracy(questions, run_of("p", "p"), corpus, match="regex", processes=processes)
-    assert time.perf_counter() - start < 15
 
 
 def test_what_does_not_fit_together_is_refused():
