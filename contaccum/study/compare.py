@@ -188,7 +188,8 @@ class Study:
             said = "done" if outcome.code == 0 else f"exit code {outcome.code}, {outcome.last}"
             print(f"[{ended}/{len(jobs)}] {outcome.job.name}: {said} ({outcome.seconds:.0f} s)", file=sys.stderr)
 
-        return run_jobs(jobs, room, signals, report, lock)
+        with signals.deferred():
+            return run_jobs(jobs, room, signals, report, lock)
 
 
 def _queries(data: str, split: str) -> tuple[str, str]:
