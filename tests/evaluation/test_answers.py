@@ -1,6 +1,5 @@
 """DPR's answer matching in cases made by hand, and accuracy in one and in several processes."""
 
-
 import pytest
 from datasets import Dataset
 
