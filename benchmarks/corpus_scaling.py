@@ -19,11 +19,11 @@ from fresh import add_worker, in_fresh_process
 
 from contaccum.data.tables import load_corpus
 from contaccum.encoder import DualEncoder, EncoderSettings
+from contaccum.encoder.tiny import tiny_tower
 from contaccum.engine import peak_resident
 from contaccum.retrieval.encode import Texts, encode_texts
 from contaccum.retrieval.search import search
 from contaccum.retrieval.shards import ShardFolder
-from contaccum.tiny_bert import tiny_tower
 
 WORDS = [f"{first}{second}{third}" for first in "bdgklm" for second in "aeiou" for third in ("ra", "sel", "tin", "nok")]
 

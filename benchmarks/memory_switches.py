@@ -62,7 +62,7 @@ def run_row(model: str, device: str, length: int, steps: int, changes: dict[str,
     """One row's figures, in this process."""
     import torch
 
-    from contaccum.config import TrainConfig
+    from contaccum.config import TrainConfig, validate
     from contaccum.encoder import DualEncoder
     from contaccum.engine import Engine
 
@@ -71,7 +71,7 @@ def run_row(model: str, device: str, length: int, steps: int, changes: dict[str,
     for name, value in changes.items():
         group, field = name.split(".")
         setattr(getattr(config, group), field, value)
-    config.validate()
+    validate(config)
     if config.run.compile == "default" and not torch.cuda.is_available():
         raise ValueError("compiling takes minutes on a CPU and gains nothing there (docs/log.md)")
     engine = Engine(device=device, precision=config.run.precision, tf32=config.run.tf32)

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from contaccum.config import GROUPS
-from contaccum.config_file import check_config_file
+from contaccum.config.file import check_config_file
 from contaccum.data.formats import (
     kind_of_data,
     read_corpus,

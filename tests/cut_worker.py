@@ -12,7 +12,7 @@ from helpers import gradients, train_config
 from safetensors.torch import save_file
 
 from contaccum.batch import MicroBatch, Tokens
-from contaccum.config import TRAITS
+from contaccum.config import TRAITS, validate
 from contaccum.data.collate import BatchSource
 from contaccum.data.dataset import load_train_set
 from contaccum.engine import Engine
@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> None:
     for method in (name for name, traits in TRAITS.items() if not traits.whole):
         engine = Engine(device="cpu")
         config = train_config(Path(data), Path(output), method, **CHANGES)
-        config.validate(engine.world)
+        validate(config, engine.world)
         train_set = load_train_set(data, "train", 1)
         encoder = setup.build_encoder(config.model, train_set, config.seed).train()
         encoder.set_dropout(0.0)

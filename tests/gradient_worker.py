@@ -12,7 +12,7 @@ from helpers import gradients, train_config
 from safetensors.torch import load_file, save_file
 
 from contaccum.batch import MicroBatch, RowIds
-from contaccum.config import TRAITS
+from contaccum.config import TRAITS, validate
 from contaccum.data.dataset import load_train_set
 from contaccum.engine import Engine, SharedEncoder
 from contaccum.methods import METHODS
@@ -47,7 +47,7 @@ def three_steps(method: str, engine: Engine, data: str, weights: dict[str, torch
     found = {}
     changes = {"data.hard_negatives": 1, "batch.micro_batch_size": 4 // engine.world, "bank.size": 24}
     config = train_config(Path(data), Path("unused"), method, **changes)
-    config.validate(engine.world)
+    validate(config, engine.world)
     train_set = load_train_set(data, "train", 1)
     encoder = setup.build_encoder(config.model, train_set, config.seed).train()
     encoder.set_dropout(0.0)

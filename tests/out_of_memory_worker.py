@@ -9,6 +9,7 @@ import pytest
 from helpers import train_config
 from training.test_out_of_memory import CHANGES, spoil
 
+from contaccum.config import validate
 from contaccum.engine import Engine
 from contaccum.training.loop import Training
 from contaccum.training.signals import StopSignals
@@ -23,7 +24,7 @@ def main(arguments: list[str]) -> None:
         engine = Engine(device="cpu")
         changes = {**CHANGES, "batch.micro_batch_size": 4 // engine.world, "optim.max_steps": 3, "run.save_steps": 0}
         config = train_config(Path(data), Path(output) / f"{place}-{method}", method, **changes)
-        config.validate(engine.world)
+        validate(config, engine.world)
         training = Training(config, engine)
         with pytest.MonkeyPatch.context() as patch:
             if engine.rank == engine.world - 1:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from contaccum.encoder import DualEncoder, EncoderSettings
-from contaccum.tiny_bert import tiny_tower
+from contaccum.encoder.tiny import tiny_tower
 
 ROOT = Path(__file__).parent.parent
 NAMES = ["methods", "peers", "loss", "scaling", "data_path"]

@@ -8,7 +8,7 @@ import yaml
 from helpers import train_config
 
 from contaccum.cli import main
-from contaccum.config import TRAITS, TrainConfig, parse_bytes, to_yaml
+from contaccum.config import TRAITS, TrainConfig, check_total, parse_bytes, to_yaml, validate
 from contaccum.errors import InputError
 from contaccum.methods import METHODS
 from contaccum.options import ModelChoice
@@ -95,7 +95,7 @@ def test_the_saved_config_is_complete_and_can_be_read_back(tmp_path, capsys):
 )
 def test_each_broken_rule_is_one_sentence(changes, sentence):
     with pytest.raises(InputError, match=sentence.replace("(", "\\(")) as error:
-        config(**changes).validate()
+        validate(config(**changes))
     assert "\n" not in str(error.value)
 
 
@@ -131,20 +131,20 @@ def test_each_broken_rule_is_one_sentence(changes, sentence):
 )
 def test_settings_without_effect_are_named(changes, sentence):
     with pytest.warns(UserWarning, match=sentence):
-        config(**changes).validate()
+        validate(config(**changes))
 
 
 def test_settings_with_effect_are_not_named(recwarn):
     changes = {"data.hard_negatives": 1, "bank.hard_negatives": False, "data.dev": "dev", "run.metric": "mrr@10"}
-    config(**changes, **{"model.unpad": True, "optim.name": "adamw_8bit", "bank.warmup_steps": 5}).validate()
-    config(**{"bank.warmup_steps": 5}).check_total(6)
-    config("grad_cache", **{"bank.warmup_steps": 9}).check_total(6)
+    validate(config(**changes, **{"model.unpad": True, "optim.name": "adamw_8bit", "bank.warmup_steps": 5}))
+    check_total(config(**{"bank.warmup_steps": 5}), 6)
+    check_total(config("grad_cache", **{"bank.warmup_steps": 9}), 6)
     assert not recwarn
 
 
 def test_a_bank_that_is_never_used_is_named():
     with pytest.warns(UserWarning, match=r"bank\.warmup_steps is 6 in a run of 6 steps: the bank is never used"):
-        config(**{"bank.warmup_steps": 6}).check_total(6)
+        check_total(config(**{"bank.warmup_steps": 6}), 6)
 
 
 def test_half_precision_is_chosen_by_nobody_but_the_user():
@@ -153,7 +153,7 @@ def test_half_precision_is_chosen_by_nobody_but_the_user():
 
 
 def test_bank_settings_do_not_bind_methods_without_a_bank(recwarn):
-    config("grad_cache", **{"bank.size": 3}).validate()
+    validate(config("grad_cache", **{"bank.size": 3}))
     assert config("grad_cache").bank_size() == 0
     assert not recwarn
 
@@ -165,16 +165,16 @@ def test_in_batch_takes_its_step_whole():
 
 
 def test_processes_count_in_what_must_divide():
-    config().validate(world=4)
+    validate(config(), world=4)
     with pytest.raises(InputError, match="x 3 processes = 12"):
-        config().validate(world=3)
+        validate(config(), world=3)
 
 
 def test_a_token_budget_only_wants_a_step_that_processes_can_share():
     by_tokens = config(**{"batch.micro_batch_tokens": 320, "batch.micro_batch_size": 8})
-    by_tokens.validate(world=2)
+    validate(by_tokens, world=2)
     with pytest.raises(InputError, match=r"batch\.global_batch_size 16 is not divisible by 3 processes"):
-        by_tokens.validate(world=3)
+        validate(by_tokens, world=3)
     assert by_tokens.usual_push(world=2, longest=100) == 6  # three of the longest pairs in each process
     assert by_tokens.usual_push(world=2, longest=10) == 16
     assert config("cont_cache", **{"batch.micro_batch_tokens": 320}).usual_push(world=2, longest=100) == 16

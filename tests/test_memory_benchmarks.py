@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from contaccum.encoder import DualEncoder, EncoderSettings
-from contaccum.tiny_bert import tiny_tower
+from contaccum.encoder.tiny import tiny_tower
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 

@@ -7,7 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from contaccum.config import TRAITS, TrainConfig
+from contaccum.config import TRAITS, TrainConfig, validate
 from contaccum.errors import InputError
 from contaccum.study.runs import NAMES, matters
 from contaccum.training.setup import flat
@@ -95,7 +95,7 @@ def planned_run(setting: Setting, seed: int, configure: Configure, output: Path)
     name = f"{setting.name}-seed{seed}"
     config = _configured(configure, output, name, {"method": setting.method, "seed": str(seed), **dict(setting.values)})
     try:
-        config.validate()
+        validate(config)
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
     return Planned(name, "run", config)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from contaccum.config import TRAITS, TrainConfig, parse_bytes
+from contaccum.config import TRAITS, TrainConfig, parse_bytes, validate
 from contaccum.errors import InputError
 from contaccum.files import write_json
 from contaccum.study.corpus_costs import render_corpus
@@ -71,7 +71,7 @@ def run_plan(
     plans = []
     for method in methods or list(TRAITS):
         chosen = replace(config, method=method)  # type: ignore[arg-type]
-        chosen.validate()
+        validate(chosen)
         print(f"measuring {method}", file=sys.stderr)
         measured = run_measurement(chosen, sizes_to_measure(chosen), banks_to_measure(chosen))
         plans.append(make_plan(chosen, budget, fit(measured.peaks), measured))

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from contaccum.batch import MicroBatch
-from contaccum.config import TrainConfig
+from contaccum.config import TrainConfig, validate
 from contaccum.data.dataset import TrainSet, load_train_set
 from contaccum.encoder import DualEncoder
 from contaccum.engine import Engine
@@ -69,7 +69,7 @@ def verify(config: TrainConfig, say: Callable[[str], None]) -> None:
     findings = []
     with tempfile.TemporaryDirectory(prefix="contaccum-verify-") as folder:
         small = replace(small, output_dir=str(Path(folder) / "run"))
-        small.validate()
+        validate(small)
         with _engine(small) as engine:
             bench = Bench(small, engine)
             findings += [_grad_cache(bench), *_twins(bench), _kept_sums(bench)]

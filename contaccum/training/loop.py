@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from contaccum.batch import MicroBatch
-from contaccum.config import METRIC_CUTS, TrainConfig, parse_bytes, to_yaml
+from contaccum.config import METRIC_CUTS, TrainConfig, check_total, parse_bytes, to_yaml, validate
 from contaccum.data.dataset import TrainSet, load_train_set
 from contaccum.data.tables import RetrievalSet, load_retrieval_set
 from contaccum.encoder import DualEncoder
@@ -41,7 +41,7 @@ def train(config: TrainConfig) -> Path:
 
     Raises InputError for what the user can mend, Interrupted after a signal (a checkpoint is then on disk).
     """
-    config.validate(process_place()[1])
+    validate(config, process_place()[1])
     with StopSignals() as signals, setup.claimed_folder(config):
         engine = Engine(
             device=config.run.device,
@@ -94,7 +94,7 @@ class Training:
         self.examples = len(train_set.queries)
         epochs = config.optim.epochs * self.examples / config.batch.global_batch_size
         self.total = config.optim.max_steps or max(1, math.ceil(epochs))
-        config.check_total(self.total)
+        check_total(config, self.total)
         self.identity = setup.identity(config.model, engine, self.encoder, train_set)
         optimizer = make_optimizer(self.encoder, config.optim)
         self.done = 0

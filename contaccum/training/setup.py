@@ -16,6 +16,7 @@ from contaccum.data.collate import BatchSource
 from contaccum.data.dataset import StepSampler, TrainSet
 from contaccum.data.tokens import build_token_table, tokenizer_hash
 from contaccum.encoder import DualEncoder, make_settings
+from contaccum.encoder.tiny import tiny_tower
 from contaccum.engine import Engine
 from contaccum.errors import InputError
 from contaccum.files import is_leftover, sha256_of, sweep, write_text
@@ -23,7 +24,6 @@ from contaccum.launch import is_main
 from contaccum.lock import LOCK_FILE, folder_lock
 from contaccum.methods.bank import Bank
 from contaccum.methods.loss import InfoNCE
-from contaccum.tiny_bert import tiny_tower
 from contaccum.training.fit import MicroBatchSize, halved_pairs, halved_tokens
 
 CONFIG_FILE = "config.yaml"

@@ -11,8 +11,8 @@ from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer
 
 from contaccum.encoder import DualEncoder, EncoderSettings, pool
+from contaccum.encoder.tiny import tiny_tower
 from contaccum.errors import InputError
-from contaccum.tiny_bert import tiny_tower
 
 TEXTS = ["the red fox", "a blue whale swims in the deep sea and sings", "owl", "", "fox whale owl sea deep the a red"]
 

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from contaccum import encoder as encoder_module
 from contaccum.encoder import DualEncoder, EncoderSettings
-from contaccum.inference import packed_linears, token_batches
-from contaccum.tiny_bert import tiny_tower
+from contaccum.encoder import dual as encoder_module
+from contaccum.encoder.inference import packed_linears, token_batches
+from contaccum.encoder.tiny import tiny_tower
 
 WORDS = ["red", "green", "blue", "fish", "bird", "tree", "river", "stone", "cloud", "light"]
 RANDOM = np.random.default_rng(0)

@@ -11,10 +11,10 @@ from transformers import AutoConfig, AutoModel, BertTokenizerFast
 
 from contaccum.batch import Tokens
 from contaccum.encoder import DualEncoder, EncoderSettings, Tower
+from contaccum.encoder.unpadded import FAMILIES, by_text, jagged, pack
 from contaccum.engine import Engine
 from contaccum.errors import InputError
 from contaccum.methods import METHODS
-from contaccum.unpadded import FAMILIES, by_text, jagged, pack
 
 SAME = 1e-5
 DIFFERENT = 1e-3

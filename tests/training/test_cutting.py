@@ -12,7 +12,7 @@ from helpers import SlowBank, gradients, largest_difference, slow_loss, train_co
 from launched import Job, run_jobs
 from safetensors.torch import load_file
 
-from contaccum.config import TRAITS
+from contaccum.config import TRAITS, validate
 from contaccum.data.dataset import load_train_set
 from contaccum.engine import Engine, first_pass_width
 from contaccum.errors import InputError
@@ -39,7 +39,7 @@ def run_steps(method, data, *, dropout=0.0, ahead=1, count=2, sgd=0.1, **changes
     """Gradients and losses of ``count`` steps, and the micro-batches that were taken."""
     engine = Engine(device="cpu")
     config = train_config(data, data / "run", method, **LENGTHS, **changes)
-    config.validate()
+    validate(config)
     train_set = load_train_set(str(data), "train", 1)
     encoder = setup.build_encoder(config.model, train_set, config.seed).train()
     encoder.set_dropout(dropout)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import train_config, weights, write_beir
 
-from contaccum.config import TRAITS, TrainConfig
+from contaccum.config import TRAITS, TrainConfig, validate
 from contaccum.encoder import DualEncoder
 from contaccum.engine import Engine
 from contaccum.errors import InputError
@@ -212,4 +212,4 @@ def test_on_nan_is_stop_or_skip_n(value):
     config = TrainConfig(output_dir="run")
     config.data.train, config.run.on_nan = "data", value
     with pytest.raises(InputError, match=r"run\.on_nan is .*, expected stop, or skip:N with N at least 1"):
-        config.validate()
+        validate(config)

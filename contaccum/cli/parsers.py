@@ -1,108 +1,25 @@
-"""The command line: one subcommand per verb, no logic. Nothing heavy is imported before a verb runs."""
+"""The parser of each verb: its options and their help. No logic."""
 
-import copy
-import errno
-import sys
-import warnings
-from argparse import ArgumentError
-from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
-from functools import reduce
-from operator import getitem
-from typing import Any, TypeVar
+from typing import Any
 
-from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
+from jsonargparse import ActionConfigFile, ArgumentParser, set_parsing_settings
 
 from contaccum.config import GROUPS, TrainConfig
-from contaccum.config_file import check_config_file
-from contaccum.errors import Failed, InputError, Interrupted
-from contaccum.launch import is_main, process_place
+from contaccum.config.file import check_config_file
 from contaccum.options import ModelChoice, SearchSettings, StudyOptions
-
-Options = TypeVar("Options", ModelChoice, SearchSettings, StudyOptions)
-
-DISK_ERRORS = {
-    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENAMETOOLONG,
-    errno.ENOTDIR, errno.EISDIR,
-}  # fmt: skip
-"""What a full, read-only or failing disk, or a path that cannot be, says: the user's to mend, one sentence."""
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run one verb; returns the exit code: 0 done, 2 the user's input or disk, 130 Ctrl-C, 143 SIGTERM; else raises (1)."""
-    warnings.showwarning = _show_warning
-    try:
-        parser = _parser()
-        chosen = parser.parse_args(arguments)
-        path, options = chosen.subcommand, chosen[chosen.subcommand]
-        if path == "data":
-            path, options = f"data {options.subcommand}", options[options.subcommand]
-        from contaccum.training.signals import StopSignals
-
-        with StopSignals():
-            _run(VERBS[path], options)
-    except (Failed, InputError, Interrupted) as error:
-        return _fail(str(error), error.exit_code)
-    except ArgumentError as error:
-        return _fail(" ".join(str(error).split()), InputError.exit_code)
-    except OSError as error:
-        if error.errno not in DISK_ERRORS:
-            raise
-        return _fail(
-            f"{error.filename or 'a file'}: could not be read or written ({error.strerror})", InputError.exit_code
-        )
-    except KeyboardInterrupt:
-        return _fail("interrupted", Interrupted.KEYBOARD)
-    return 0
-
-
-def _run(verb: Callable[[Namespace], None], options: Namespace) -> None:
-    if process_place()[1] == 1:
-        return verb(options)
-    from contaccum.processes import recorded
-
-    return recorded(verb, options)
-
-
-def _fail(sentence: str, code: int) -> int:
-    _say(sentence)
-    return code
-
-
-def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    _say(f"warning: {message}")
-
-
-def _say(sentence: str) -> None:
-    """To stderr; what several processes of a launch have to say alike is said once."""
-    if process_place()[1] > 1:
-        from contaccum.processes import first_to_say
-
-        if not first_to_say(sentence):
-            return
-    print(f"contaccum: {sentence}", file=sys.stderr)
-
-
-def _show(result: object) -> None:
-    """To stdout, from the main process of a launch alone."""
-    if is_main():
-        print(result)
-
-
-# parsers
-
-
-def _parser() -> ArgumentParser:
+def make_parser() -> ArgumentParser:
     parser = _new("contaccum", "Train dense retrievers under a fixed memory budget, and search and evaluate with them.")
     verbs = parser.add_subcommands(metavar="VERB")
-    verbs.add_subcommand("train", _train_parser(), help="train a retriever by one of six memory methods")
+    verbs.add_subcommand("train", train_parser(), help="train a retriever by one of six memory methods")
     verbs.add_subcommand("encode", _encode_parser(), help="turn a corpus or queries into shards of vectors")
     verbs.add_subcommand("search", _search_parser(), help="find passages for a split's queries, or for one query")
     verbs.add_subcommand("evaluate", _evaluate_parser(), help="score a retriever, or a run file")
     verbs.add_subcommand("compare", _compare_parser(), help="train methods, settings and seeds, and weigh them")
-    verbs.add_subcommand("plan", _plan_parser(), help="predict what fits into memory, and what a corpus costs")
+    verbs.add_subcommand("plan", plan_parser(), help="predict what fits into memory, and what a corpus costs")
     verbs.add_subcommand(
         "verify", _verify_parser(), help="hold the methods' equivalences on your model, data and device"
     )
@@ -129,7 +46,7 @@ class _ConfigFile(ActionConfigFile):
         super().__call__(parser, namespace, values, option_string)
 
 
-def _train_parser() -> ArgumentParser:
+def train_parser() -> ArgumentParser:
     parser = _new(
         "contaccum train",
         "Train two encoder towers. Every setting can stand in the config file or on the command line, which goes before it.",
@@ -174,7 +91,7 @@ def _verify_parser() -> ArgumentParser:
     return parser
 
 
-def _plan_parser() -> ArgumentParser:
+def plan_parser() -> ArgumentParser:
     parser = _new(
         "contaccum plan",
         "Take a few real steps of each method and predict the largest micro-batch and bank that fit into a memory budget, peak "
@@ -329,165 +246,3 @@ def _add_repair(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--repair", action="store_true", help="accept repeated ids and empty passages, counted in a warning"
     )
-
-
-# verbs
-
-
-def _train(options: Namespace) -> None:
-    config = _train_config(options)
-    with warnings.catch_warnings():  # a wrong setting is refused before torch is imported; train warns
-        warnings.simplefilter("ignore")
-        config.validate(process_place()[1])
-    from contaccum.training.loop import train
-
-    _show(train(config))
-
-
-def _train_config(options: Namespace) -> TrainConfig:
-    values = _train_parser().instantiate(options).as_dict()
-    values.pop("config", None)
-    return TrainConfig(**values)
-
-
-def _plan(options: Namespace) -> None:
-    values = _plan_parser().instantiate(options).as_dict()
-    own = {name: values.pop(name) for name in ("config", "memory", "methods", "corpus_size", "output")}
-    from contaccum.study.plan import run_plan
-
-    config = TrainConfig(**values)
-    methods = own["methods"].split(",") if own["methods"] else None
-    print(run_plan(config, own["memory"], methods, own["corpus_size"], own["output"]))
-
-
-def _encode(options: Namespace) -> None:
-    from contaccum import api
-
-    choice, rest = _take(ModelChoice, options.as_dict())
-    print(api.encode(choice, rest.pop("input"), **rest))
-
-
-def _search(options: Namespace) -> None:
-    from contaccum import api
-
-    choice, rest = _take(ModelChoice, options.as_dict())
-    settings, rest = _take(SearchSettings, rest)
-    query, output, split, k = (rest.pop(name) for name in ("query", "output", "split", "k"))
-    if (query is None) == (output is None):
-        raise InputError(f"search was given --query {query} and --output {output}, expected exactly one of them")
-    if query is None:
-        with api.joined(choice.timeout_minutes) as group:
-            run = api.search(choice, split=split, k=100 if k is None else k, settings=settings, group=group, **rest)
-        if is_main():
-            api.write_run(output, run)
-        _show(output)
-    else:
-        with api.joined(choice.timeout_minutes) as group:
-            hits = api.look(choice, query=query, k=10 if k is None else k, settings=settings, group=group, **rest)
-        _show(api.render_hits(hits))
-
-
-def _evaluate(options: Namespace) -> None:
-    from contaccum import api
-
-    choice, rest = _take(ModelChoice, options.as_dict())
-    settings, rest = _take(SearchSettings, rest)
-    sources = {name: rest.pop(name) for name in ("data", "questions", "passages", "run", "qrels")}
-    given = {name: value for name, value in {"model": choice.model, **sources}.items() if value is not None}
-    given.pop("model", None)
-    if choice.model is None and "run" not in given:
-        raise InputError("evaluate was given no --model, expected one (or --run and --qrels)")
-    if rest["processes"] < 1:
-        raise InputError(f"--processes is {rest['processes']}, expected at least 1")
-    shared = {name: rest[name] for name in ("k", "repair")} | {"settings": settings}
-    output = rest["output"] if is_main() else None
-    with api.joined(choice.timeout_minutes) as group:
-        if given.keys() == {"data"}:
-            how = {"split": rest["split"], "strict": rest["strict"]}
-            metrics = api.evaluate(choice, output=output, group=group, **given, **how, **shared)
-        elif given.keys() == {"questions", "passages"}:
-            how = {"match": rest["match"], "processes": rest["processes"]}
-            metrics = api.evaluate_questions(choice, output=output, group=group, **given, **how, **shared)
-        elif given.keys() == {"run", "qrels"}:
-            metrics = api.evaluate_run_file(output=output, **given)
-        else:
-            found = ", ".join(f"--{name}" for name in given) or "none of them"
-            raise InputError(f"expected --data, or --questions and --passages, or --run and --qrels; found {found}")
-    _show(api.render_metrics(metrics))
-
-
-def _compare(options: Namespace) -> None:
-    from contaccum.study.compare import compare
-
-    study, values = _take(StudyOptions, options.as_dict())
-    values.pop("config")
-
-    def configure(changes: Mapping[str, str]) -> TrainConfig:
-        changed = copy.deepcopy(values)
-        for name, value in changes.items():
-            *groups, field = name.split(".")
-            reduce(getitem, groups, changed)[field] = value
-        return _train_config(_train_parser().parse_object(changed))
-
-    print(compare(configure, replace(study, vary=tuple(study.vary))))
-
-
-def _verify(options: Namespace) -> None:
-    from contaccum.study.verify import verify
-
-    verify(_train_config(options), print)
-
-
-def _report(options: Namespace) -> None:
-    from contaccum.study.report import console_report
-
-    print(console_report(options.runs, options.metric, options.against, options.html))
-
-
-def _take(kind: type[Options], values: dict[str, Any]) -> tuple[Options, dict[str, Any]]:
-    """The options that belong to a dataclass, as one, and the rest."""
-    names = {field.name for field in fields(kind)}
-    own = {name: value for name, value in values.items() if name in names}
-    return kind(**own), {name: value for name, value in values.items() if name not in names}
-
-
-def _check(options: Namespace) -> None:
-    from contaccum.data.check import check, render
-
-    print(render(check(options.path, options.split, options.strict, options.repair)))
-
-
-def _convert(options: Namespace) -> None:
-    from contaccum.data.convert import convert
-
-    convert(**options.as_dict())
-    print(options.target)
-
-
-def _fetch(options: Namespace) -> None:
-    from contaccum.evaluation.download import resolve_dataset
-
-    print(resolve_dataset(options.name))
-
-
-def _demo(options: Namespace) -> None:
-    from contaccum.data.demo import write_demo
-
-    write_demo(options.folder)
-    print(options.folder)
-
-
-VERBS: dict[str, Callable[[Namespace], None]] = {
-    "train": _train,
-    "encode": _encode,
-    "search": _search,
-    "evaluate": _evaluate,
-    "compare": _compare,
-    "verify": _verify,
-    "plan": _plan,
-    "report": _report,
-    "data check": _check,
-    "data convert": _convert,
-    "data fetch": _fetch,
-    "data demo": _demo,
-}

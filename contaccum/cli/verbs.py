@@ -1,0 +1,184 @@
+"""What each verb does with its options: it calls the library and prints what comes back. No logic."""
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from functools import reduce
+from operator import getitem
+from typing import Any, TypeVar
+
+from jsonargparse import Namespace
+
+from contaccum.cli.parsers import plan_parser, train_parser
+from contaccum.config import TrainConfig, validate
+from contaccum.errors import InputError
+from contaccum.launch import is_main, process_place
+from contaccum.options import ModelChoice, SearchSettings, StudyOptions
+
+Options = TypeVar("Options", ModelChoice, SearchSettings, StudyOptions)
+
+
+def _train(options: Namespace) -> None:
+    config = _train_config(options)
+    with warnings.catch_warnings():  # a wrong setting is refused before torch is imported; train warns
+        warnings.simplefilter("ignore")
+        validate(config, process_place()[1])
+    from contaccum.training.loop import train
+
+    _show(train(config))
+
+
+def _train_config(options: Namespace) -> TrainConfig:
+    values = train_parser().instantiate(options).as_dict()
+    values.pop("config", None)
+    return TrainConfig(**values)
+
+
+def _plan(options: Namespace) -> None:
+    values = plan_parser().instantiate(options).as_dict()
+    own = {name: values.pop(name) for name in ("config", "memory", "methods", "corpus_size", "output")}
+    from contaccum.study.plan import run_plan
+
+    config = TrainConfig(**values)
+    methods = own["methods"].split(",") if own["methods"] else None
+    print(run_plan(config, own["memory"], methods, own["corpus_size"], own["output"]))
+
+
+def _encode(options: Namespace) -> None:
+    from contaccum import api
+
+    choice, rest = _take(ModelChoice, options.as_dict())
+    print(api.encode(choice, rest.pop("input"), **rest))
+
+
+def _search(options: Namespace) -> None:
+    from contaccum import api
+
+    choice, rest = _take(ModelChoice, options.as_dict())
+    settings, rest = _take(SearchSettings, rest)
+    query, output, split, k = (rest.pop(name) for name in ("query", "output", "split", "k"))
+    if (query is None) == (output is None):
+        raise InputError(f"search was given --query {query} and --output {output}, expected exactly one of them")
+    if query is None:
+        with api.joined(choice.timeout_minutes) as group:
+            run = api.search(choice, split=split, k=100 if k is None else k, settings=settings, group=group, **rest)
+        if is_main():
+            api.write_run(output, run)
+        _show(output)
+    else:
+        with api.joined(choice.timeout_minutes) as group:
+            hits = api.look(choice, query=query, k=10 if k is None else k, settings=settings, group=group, **rest)
+        _show(api.render_hits(hits))
+
+
+def _evaluate(options: Namespace) -> None:
+    from contaccum import api
+
+    choice, rest = _take(ModelChoice, options.as_dict())
+    settings, rest = _take(SearchSettings, rest)
+    sources = {name: rest.pop(name) for name in ("data", "questions", "passages", "run", "qrels")}
+    given = {name: value for name, value in {"model": choice.model, **sources}.items() if value is not None}
+    given.pop("model", None)
+    if choice.model is None and "run" not in given:
+        raise InputError("evaluate was given no --model, expected one (or --run and --qrels)")
+    if rest["processes"] < 1:
+        raise InputError(f"--processes is {rest['processes']}, expected at least 1")
+    shared = {name: rest[name] for name in ("k", "repair")} | {"settings": settings}
+    output = rest["output"] if is_main() else None
+    with api.joined(choice.timeout_minutes) as group:
+        if given.keys() == {"data"}:
+            how = {"split": rest["split"], "strict": rest["strict"]}
+            metrics = api.evaluate(choice, output=output, group=group, **given, **how, **shared)
+        elif given.keys() == {"questions", "passages"}:
+            how = {"match": rest["match"], "processes": rest["processes"]}
+            metrics = api.evaluate_questions(choice, output=output, group=group, **given, **how, **shared)
+        elif given.keys() == {"run", "qrels"}:
+            metrics = api.evaluate_run_file(output=output, **given)
+        else:
+            found = ", ".join(f"--{name}" for name in given) or "none of them"
+            raise InputError(f"expected --data, or --questions and --passages, or --run and --qrels; found {found}")
+    _show(api.render_metrics(metrics))
+
+
+def _compare(options: Namespace) -> None:
+    from contaccum.study.compare import compare
+
+    study, values = _take(StudyOptions, options.as_dict())
+    values.pop("config")
+
+    def configure(changes: Mapping[str, str]) -> TrainConfig:
+        changed = copy.deepcopy(values)
+        for name, value in changes.items():
+            *groups, field = name.split(".")
+            reduce(getitem, groups, changed)[field] = value
+        return _train_config(train_parser().parse_object(changed))
+
+    print(compare(configure, replace(study, vary=tuple(study.vary))))
+
+
+def _verify(options: Namespace) -> None:
+    from contaccum.study.verify import verify
+
+    verify(_train_config(options), print)
+
+
+def _report(options: Namespace) -> None:
+    from contaccum.study.report import console_report
+
+    print(console_report(options.runs, options.metric, options.against, options.html))
+
+
+def _check(options: Namespace) -> None:
+    from contaccum.data.check import check, render
+
+    print(render(check(options.path, options.split, options.strict, options.repair)))
+
+
+def _convert(options: Namespace) -> None:
+    from contaccum.data.convert import convert
+
+    convert(**options.as_dict())
+    print(options.target)
+
+
+def _fetch(options: Namespace) -> None:
+    from contaccum.evaluation.download import resolve_dataset
+
+    print(resolve_dataset(options.name))
+
+
+def _demo(options: Namespace) -> None:
+    from contaccum.data.demo import write_demo
+
+    write_demo(options.folder)
+    print(options.folder)
+
+
+VERBS: dict[str, Callable[[Namespace], None]] = {
+    "train": _train,
+    "encode": _encode,
+    "search": _search,
+    "evaluate": _evaluate,
+    "compare": _compare,
+    "verify": _verify,
+    "plan": _plan,
+    "report": _report,
+    "data check": _check,
+    "data convert": _convert,
+    "data fetch": _fetch,
+    "data demo": _demo,
+}
+
+
+def _take(kind: type[Options], values: dict[str, Any]) -> tuple[Options, dict[str, Any]]:
+    """The options that belong to a dataclass, as one, and the rest."""
+    names = {field.name for field in fields(kind)}
+    own = {name: value for name, value in values.items() if name in names}
+    return kind(**own), {name: value for name, value in values.items() if name not in names}
+
+
+def _show(result: object) -> None:
+    """To stdout, from the main process of a launch alone."""
+    if is_main():
+        print(result)

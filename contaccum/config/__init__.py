@@ -1,0 +1,46 @@
+"""What a training run can be told: the settings, the rules between them, and the file that holds them."""
+
+from contaccum.config.rules import check_total, validate
+from contaccum.config.settings import (
+    GROUPS,
+    METRIC_CUTS,
+    METRIC_MEASURES,
+    TRAITS,
+    BankConfig,
+    BatchConfig,
+    DataConfig,
+    LossConfig,
+    MethodName,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    TrainConfig,
+    Traits,
+    from_mapping,
+    parse_bytes,
+    to_yaml,
+    value_at,
+)
+
+__all__ = [
+    "GROUPS",
+    "METRIC_CUTS",
+    "METRIC_MEASURES",
+    "TRAITS",
+    "BankConfig",
+    "BatchConfig",
+    "DataConfig",
+    "LossConfig",
+    "MethodName",
+    "ModelConfig",
+    "OptimConfig",
+    "RunConfig",
+    "TrainConfig",
+    "Traits",
+    "check_total",
+    "from_mapping",
+    "parse_bytes",
+    "to_yaml",
+    "validate",
+    "value_at",
+]

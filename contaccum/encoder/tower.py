@@ -1,0 +1,131 @@
+"""One tower: backbone, tokenizer, pooling; how it is loaded, and how its attention is computed."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoModel, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from contaccum.batch import Tokens
+from contaccum.encoder.unpadded import FAMILIES, first_position, token_states
+from contaccum.errors import InputError
+
+
+def pool(states: Tensor, mask: Tensor, pooling: str) -> Tensor:
+    """One vector per text from its token vectors.
+
+    states (n, length, d); mask (n, length), 0 at padding, which may stand on either side. cls: the first token that is no
+    padding; last: the last one; mean: the average over all of them. Returns (n, d).
+    """
+    if pooling == "mean":
+        weights = mask.unsqueeze(-1).to(states.dtype)  # (n, length, 1)
+        return (states * weights).sum(1) / weights.sum(1).clamp(min=1)
+    first = mask.argmax(1)  # (n,)
+    position = first if pooling == "cls" else first + mask.sum(1) - 1
+    return states[torch.arange(len(states), device=states.device), position]
+
+
+class Tower(nn.Module):
+    """A backbone with its tokenizer: token ids in, one vector per text out."""
+
+    def __init__(self, backbone: Any, tokenizer: Any, pooling: str) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.tokenizer = tokenizer
+        self.pooling = pooling
+        self.unpad = False
+        self.compiled: Callable[..., Any] | None = None
+        self.bucket = 1  # compiled passes see lengths that are multiples of it
+        # BERT's own pooler takes no part here; frozen, it is saved as it came and costs neither gradient nor optimizer state
+        if getattr(backbone, "pooler", None) is not None:
+            backbone.pooler.requires_grad_(False)
+
+    def forward(self, tokens: Tokens) -> Tensor:
+        return pool(self._states(tokens), tokens.attention_mask, self.pooling)  # (n, d)
+
+    def _states(self, tokens: Tokens) -> Tensor:
+        """Token vectors (n, length, d)."""
+        if self.unpad:
+            return token_states(self.backbone, tokens)
+        ids, mask = tokens.input_ids, tokens.attention_mask
+        if self.compiled is None or not self.training:  # evaluation runs seldom: it would not earn its own compilation
+            return self.backbone(input_ids=ids, attention_mask=mask).last_hidden_state
+        length = ids.shape[1]
+        limit = self.backbone.config.max_position_embeddings - first_position(self.backbone.config)
+        extra = min(-(-length // self.bucket) * self.bucket, limit) - length
+        ids = F.pad(ids, (0, extra), value=self.tokenizer.pad_token_id)
+        return self.compiled(input_ids=ids, attention_mask=F.pad(mask, (0, extra))).last_hidden_state[:, :length]
+
+
+def load_tower(name: str, pooling: str, trust_remote_code: bool = False, dtype: torch.dtype = torch.float32) -> Tower:
+    """Backbone and tokenizer of an encoder folder or hub name; half-precision weights are widened to ``dtype``."""
+    try:
+        with quiet_transformers():
+            backbone = AutoModel.from_pretrained(
+                name, trust_remote_code=trust_remote_code, dtype=dtype, use_safetensors=True
+            )
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"{name}: no encoder could be loaded from this folder or hub name ({reason})") from error
+    for key in ("is_local", "local_files_only"):  # how it was loaded, which would be saved with it
+        tokenizer.init_kwargs.pop(key, None)
+    if tokenizer.pad_token is None:  # decoder-only families: padding is masked, so any token will do
+        tokenizer.pad_token = tokenizer.eos_token
+    return Tower(backbone, tokenizer, pooling)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars and no remarks on unused pooler weights while a tower is loaded or saved."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(logging.ERROR)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def check_length(config: Any, side: str, length: int) -> None:
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is None:
+        return
+    limit -= first_position(config)
+    if not 2 < length <= limit:
+        raise InputError(
+            f"max_{side}_length is {length}, expected more than 2 and at most {limit}, the encoder's positions"
+        )
+
+
+def set_attention(backbone: Any, name: str) -> None:
+    family = backbone.config.model_type
+    try:
+        with quiet_transformers():
+            backbone.set_attn_implementation(name)
+    except (ValueError, ImportError) as error:
+        raise InputError(
+            f"the {family} encoder cannot run attention {name} ({' '.join(str(error).split())})"
+        ) from error
+    if backbone.config._attn_implementation != name:  # some families ignore the call
+        raise InputError(
+            f"the {family} encoder does not let its attention be set to {name}, expected model.attention auto"
+        )
+
+
+def check_unpad(tower: Tower) -> None:
+    family = tower.backbone.config.model_type
+    if family not in FAMILIES:
+        raise InputError(f"model.unpad is true for a {family} encoder, expected one of {', '.join(FAMILIES)}")
+    if tower.tokenizer.padding_side != "right":
+        raise InputError(
+            "model.unpad is true with a tokenizer that pads on the left, expected one that pads on the right"
+        )
