@@ -20,12 +20,17 @@ from contaccum.retrieval.shards import Shards, count_rows
 
 BACKENDS = ("auto", "faiss", "torch")
 SLACK = 32  # candidates beyond k
+FEW = 16  # least rows that a query asks a block for
 
 _PAIRS = 16_384  # query-passage pairs scored at a time
 _QUERIES = 1024  # queries whose scores against one block stand in memory at a time, in torch
 
-Candidates = Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]
-"""From queries (n, d) and a number to approximate scores and rows, both (n, number), in no order."""
+Hits = tuple[np.ndarray, np.ndarray]
+"""Approximate scores and row numbers of each query's candidates, both (n, number), in no order."""
+Candidates = Callable[[np.ndarray, int], Hits]
+"""From queries (n, d) and a number to hits."""
+Top = Callable[[np.ndarray, np.ndarray, int], Hits]
+"""From queries (n, d), a block (rows, d) and a number to hits in the block."""
 
 
 def exact_search(queries: np.ndarray, shards: Shards, k: int, backend: str = "auto") -> list[list[tuple[str, float]]]:
@@ -74,24 +79,38 @@ def _candidates(shards: Shards, backend: str) -> Candidates:
     return lambda queries, k: _stream(queries, shards, k, top_of_block)
 
 
-def _stream(queries: np.ndarray, shards: Shards, k: int, top: Callable) -> tuple[np.ndarray, np.ndarray]:
-    """The k best rows of all shards: the best so far and the best of each block are merged, block after block."""
-    scores = np.empty((len(queries), 0), dtype=np.float32)
-    rows = np.empty((len(queries), 0), dtype=np.int64)
-    start = 0
+def _stream(queries: np.ndarray, shards: Shards, k: int, top: Top) -> Hits:
+    """The k best rows of all shards: the best so far and the best of each block are merged, block after block.
+
+    Later blocks hold few of them as a rule, and are asked for few; a query that may have more there asks for all k.
+    """
+    best = np.empty((len(queries), 0), dtype=np.float32), np.empty((len(queries), 0), dtype=np.int64)
+    seen = 0
     for shard in tqdm(shards, desc="search", unit="shard", total=len(shards), disable=None, leave=False):
-        for first, block in row_blocks(shard.vectors):
-            more, local = top(queries, block, min(k, len(block)))
-            scores = np.concatenate([scores, more], axis=1)
-            rows = np.concatenate([rows, local + (start + first)], axis=1)
-            if scores.shape[1] > k:
-                best = np.argpartition(scores, -k, axis=1)[:, -k:]
-                scores, rows = np.take_along_axis(scores, best, 1), np.take_along_axis(rows, best, 1)
-        start += len(shard.vectors)
+        for _, block in row_blocks(shard.vectors):
+            most = min(k, len(block))
+            few = min(most, FEW + 2 * k * len(block) // (seen + len(block)))
+            scores, rows = top(queries, block, few)
+            merged = _merge(best, (scores, rows + seen), k)
+            if few < most and len(unsure := np.flatnonzero(scores.min(axis=1) >= merged[0].min(axis=1))):
+                scores, rows = top(queries[unsure], block, most)
+                merged[0][unsure], merged[1][unsure] = _merge(
+                    (best[0][unsure], best[1][unsure]), (scores, rows + seen), k
+                )
+            best = merged
+            seen += len(block)
+    return best
+
+
+def _merge(one: Hits, other: Hits, k: int) -> Hits:
+    scores, rows = (np.concatenate(pair, axis=1) for pair in zip(one, other, strict=True))
+    if scores.shape[1] > k:
+        best = np.argpartition(scores, -k, axis=1)[:, -k:]
+        scores, rows = np.take_along_axis(scores, best, 1), np.take_along_axis(rows, best, 1)
     return scores, rows
 
 
-def _torch_top(queries: np.ndarray, block: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+def _torch_top(queries: np.ndarray, block: np.ndarray, k: int) -> Hits:
     """As top_of_block, by torch on its GPU, or on the CPU where there is none."""
     import torch
 

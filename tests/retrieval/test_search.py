@@ -65,6 +65,32 @@ def test_search_differs_when_one_vector_differs(backend):
     assert after["q4"][1:] == before["q4"][:9]
 
 
+def asked(order: np.ndarray, queries: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """How many queries asked each block for how many rows, in a search over shards of 100."""
+    calls = []
+
+    def top(some, block, k):
+        calls.append((len(some), k))
+        return index.top_of_block(some, block, k)
+
+    monkeypatch.setattr(exact, "top_of_block", top)
+    assert search(names(len(queries)), queries, cut(order, 100), 10, backend="faiss") == obvious(queries, order, 10)
+    return calls
+
+
+def test_a_block_that_may_hold_more_is_asked_again_for_all(monkeypatch):
+    """The best passages all lie in the last shard; in the other direction, and in no order, no block is asked twice."""
+    vectors, queries = made(1000), made(1, seed=1)
+    rising = vectors[np.argsort(vectors @ queries[0])]
+    calls = asked(rising, queries, monkeypatch)
+    assert (1, 42) in calls[2:], calls  # 10 and a slack of 32
+    assert len(calls) > 10
+    for order in (rising[::-1].copy(), vectors):
+        calls = asked(order, queries, monkeypatch)
+        assert len(calls) == 10
+        assert calls[-1][1] < 42, "a block behind the first hundreds is asked for few"
+
+
 @pytest.mark.parametrize("backend", ["faiss", "torch"])
 def test_ties_across_the_cut_are_broken_by_id_even_when_most_of_the_corpus_ties(backend):
     vectors = made(500)
