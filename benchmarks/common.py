@@ -229,6 +229,7 @@ class Trainee:
         micro: int,
         dropout: float | None = None,
         rate: float = 1e-6,
+        packed: bool = False,
     ) -> None:
         self.engine = Engine(device=device, precision=precision)
         most = json.loads((Path(folder) / "config.json").read_text())["max_position_embeddings"]
@@ -236,6 +237,8 @@ class Trainee:
         self.encoder = DualEncoder.load(folder, tie_towers=True, similarity="cosine", **lengths).to(self.engine.device)
         if dropout is not None:
             self.encoder.set_dropout(dropout)
+        if packed:
+            self.encoder.pack_linears()
         self.encoder.train()
         optimizer = torch.optim.AdamW(self.encoder.parameters(), lr=rate, fused=True)
         self.engine.prepare(self.encoder, optimizer)

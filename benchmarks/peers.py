@@ -117,7 +117,7 @@ def load_gradcache(folder: Path) -> Any:
 
 def make_cases(args: Any, folder: str, dropout: float | None, rate: float) -> dict[str, Any]:
     """Every contender by name: a function that takes one update and returns its loss."""
-    trainee = Trainee(folder, args.device, args.precision, args.pairs, args.micro, dropout, rate)
+    trainee = Trainee(folder, args.device, args.precision, args.pairs, args.micro, dropout, rate, args.pack_linears)
     methods = ["in_batch", "grad_accum", "grad_cache", "cont_accum"]
     banks = {name: trainee.bank(name, args.bank) for name in methods}
     cases = {f"contaccum {name}": lambda n=name, b=bank: trainee.update(n, b) for name, bank in banks.items()}
@@ -147,6 +147,7 @@ def main() -> None:
     parser.add_argument("--micro", type=int, default=8, help="pairs in a micro-batch (B)")
     parser.add_argument("--bank", type=int, default=1024, help="bank rows (M)")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--pack_linears", action="store_true", help="contaccum's encoders with model.pack_linears")
     parser.add_argument("--gradcache", type=Path, help="folder that the package GradCache was installed into")
     args = parser.parse_args()
     if args.quick:
@@ -171,10 +172,11 @@ def main() -> None:
         ])  # fmt: skip
         figures.append({"name": name, "seconds": s, "ratios": against, "loss": losses.get(name)})
     heads = ["update by", "seconds", "÷ ST cached", "÷ `grad_accum`", "loss, no dropout"]
+    ours = "ours with `model.pack_linears`, " if args.pack_linears else ""
     intro = (
         f"N = {args.pairs}, B = {args.micro} (sentence-transformers' mini_batch_size too), M = {args.bank:,}, {args.precision}, "
-        f"tied towers, {args.repeats} rounds, interleaved; median (smallest to largest). Targets: `grad_cache` ÷ ST cached at "
-        "most 0.90, `cont_accum` ÷ ST cached at most 0.70."
+        f"tied towers, {ours}{args.repeats} rounds, interleaved; median (smallest to largest). Targets: `grad_cache` ÷ ST cached "
+        "at most 0.90, `cont_accum` ÷ ST cached at most 0.70."
     )
     publish(args, "An update beside the peers'", [intro, table(heads, rows)], {"rows": figures, "losses_apart": apart})
 

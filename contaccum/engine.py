@@ -224,6 +224,7 @@ class Engine(Processes):
     def update(self) -> None:
         """Take the optimizer step (fp16's scaler skips it when gradients overflowed) and clear the gradients."""
         self.optimizer.step()
+        self.encoder.weights_changed()
         self.drop_step()
 
     def free_memory(self) -> None:

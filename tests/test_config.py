@@ -91,6 +91,7 @@ def test_the_saved_config_is_complete_and_can_be_read_back(tmp_path, capsys):
         ({"optim.learning_rate": float("nan")}, "optim.learning_rate is nan"),
         ({"model.attention": "flash_attention_2"}, "model.attention is flash_attention_2 with run.precision fp32"),
         ({"model.unpad": True, "run.compile": "default"}, "run.compile is default with model.unpad"),
+        ({"model.pack_linears": True, "run.compile": "default"}, "run.compile is default with model.pack_linears"),
     ],
 )
 def test_each_broken_rule_is_one_sentence(changes, sentence):
@@ -127,6 +128,10 @@ def test_each_broken_rule_is_one_sentence(changes, sentence):
         ({"model.passage_name": "x"}, "model.passage_name has no effect with model.name tiny"),
         ({"model.name": "x", "model.tiny_width": 64}, "model.tiny_width has no effect with model.name x"),
         ({"model.unpad": True, "model.attention": "eager"}, "model.attention eager has no effect with model.unpad"),
+        (
+            {"model.pack_linears": True, "run.precision": "bf16"},
+            "model.pack_linears has no effect with run.precision bf16",
+        ),
     ],
 )
 def test_settings_without_effect_are_named(changes, sentence):

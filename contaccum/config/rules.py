@@ -175,6 +175,11 @@ def _check_encoder(config: TrainConfig) -> None:
             f"run.compile is {config.run.compile} with model.unpad, expected one or the other: unpadded passes have new "
             "sizes at every step"
         )
+    if config.model.pack_linears and config.run.compile != "off":
+        raise InputError(
+            f"run.compile is {config.run.compile} with model.pack_linears, expected one or the other: compiled passes have "
+            "products of their own"
+        )
 
 
 def _without_effect(config: TrainConfig) -> Iterator[str]:
@@ -197,5 +202,7 @@ def _without_effect(config: TrainConfig) -> Iterator[str]:
     for name in ("tiny_layers", "tiny_width", "tiny_vocabulary"):
         if model.name != "tiny" and getattr(model, name) != getattr(ModelConfig, name):
             yield f"model.{name} has no effect with model.name {model.name}"
+    if model.pack_linears and run.precision != "fp32":
+        yield f"model.pack_linears has no effect with run.precision {run.precision}"
     if model.unpad and model.attention in ("eager", "sdpa"):
         yield f"model.attention {model.attention} has no effect with model.unpad, which has its own"

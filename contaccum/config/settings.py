@@ -79,6 +79,9 @@ class ModelConfig:
     unpad: bool = False
     """Compute on no padding token: the texts of a micro-batch run end to end, attention stays within each. For BERT, RoBERTa,
     XLM-RoBERTa, CamemBERT, DistilBERT and ELECTRA; also while the dev set is encoded."""
+    pack_linears: bool = False
+    """On a CPU in fp32: multiply by weights that oneDNN has packed once an update, forwards and for the gradient of a layer's
+    input. Less time on AMD's processors, equal to rounding; no effect on a GPU."""
     trust_remote_code: bool = False
     """Run model code that comes with the checkpoint. Only for sources that you trust."""
     tiny_layers: int = 2

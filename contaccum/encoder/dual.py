@@ -29,7 +29,8 @@ from contaccum.encoder.folder import (
     save_tower,
     sentence_transformers_settings,
 )
-from contaccum.encoder.inference import PACK_FROM, WINDOW, default_batch_tokens, packed_linears, token_batches
+from contaccum.encoder.inference import PACK_FROM, WINDOW, default_batch_tokens, token_batches
+from contaccum.encoder.packed import pack_linears, packed_linears, weights_changed
 from contaccum.encoder.tower import Tower, check_length, check_unpad, load_tower, set_attention
 from contaccum.encoder.unpadded import ATTENTION
 from contaccum.errors import InputError
@@ -177,6 +178,15 @@ class DualEncoder(nn.Module):
             )
         if self.device.type != "cuda":
             raise InputError(f"model.attention is flash_attention_2 on {self.device.type}, expected a CUDA device")
+
+    def pack_linears(self) -> int:
+        """Let the linear layers of both backbones run packed on a CPU (contaccum.encoder.packed); returns how many do."""
+        return sum(len(pack_linears(tower.backbone)) for tower in self.towers)
+
+    def weights_changed(self) -> None:
+        """To be called after each step of an optimizer: packed layers take their weights anew."""
+        for tower in self.towers:
+            weights_changed(tower.backbone)
 
     def compile_backbones(self, graphs: bool = False) -> None:
         """Compile both backbones for training; with ``graphs`` the kernels of each length are replayed as one CUDA graph.

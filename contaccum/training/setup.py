@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -188,6 +189,8 @@ def apply_switches(encoder: DualEncoder, config: TrainConfig) -> None:
     if config.model.dropout is not None:
         encoder.set_dropout(config.model.dropout)
     encoder.set_attention(config.model.attention, config.model.unpad)
+    if config.model.pack_linears and config.run.precision == "fp32" and not encoder.pack_linears():
+        warnings.warn(f"model.pack_linears has no effect on {encoder.device.type}", stacklevel=2)
     if config.model.gradient_checkpointing:
         encoder.gradient_checkpointing_enable()
     if config.run.compile == "cuda_graphs" and encoder.device.type != "cuda":

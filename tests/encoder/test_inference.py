@@ -1,5 +1,7 @@
 """Encoding fast: batches by tokens, texts tokenised ahead in windows, packed linear layers; each against the plain way."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -7,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from contaccum.encoder import DualEncoder, EncoderSettings
+from contaccum.encoder import DualEncoder, EncoderSettings, packed
 from contaccum.encoder import dual as encoder_module
-from contaccum.encoder.inference import packed_linears, token_batches
+from contaccum.encoder.inference import token_batches
+from contaccum.encoder.packed import packed_linears
 from contaccum.encoder.tiny import tiny_tower
 
 WORDS = ["red", "green", "blue", "fish", "bird", "tree", "river", "stone", "cloud", "light"]
@@ -71,13 +74,37 @@ def test_packed_layers_compute_what_the_plain_ones_do_and_are_plain_again_afterw
     with torch.inference_mode():
         plain = layer(rows)
         with packed_linears(backbone):
+            assert isinstance(vars(layer)["forward"], packed._Packed)
+            fast = layer(rows)
+            with packed_linears(backbone):  # a block inside another changes nothing, nor does its end
+                assert torch.equal(layer(rows), fast)
             assert "forward" in vars(layer)
-            packed = layer(rows)
-            layer.weight.mul_(2)
-            assert torch.equal(layer(rows), packed)  # the copy was used, not the weights
     assert "forward" not in vars(layer)
-    torch.testing.assert_close(packed, plain, atol=1e-6, rtol=1e-5)
-    assert (layer(rows) - plain).abs().max() > 0.01
+    torch.testing.assert_close(fast, plain, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["in place", "optimizer", "loaded", "copied"])
+def test_changed_weights_are_packed_anew(way):
+    backbone = words_encoder().passage_tower.backbone
+    layer = next(module for module in backbone.modules() if isinstance(module, nn.Linear))
+    packed.pack_linears(backbone)
+    rows = torch.randn(3, 7, layer.in_features)
+    before = layer(rows)
+    before.sum().backward()
+    if way == "in place":
+        with torch.no_grad():
+            layer.weight.mul_(2)
+    elif way == "optimizer":
+        torch.optim.AdamW([layer.weight], lr=0.1, fused=True).step()
+        packed.weights_changed(backbone)
+    elif way == "loaded":
+        backbone.load_state_dict({name: 2 * value for name, value in backbone.state_dict().items()})
+    else:
+        layer = copy.deepcopy(layer)
+        layer.requires_grad_(False).weight.mul_(2)
+    right = rows @ layer.weight.T + layer.bias
+    torch.testing.assert_close(layer(rows), right, atol=1e-5, rtol=1e-5)
+    assert (right - before).abs().max() > 0.01
 
 
 def test_a_second_encoding_sees_weights_that_changed_in_between():

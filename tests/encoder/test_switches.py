@@ -104,6 +104,20 @@ def test_unpadded_training_has_the_gradients_of_padded(method):
     assert largest_difference(run_steps(method, data, bank_size=16, push=12, encoder=start)[0], plain) < SAME
 
 
+@pytest.mark.parametrize("unpad", [False, True])
+@pytest.mark.parametrize("method", list(METHODS))
+def test_packed_training_has_the_gradients_of_plain(method, unpad):
+    """Over two steps, so that weights packed for the first and used in the second would show."""
+    data = [micro_batches(3, 4, 1, seed=i) for i in range(2)]
+    start = tiny_encoder()
+    plain, _ = run_steps(method, data, bank_size=16, push=12, encoder=start)
+    start.set_attention("auto", unpad)
+    assert start.pack_linears() == 2 * (6 + 1)  # two towers of one layer with six linear ones, and a pooler
+    packed, _ = run_steps(method, data, bank_size=16, push=12, encoder=start)
+    assert largest_difference(packed, plain) < SAME
+    assert largest_difference(packed, run_steps(method, data[::-1], bank_size=16, push=12, encoder=start)[0]) > DIFFERENT
+
+
 def test_unpadded_grad_cache_replays_its_dropout():
     """In-batch with the same micro-batches draws the same noise once; other noise in the second pass would show."""
     data = [micro_batches(3, 4)]
