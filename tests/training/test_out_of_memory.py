@@ -247,6 +247,7 @@ def test_when_one_of_two_processes_runs_out_both_take_the_step_again(data, tmp_p
         assert [line["bank_fill"] for line in read_log(two)] == [line["bank_fill"] for line in read_log(one)]
 
 
+@pytest.mark.acceptance
 def test_under_a_limit_on_the_address_space_a_run_finds_what_fits(data, tmp_path):
     """One micro-batch of 64 pairs needs more than what is left below the limit, smaller ones do not."""
     changes = {

@@ -177,6 +177,7 @@ def wait_for(path: Path, process: subprocess.Popen) -> None:
 LONG = {"optim.max_steps": 40, "run.save_steps": 3}
 
 
+@pytest.mark.acceptance  # in the default suite test_faults.py kills processes
 def test_kill_minus_nine_then_resume(data, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     train(train_config(data, whole, **LONG))
