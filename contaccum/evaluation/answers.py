@@ -53,12 +53,6 @@ def token_string(text: str) -> str:
     return f" {' '.join(tokens)} " if tokens else ""
 
 
-def has_answer(text: str, answers: Sequence[str], match: str = "string") -> bool:
-    """Whether a passage's text holds one of the answers; an answer without any token is never held."""
-    batch = Batch([("0", Question("", list(answers)))], [[0]], [text], match)
-    return first_hits(batch)[0] == [1]
-
-
 def first_hits(batch: Batch) -> tuple[list[int | None], int]:
     """For each question the rank, from 1, of the first passage with an answer; and how many patterns are unusable.
 

@@ -115,7 +115,9 @@ def test_packed_training_has_the_gradients_of_plain(method, unpad):
     assert start.pack_linears() == 2 * (6 + 1)  # two towers of one layer with six linear ones, and a pooler
     packed, _ = run_steps(method, data, bank_size=16, push=12, encoder=start)
     assert largest_difference(packed, plain) < SAME
-    assert largest_difference(packed, run_steps(method, data[::-1], bank_size=16, push=12, encoder=start)[0]) > DIFFERENT
+    assert (
+        largest_difference(packed, run_steps(method, data[::-1], bank_size=16, push=12, encoder=start)[0]) > DIFFERENT
+    )
 
 
 def test_unpadded_grad_cache_replays_its_dropout():

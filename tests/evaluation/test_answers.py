@@ -5,8 +5,12 @@ from datasets import Dataset
 
 from contaccum.data.records import Question
 from contaccum.errors import InputError
-from contaccum.evaluation.answers import answer_accuracy, evaluate_answers, has_answer, question_ids
+from contaccum.evaluation.answers import Batch, answer_accuracy, evaluate_answers, first_hits, question_ids
 from contaccum.options import SearchSettings
+
+
+def has_answer(text: str, answers: list[str], match: str = "string") -> bool:
+    return first_hits(Batch([("0", Question("", answers))], [[0]], [text], match))[0] == [1]
 
 
 @pytest.mark.parametrize(

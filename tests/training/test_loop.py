@@ -14,6 +14,7 @@ from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_wi
 from contaccum import DualEncoder
 from contaccum.config import METRIC_CUTS, METRIC_MEASURES, TRAITS, OptimConfig
 from contaccum.data.tables import load_retrieval_set
+from contaccum.encoder import Tower
 from contaccum.errors import InputError
 from contaccum.evaluation.beir import evaluate_encoder
 from contaccum.files import read_json
@@ -103,6 +104,30 @@ def test_the_best_model_on_dev_is_kept(data, tmp_path):
     again = evaluate_encoder(DualEncoder.load(model), dev)
     assert again["mean"] == pytest.approx(kept["mean"])
     assert max(scores.values()) != scores[24]
+
+
+def test_the_log_and_the_dev_set_follow_their_settings(data, tmp_path, monkeypatch):
+    """Every third step is logged, the split is the one named, and no forward pass of an evaluation has more tokens."""
+    (data / "qrels" / "dev.tsv").rename(data / "qrels" / "held_out.tsv")
+    passes = []
+    forward = Tower.forward
+
+    def seen(tower, tokens):
+        if not tower.training:
+            passes.append(tokens.input_ids.numel())
+        return forward(tower, tokens)
+
+    monkeypatch.setattr(Tower, "forward", seen)
+    changes = {
+        "data.dev": str(data), "run.log_steps": 3, "run.eval_steps": 4, "run.drift_steps": 0, "run.eval_batch_tokens": 40
+    }  # fmt: skip
+    train(train_config(data, tmp_path / "run", **changes, **{"data.dev_split": "held_out"}))
+    assert [(line["step"], "dev" in line) for line in read_log(tmp_path / "run")] == [
+        (3, False), (4, True), (6, False), (6, True)
+    ]  # fmt: skip
+    assert 16 < max(passes) <= 40
+    with pytest.raises(InputError, match="holds no split 'dev'"):
+        train(train_config(data, tmp_path / "other", **changes))
 
 
 def test_every_metric_that_may_decide_is_computed(data, tmp_path):

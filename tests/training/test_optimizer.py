@@ -20,7 +20,7 @@ STEPS = 5
 def trained(start, **settings) -> list[torch.Tensor]:
     """The weights after some steps on the same gradients."""
     encoder = copy.deepcopy(start).train()
-    optimizer = make_optimizer(encoder, OptimConfig(learning_rate=1e-3, weight_decay=0.1, **settings))
+    optimizer = make_optimizer(encoder, OptimConfig(**{"learning_rate": 1e-3, "weight_decay": 0.1, **settings}))
     for batch in micro_batches(STEPS, 4):
         queries, passages = encoder(batch)
         (queries * passages[:, 0]).sum().backward()
@@ -29,7 +29,7 @@ def trained(start, **settings) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in trained_parameters(encoder).values()]
 
 
-def by_hand(start) -> list[torch.Tensor]:
+def by_hand(start, beta: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.1) -> list[torch.Tensor]:
     """Loshchilov and Hutter 2019 (arXiv 1711.05101), algorithm 2, parameter by parameter."""
     encoder = copy.deepcopy(start).train()
     parameters = list(trained_parameters(encoder).values())
@@ -39,9 +39,9 @@ def by_hand(start) -> list[torch.Tensor]:
         gradients = torch.autograd.grad((queries * passages[:, 0]).sum(), parameters)
         for parameter, gradient, (first, second) in zip(parameters, gradients, moments, strict=True):
             first.copy_(0.9 * first + 0.1 * gradient)
-            second.copy_(0.999 * second + 0.001 * gradient**2)
-            step = first / (1 - 0.9**t) / ((second / (1 - 0.999**t)).sqrt() + 1e-8)
-            decay = 0.1 if parameter.ndim > 1 else 0.0
+            second.copy_(beta * second + (1 - beta) * gradient**2)
+            step = first / (1 - 0.9**t) / ((second / (1 - beta**t)).sqrt() + eps)
+            decay = weight_decay if parameter.ndim > 1 else 0.0
             parameter.data.copy_(parameter * (1 - 1e-3 * decay) - 1e-3 * step)
     return [parameter.detach() for parameter in parameters]
 
@@ -59,6 +59,23 @@ def test_fused_plain_and_the_formula_agree():
     assert distance(fused, plain) < 1e-4 * moved
     assert distance(by_hand(start), plain) < 1e-3 * moved
     assert distance(trained(start, adam_beta1=0.8), plain) > 0.01 * moved
+
+
+@pytest.mark.parametrize(
+    ("settings", "formula"),
+    [
+        ({"adam_beta2": 0.9}, {"beta": 0.9}),
+        ({"adam_eps": 1e-2}, {"eps": 1e-2}),
+        ({"weight_decay": 20.0}, {"weight_decay": 20.0}),
+    ],
+)
+def test_the_optimizer_s_numbers_reach_the_formula(settings, formula):
+    start = tiny_encoder()
+    origin = [parameter.detach() for parameter in trained_parameters(start).values()]
+    found = trained(start, **settings)
+    moved = distance(found, origin)
+    assert distance(by_hand(start, **formula), found) < 1e-3 * moved
+    assert distance(by_hand(start), found) > 0.01 * moved
 
 
 def test_eight_bit_moments_stay_close_to_full_ones():
