@@ -61,6 +61,11 @@ def model_folder(given: str | None) -> str:
     return given
 
 
+def positions(folder: str) -> int:
+    """Longest text that an encoder folder's position embeddings allow, in tokens."""
+    return int(json.loads((Path(folder) / "config.json").read_text())["max_position_embeddings"])
+
+
 def environment() -> dict[str, Any]:
     """Machine, versions and command, as they stand beside every figure."""
     cpu = platform.processor() or platform.machine()
@@ -232,7 +237,7 @@ class Trainee:
         packed: bool = False,
     ) -> None:
         self.engine = Engine(device=device, precision=precision)
-        most = json.loads((Path(folder) / "config.json").read_text())["max_position_embeddings"]
+        most = positions(folder)
         lengths = {"max_query_length": min(QUERY_TOKENS, most), "max_passage_length": min(PASSAGE_TOKENS, most)}
         self.encoder = DualEncoder.load(folder, tie_towers=True, similarity="cosine", **lengths).to(self.engine.device)
         if dropout is not None:

@@ -1,117 +1,153 @@
-"""Micro-batches by token budget against micro-batches of B pairs: time of an update, peak memory, padding.
+"""Micro-batches cut by tokens against micro-batches of B pairs: time, peak memory and padding, on texts of real lengths.
 
-    python benchmarks/micro_batch_tokens.py --data MEDQUAD --model MODEL --json OUT.json
+    python benchmarks/micro_batch_tokens.py --data MEDQUAD [--model DIR] [--json OUT]
 
-Both cuts take the same steps of the same pairs, in turn, in one process; the budget is B x (max_query_length +
-max_passage_length), what B pairs of full length need. The time is the median over steps of the ratio of two updates of one
-step; the memory is what torch holds at its peak in the step's forward and backward passes beyond weights and gradients.
+All ways take the same steps of the same pairs, in turn, in one process; the budget is B x (max_query_length +
+max_passage_length), what B pairs of full length need. Times are ratios of two updates of one step, the optimizer's left out. Peak
+memory is what tensors hold at most during the first step, beyond weights.
 """
 
-import argparse
-import json
-import statistics
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
+from common import PeakMemory, make_parser, model_folder, positions, publish, ratio, summary, table
 
 from contaccum.batch import MicroBatch
 from contaccum.config import TrainConfig
 from contaccum.data.dataset import load_train_set
+from contaccum.encoder import DualEncoder
+from contaccum.encoder.packed import packed_linears
 from contaccum.engine import Engine
 from contaccum.methods import METHODS
 from contaccum.training import setup
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", required=True, help="BEIR folder")
-    parser.add_argument("--model", required=True, help="encoder folder or hub name")
-    parser.add_argument("--methods", default="grad_accum,grad_cache,cont_accum")
-    parser.add_argument("--pairs", type=int, default=8, help="pairs in a micro-batch (B)")
-    parser.add_argument("--global_batch_size", type=int, default=128)
-    parser.add_argument("--max_passage_length", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu"])
-    parser.add_argument("--json", required=True, help="file for the figures")
-    given = parser.parse_args()
-    rows = [measure(given, method) for method in given.methods.split(",")]
-    about = {**vars(given), "torch": torch.__version__, "threads": torch.get_num_threads()}
-    Path(given.json).write_text(json.dumps({"settings": about, "rows": rows}, indent=2) + "\n", encoding="utf-8")
-    for row in rows:
-        print(json.dumps(row))
+PAIRS, TOKENS = "pairs", "tokens"
+WAYS = {
+    PAIRS: (PAIRS, False, False),
+    "pairs, unpadded": (PAIRS, True, False),
+    TOKENS: (TOKENS, False, False),
+    "tokens, unpadded": (TOKENS, True, False),
+    "tokens, unpadded, packed": (TOKENS, True, True),
+}
+"""Name -> how a step is cut, ``model.unpad``, ``model.pack_linears`` (which does nothing on a GPU)."""
 
 
-def measure(given: argparse.Namespace, method: str) -> dict[str, float | str]:
-    """Both cuts of ``given.steps`` steps, after one step of each that is not counted."""
+@contextmanager
+def switched(encoder: DualEncoder, unpad: bool, pack: bool) -> Iterator[None]:
+    with ExitStack() as stack:
+        encoder.set_attention("auto" if unpad else "sdpa", unpad)
+        for tower in encoder.towers if pack else ():
+            stack.enter_context(packed_linears(tower.backbone))
+        yield
+
+
+def measure(args: Any, folder: str, method: str) -> list[dict[str, Any]]:
+    """One row a way: ``args.steps`` steps, after one of each way that is not counted."""
     config = TrainConfig(method=method)
-    config.model.name, config.model.max_passage_length = given.model, given.max_passage_length
-    config.batch.global_batch_size, config.batch.micro_batch_size = given.global_batch_size, given.pairs
-    train_set = load_train_set(given.data, repair=True)
-    engine = Engine(device=given.device)
+    config.model.name, most = folder, positions(folder)
+    config.model.max_query_length = min(config.model.max_query_length or most, most)
+    config.model.max_passage_length = min(args.max_passage_length, most)
+    config.batch.global_batch_size, config.batch.micro_batch_size = args.global_batch_size, args.pairs
+    train_set = load_train_set(args.data, repair=True)
+    engine = Engine(device=args.device, precision=args.precision)
     encoder = setup.build_encoder(config.model, train_set, 0).to(engine.device).train()
-    by_pairs = setup.build_batches(config, engine, encoder, train_set)
-    config.batch.micro_batch_tokens = given.pairs * (
-        encoder.settings.max_query_length + encoder.settings.max_passage_length
-    )
-    by_tokens = setup.build_batches(config, engine, encoder, train_set)
+    cuts = {PAIRS: setup.build_batches(config, engine, encoder, train_set)}
+    longest = encoder.settings.max_query_length + encoder.settings.max_passage_length
+    config.batch.micro_batch_tokens = args.pairs * longest
+    cuts[TOKENS] = setup.build_batches(config, engine, encoder, train_set)
     loss = setup.build_loss(config)
     bank = setup.build_bank(config, engine, encoder, loss)
     engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.0))
 
-    def update(batches: list[MicroBatch]) -> float:
-        began = time.perf_counter()
-        METHODS[method](engine, batches, bank, loss)
-        if engine.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - began
+    def update(way: str, step: int) -> float:
+        cut, unpad, pack = WAYS[way]
+        batches = cuts[cut].step(step)
+        with switched(encoder, unpad, pack):
+            began = time.perf_counter()
+            METHODS[method](engine, batches, bank, loss)
+            if engine.device.type == "cuda":
+                torch.cuda.synchronize()
+            return time.perf_counter() - began
 
-    ratios, pairs, tokens = [], [], []
-    for step in range(given.steps + 1):
-        cuts = by_pairs.step(step), by_tokens.step(step)
-        turns = [(cuts[0], pairs), (cuts[1], tokens)]
-        for cut, found in turns if step % 2 else reversed(turns):
-            found.append({"seconds": update(cut), "padded": padded(cut), "real": real(cut), "K": len(cut)})
-        ratios.append(tokens[-1]["seconds"] / pairs[-1]["seconds"])
-    peaks = [peak(engine, lambda cut=cut: update(cut)) for cut in (by_pairs.step(0), by_tokens.step(0))]
-    sums = [{name: sum(line[name] for line in found[1:]) for name in found[0]} for found in (pairs, tokens)]
-    return {
-        "method": method,
-        "time_ratio": round(statistics.median(ratios[1:]), 4),
-        "time_ratios": ", ".join(f"{ratio:.3f}" for ratio in ratios[1:]),
-        "peak_memory_ratio": round(peaks[1] / peaks[0], 4),
-        "padded_tokens_ratio": round(sums[1]["padded"] / sums[0]["padded"], 4),
-        "padding_share_by_pairs": round(1 - sums[0]["real"] / sums[0]["padded"], 4),
-        "padding_share_by_tokens": round(1 - sums[1]["real"] / sums[1]["padded"], 4),
-        "micro_batches_by_pairs": sums[0]["K"] / given.steps,
-        "micro_batches_by_tokens": sums[1]["K"] / given.steps,
-    }
-
-
-def padded(cut: list[MicroBatch]) -> int:
-    return sum(batch.queries.input_ids.numel() + batch.passages.input_ids.numel() for batch in cut)
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    for step in range(args.steps + 1):
+        names = list(WAYS)[step % len(WAYS) :] + list(WAYS)[: step % len(WAYS)]
+        for way in names:
+            spent = update(way, step)
+            if step:
+                seconds[way].append(spent)
+    steps = range(1, args.steps + 1)
+    return [
+        {
+            "method": method, "way": way, "seconds": summary(seconds[way]), "ratio": ratio(seconds, way, PAIRS),
+            "micro_batches": sum(len(cuts[cut].step(step)) for step in steps) / args.steps,
+            "padded_tokens": sum(tokens(cuts[cut].step(step), padded) for step in steps),
+            "real_tokens": sum(tokens(cuts[cut].step(step), real) for step in steps),
+            "peak_bytes": peak(engine, lambda way=way: update(way, 0)),
+        }
+        for way, (cut, _, _) in WAYS.items()
+    ]  # fmt: skip
 
 
-def real(cut: list[MicroBatch]) -> int:
-    return sum(int(batch.queries.attention_mask.sum() + batch.passages.attention_mask.sum()) for batch in cut)
+def tokens(cut: list[MicroBatch], count: Callable[[torch.Tensor], int]) -> int:
+    return sum(count(batch.queries.attention_mask) + count(batch.passages.attention_mask) for batch in cut)
+
+
+def padded(mask: torch.Tensor) -> int:
+    return mask.numel()
+
+
+def real(mask: torch.Tensor) -> int:
+    return int(mask.sum())
 
 
 def peak(engine: Engine, run: Callable[[], object]) -> int:
-    """Most bytes that torch holds during ``run`` beyond what it held before."""
-    if engine.device.type == "cuda":
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+    with PeakMemory(engine.device) as memory:
         run()
-        return torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        run()
-    held = most = 0
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
-    return most
+    return memory.bytes
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--data", required=True, help="BEIR folder with a train split")
+    parser.add_argument("--methods", default="grad_accum,grad_cache", help="names joined by commas")
+    parser.add_argument("--pairs", type=int, default=8, help="pairs in a micro-batch (B)")
+    parser.add_argument("--global_batch_size", type=int, default=128, help="pairs in an update (N)")
+    parser.add_argument("--max_passage_length", type=int, default=256, help="longest passage, in tokens")
+    parser.add_argument("--steps", type=int, default=5)
+    args = parser.parse_args()
+    if args.quick:
+        args.pairs, args.global_batch_size, args.steps, args.methods = 4, 8, 2, "grad_accum"
+    folder = model_folder(args.model)
+    rows = [row for method in args.methods.split(",") for row in measure(args, folder, method)]
+    first = {row["method"]: row for row in reversed(rows)}  # a method's first row is that of pairs
+    lines = [
+        [
+            f"`{row['method']}`", row["way"], f"{row['seconds']['median']:.2f}",
+            f"{row['ratio']['median']:.3f} ({row['ratio']['min']:.3f} to {row['ratio']['max']:.3f})",
+            f"{row['peak_bytes'] / 2**20:.0f}", f"{row['padded_tokens'] / first[row['method']]['padded_tokens']:.3f}",
+            f"{1 - row['real_tokens'] / row['padded_tokens']:.3f}", f"{row['micro_batches']:.1f}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    heads = [
+        "method",
+        "way",
+        "seconds",
+        "÷ pairs",
+        "peak MiB",
+        "padded tokens ÷ pairs",
+        "share of padding",
+        "micro-batches",
+    ]
+    intro = (
+        f"N = {args.global_batch_size}, B = {args.pairs}, passages of at most {args.max_passage_length} tokens, "
+        f"{args.precision}, {args.steps} steps; median (smallest to largest) over steps. Target: tokens ÷ pairs at most 0.70."
+    )
+    publish(args, "Micro-batches by tokens and by pairs", [intro, table(heads, lines)], {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from contaccum.encoder import DualEncoder, EncoderSettings
 from contaccum.encoder.tiny import tiny_tower
 
 ROOT = Path(__file__).parent.parent
-NAMES = ["methods", "peers", "loss", "scaling", "data_path"]
+NAMES = ["methods", "peers", "loss", "scaling", "data_path", "micro_batch_tokens"]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,8 @@ def run(*call: str, **environment: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_benchmark_prints_its_table_and_writes_its_figures(name, tiny_folder, tmp_path):
-    done = run("bash", "benchmarks/run_all.sh", "--quick", name, MODEL=str(tiny_folder), RESULTS=str(tmp_path))
+    places = {"MODEL": str(tiny_folder), "RESULTS": str(tmp_path), "DATA": str(ROOT / "data" / "demo")}
+    done = run("bash", "benchmarks/run_all.sh", "--quick", name, **places)
     assert done.returncode == 0, done.stderr[-3000:]
     figures = json.loads((tmp_path / f"{name}.json").read_text())
     assert {"date", "cpu", "versions", "command"} <= figures["environment"].keys()
