@@ -11,7 +11,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,9 +19,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import cycle
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import psutil
+
+import contaccum.api
+import contaccum.study.compare
+import contaccum.training.loop
+from contaccum.cli import main as main_of_contaccum
 
 METHODS = ("in_batch", "grad_accum", "grad_cache", "passage_bank", "cont_accum", "cont_cache")
 TINY = {
@@ -70,17 +76,31 @@ def verbs(data: Path, model: Path, config: Path) -> dict[str, Verb]:
     }
 
 
-def contaccum(arguments: list[str]) -> subprocess.Popen:
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    return subprocess.Popen([sys.executable, "-m", "contaccum", *arguments], start_new_session=True, **quiet)
+def contaccum(arguments: list[str]) -> BaseProcess:
+    """Start a call in a process and a session of its own.
+
+    It is forked from this process, which has imported the libraries once: that takes longer than all the rest of so short a run.
+    """
+    process = get_context("fork").Process(target=run_verb, args=(arguments,))
+    process.start()
+    return process
+
+
+def run_verb(arguments: list[str]) -> None:
+    os.setsid()
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(nothing, stream)
+    sys.exit(main_of_contaccum(arguments))
 
 
 def finish(arguments: list[str]) -> float:
     """Run a call to its end; returns its seconds."""
     began = time.monotonic()
-    code = contaccum(arguments).wait()
-    if code:
-        raise SystemExit(f"exit code {code}: contaccum {' '.join(arguments)}")
+    process = contaccum(arguments)
+    process.join()
+    if process.exitcode:
+        raise SystemExit(f"exit code {process.exitcode}: contaccum {' '.join(arguments)}")
     return time.monotonic() - began
 
 
@@ -116,24 +136,23 @@ def kill_once(verb: Verb, output: Path, variant: str, longest: float, draw: rand
         began = time.monotonic()
         process = contaccum(verb.call(output, variant))
         if draw.random() < SET_UP_OVER:
-            while process.poll() is None and not at_work(output):
+            while process.is_alive() and not at_work(output):
                 time.sleep(0.005)
-        try:
-            process.wait(draw.uniform(0, max(0.1, longest - (time.monotonic() - began))))
-        except subprocess.TimeoutExpired:
+        process.join(draw.uniform(0, max(0.1, longest - (time.monotonic() - began))))
+        if process.is_alive():
             kill(process, draw.random() < WITH_CHILDREN)
             return moment(output)
         # it was faster than the unbroken run: draw again
 
 
-def kill(process: subprocess.Popen, with_children: bool) -> None:
+def kill(process: BaseProcess, with_children: bool) -> None:
     """SIGKILL, to a call alone or to the processes that it started as well, which have sessions of their own."""
     children = psutil.Process(process.pid).children(recursive=True) if with_children else []
     os.killpg(process.pid, signal.SIGKILL)
     for child in children:
         with suppress(psutil.NoSuchProcess):
             child.kill()
-    process.wait()
+    process.join()
 
 
 def campaign(verb: Verb, kills: int, folder: Path, draw: random.Random) -> dict[str, object]:
