@@ -128,6 +128,7 @@ def _encode_parser() -> ArgumentParser:
         help="tokens in one forward pass, padding counted; 1024 for each thread on a CPU, else 16384 when not given",
     )
     _add_repair(parser)
+    _add_max_bad_records(parser)
     return parser
 
 
@@ -145,6 +146,7 @@ def _search_parser() -> ArgumentParser:
     parser.add_argument("--k", type=int, help="passages per query; 100 for a run, 10 for one query when not given")
     parser.add_class_arguments(SearchSettings, None)
     _add_repair(parser)
+    _add_max_bad_records(parser)
     return parser
 
 
@@ -172,6 +174,7 @@ def _evaluate_parser() -> ArgumentParser:
     parser.add_class_arguments(SearchSettings, None)
     _add_strict(parser)
     _add_repair(parser)
+    _add_max_bad_records(parser)
     return parser
 
 
@@ -202,6 +205,7 @@ def _check_parser() -> ArgumentParser:
     parser.add_argument("--split", help="one split of a BEIR folder; all when not given")
     _add_strict(parser)
     _add_repair(parser)
+    _add_max_bad_records(parser)
     return parser
 
 
@@ -217,6 +221,7 @@ def _convert_parser() -> ArgumentParser:
     parser.add_argument("--split", default="train", help="which split of a BEIR folder, read or written")
     _add_strict(parser)
     _add_repair(parser)
+    _add_max_bad_records(parser)
     return parser
 
 
@@ -245,4 +250,14 @@ def _add_strict(parser: ArgumentParser) -> None:
 def _add_repair(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--repair", action="store_true", help="accept repeated ids and empty passages, counted in a warning"
+    )
+
+
+def _add_max_bad_records(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--max_bad_records",
+        type=int,
+        default=0,
+        metavar="N",
+        help="leave out up to N records of each file that cannot be read, listed in a file that a warning names (default: 0)",
     )
