@@ -6,9 +6,13 @@ from jsonargparse import ActionConfigFile, ArgumentParser, set_parsing_settings
 
 from contaccum.config import GROUPS, TrainConfig
 from contaccum.config.file import check_config_file
+from contaccum.errors import InputError
 from contaccum.options import ModelChoice, SearchSettings, StudyOptions
 
-set_parsing_settings(docstring_parse_attribute_docstrings=True)
+set_parsing_settings(
+    docstring_parse_attribute_docstrings=True,
+    import_path_denylist=["*"],  # else a value such as {class_path: os.path} would import what it names
+)
 
 
 def make_parser() -> ArgumentParser:
@@ -32,6 +36,15 @@ def make_parser() -> ArgumentParser:
     forms.add_subcommand("fetch", _fetch_parser(), help="download a BEIR data set by its name")
     forms.add_subcommand("demo", _demo_parser(), help="write the demo data set")
     return parser
+
+
+def refuse_whole_groups(arguments: list[str]) -> None:
+    """InputError for --GROUP VALUE, by which the library takes a group from a file, a mapping or a class; we take its fields."""
+    verb, *options = arguments or [""]
+    whole = {option.partition("=")[0] for option in options} & {f"--{group}" for group in GROUPS}
+    if whole and verb in ("train", "compare", "verify", "plan"):
+        name = min(whole)
+        raise InputError(f"{name} is a group of settings, expected {name}.FIELD VALUE, or --config FILE")
 
 
 def _new(prog: str, description: str, usage: str = "%(prog)s [--help] VERB ...") -> ArgumentParser:
@@ -68,7 +81,7 @@ def _compare_parser() -> ArgumentParser:
         "what is missing and nothing else. Every setting of `contaccum train` can be given.",
         "%(prog)s --config FILE --methods a,b,c --seeds 3 [--vary GROUP.FIELD=v1,v2 ...] --output_dir DIR [options]",
     )
-    parser.add_argument("--config", action="config", help="YAML file with any of the settings of `contaccum train`")
+    parser.add_argument("--config", action=_ConfigFile, help="YAML file with any of the settings of `contaccum train`")
     parser.add_class_arguments(StudyOptions, None, skip={"vary"})
     parser.add_argument(
         "--vary", nargs="+", default=[], metavar="GROUP.FIELD=v1,v2",
@@ -86,7 +99,7 @@ def _verify_parser() -> ArgumentParser:
         "processes and one. Prints a table with the largest differences; exit code 1 when one does not hold.",
         "%(prog)s --config FILE [--method NAME] [--GROUP.FIELD VALUE ...]",
     )
-    parser.add_argument("--config", action="config", help="YAML file with any of the settings of `contaccum train`")
+    parser.add_argument("--config", action=_ConfigFile, help="YAML file with any of the settings of `contaccum train`")
     parser.add_class_arguments(TrainConfig, None)
     return parser
 
@@ -98,7 +111,7 @@ def plan_parser() -> ArgumentParser:
         "memory and time; with --corpus_size also what encoding and indexing a corpus costs. Settings as for train.",
         "%(prog)s --config FILE --memory 11GB [--methods NAME,...] [--corpus_size N] [--GROUP.FIELD VALUE ...]",
     )
-    parser.add_argument("--config", action="config", help="YAML file with any of the settings below")
+    parser.add_argument("--config", action=_ConfigFile, help="YAML file with any of the settings below")
     parser.add_argument("--memory", required=True, help="budget of one process, such as 11GB or 24GiB")
     parser.add_argument("--methods", help="names joined by commas; all six when not given")
     parser.add_argument("--corpus_size", type=int, help="passages of a corpus to plan for")
