@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from contaccum.data.formats import read_questions
+from contaccum.data.corpus import load_corpus, load_queries, load_questions, open_corpus
 from contaccum.data.hub import PREFIX as HUB
-from contaccum.data.tables import RetrievalSet, load_corpus, load_grades, load_queries, load_retrieval_set
+from contaccum.data.tables import RetrievalSet, load_retrieval_set, open_grades
 from contaccum.encoder import DualEncoder
 from contaccum.engine import encoding_device, torch_dtype
 from contaccum.errors import InputError
 from contaccum.evaluation.answers import evaluate_answers
-from contaccum.evaluation.beir import CUTS, Metrics, cuts_within, drop_own, evaluate_run, retrieve_others
+from contaccum.evaluation.beir import CUTS, Metrics, cuts_within, drop_own, evaluate_run, noting, retrieve_others
 from contaccum.evaluation.download import is_published, resolve_dataset
 from contaccum.files import write_json
 from contaccum.options import ModelChoice, SearchSettings
@@ -55,6 +55,7 @@ def encode(
     shard_size: int = 50_000,
     batch_tokens: int | None = None,
     repair: bool = False,
+    max_bad_records: int = 0,
 ) -> str:
     """Encode a corpus or a file of queries into shards under ``output``; returns a sentence that says what stands there.
 
@@ -63,9 +64,9 @@ def encode(
     with joined(choice.timeout_minutes) as group, group.main_first():  # from here on, none waits for another
         path, repair = _open(source, repair)
         texts = (
-            Texts.of_corpus(load_corpus(path, repair))
+            Texts.of_corpus(load_corpus(path, repair, max_bad_records))
             if kind == "passage"
-            else Texts.of_queries(load_queries(path, repair=repair))
+            else Texts.of_queries(load_queries(path, repair=repair, max_bad_records=max_bad_records))
         )
     encoder = load_encoder(choice)
     form = {"dtype": dtype, "shard_size": shard_size, "batch_tokens": batch_tokens}
@@ -81,6 +82,7 @@ def search(
     k: int = 100,
     settings: SearchSettings = DEFAULTS,
     repair: bool = False,
+    max_bad_records: int = 0,
     group: Processes = ALONE,
 ) -> Run:
     """The k best passages for every query of a split: query id to (passage id, score), best first.
@@ -89,7 +91,7 @@ def search(
     all of them call and get the same.
     """
     with group.main_first():
-        judged = load_judged(data, split, repair=repair)
+        judged = load_judged(data, split, repair=repair, max_bad_records=max_bad_records)
     return _search(choice, judged, k, settings, group)
 
 
@@ -100,12 +102,13 @@ def look(
     k: int = 10,
     settings: SearchSettings = DEFAULTS,
     repair: bool = False,
+    max_bad_records: int = 0,
     group: Processes = ALONE,
 ) -> list[Hit]:
     """The k best passages of a corpus for one query text, with their texts; ``group`` as in ``search``."""
     with group.main_first():
         path, repair = _open(data, repair)
-        corpus = load_corpus(path, repair)
+        corpus = load_corpus(path, repair, max_bad_records)
     return top_passages(load_encoder(choice), query, corpus, k, settings, group)
 
 
@@ -118,6 +121,7 @@ def evaluate(
     settings: SearchSettings = DEFAULTS,
     strict: bool = False,
     repair: bool = False,
+    max_bad_records: int = 0,
     output: str | None = None,
     group: Processes = ALONE,
 ) -> Metrics:
@@ -127,8 +131,9 @@ def evaluate(
     every query. group: as in ``search``.
     """
     with group.main_first():
-        judged = load_judged(data, split, strict, repair)
-    metrics = evaluate_run(judged.qrels, _search(choice, judged, k, settings, group), cuts=cuts_within(CUTS, k))
+        judged = load_judged(data, split, strict, repair, max_bad_records)
+    run = _search(choice, judged, k, settings, group)
+    metrics = noting(judged.left_out, evaluate_run(judged.qrels, run, cuts=cuts_within(CUTS, k)))
     model = choice if isinstance(choice, str) else getattr(choice, "model", None)
     return _keep(metrics, output, {"model": model, "data": data, "split": split})
 
@@ -143,29 +148,36 @@ def evaluate_questions(
     match: str = "string",
     processes: int = 1,
     repair: bool = False,
+    max_bad_records: int = 0,
     output: str | None = None,
     group: Processes = ALONE,
 ) -> Metrics:
     """Answer accuracy (top1, top5, top20, top100) of a DPR question file over a passages file; ``group`` as in ``search``."""
     with group.main_first():
-        asked, corpus = list(read_questions(questions)), load_corpus(passages, repair)
+        asked, without = load_questions(questions, max_bad_records)
+        corpus = open_corpus(passages, repair, max_bad_records)
     metrics = evaluate_answers(
-        load_encoder(choice), asked, corpus, k, settings, match=match, processes=processes, group=group
+        load_encoder(choice), asked, corpus.table, k, settings, match=match, processes=processes, group=group
     )
+    left_out = {questions: without, passages: corpus.left_out}
+    metrics = noting({name: count for name, count in left_out.items() if count}, metrics)
     return _keep(metrics, output, {"model": choice.model, "data": questions, "passages": passages})
 
 
-def evaluate_run_file(run: str, qrels: str, output: str | None = None) -> Metrics:
+def evaluate_run_file(run: str, qrels: str, output: str | None = None, max_bad_records: int = 0) -> Metrics:
     """Score a TREC run file against a qrels file, at the cuts that its longest list can answer."""
     hits = read_run(run)
     cuts = cuts_within(CUTS, max(map(len, hits.values())))
-    return _keep(evaluate_run(load_grades(qrels), hits, cuts=cuts), output, {"run": run, "data": qrels})
+    grades, left_out = open_grades(qrels, max_bad_records)
+    return _keep(noting(left_out, evaluate_run(grades, hits, cuts=cuts)), output, {"run": run, "data": qrels})
 
 
-def load_judged(data: str, split: str, strict: bool = False, repair: bool = False) -> RetrievalSet:
+def load_judged(
+    data: str, split: str, strict: bool = False, repair: bool = False, max_bad_records: int = 0
+) -> RetrievalSet:
     """A split of a BEIR folder or name, or a file of training examples."""
     path, repair = _open(data, repair)
-    return load_retrieval_set(path, split, strict, repair)
+    return load_retrieval_set(path, split, strict, repair, max_bad_records)
 
 
 def _open(data: str, repair: bool) -> tuple[Any, bool]:

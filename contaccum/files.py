@@ -33,14 +33,14 @@ def is_leftover(name: str) -> bool:
     return _LEFTOVER.fullmatch(name) is not None
 
 
-def sweep(folder: str | Path) -> None:
-    """Remove what killed processes left in a folder that is now this process's alone.
+def sweep(folder: str | Path, name: str | None = None) -> None:
+    """Remove what killed processes left in a folder that is now this process's alone; with ``name`` what they left of it.
 
     Where a folder was killed between moving the old one away and the new one in, the old one is put back.
     """
     for path in sorted(Path(folder).iterdir()):
         found = _LEFTOVER.fullmatch(path.name)
-        if found is None:
+        if found is None or name not in (None, found["name"]):
             continue
         target = path.with_name(found["name"])
         if found["kind"] == "old" and not target.exists():

@@ -10,15 +10,25 @@ import json
 import os
 import random
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import cycle
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+
+import psutil
+
+import contaccum.api
+import contaccum.study.compare
+import contaccum.training.loop
+from contaccum.cli import main as main_of_contaccum
 
 METHODS = ("in_batch", "grad_accum", "grad_cache", "passage_bank", "cont_accum", "cont_cache")
 TINY = {
@@ -32,6 +42,9 @@ TINY = {
 SET_UP_OVER = 0.8
 """Share of the kills that come behind the set-up, which is most of so short a run's life."""
 
+WITH_CHILDREN = 0.5
+"""Share of the kills that also hit the runs of a comparison; the others leave them to find out that they are alone."""
+
 
 @dataclass(frozen=True)
 class Verb:
@@ -40,8 +53,8 @@ class Verb:
     call: Callable[[Path, str], list[str]]
     """Output folder and variant -> arguments; given again, the same call goes on with a broken run."""
     variants: tuple[str, ...]
-    results: str
-    """Pattern of the files, below the output folder, whose bytes must be those of the unbroken run."""
+    results: tuple[str, ...]
+    """Patterns of the files, below the output folder, whose bytes must be those of the unbroken run."""
 
 
 def verbs(data: Path, model: Path, config: Path) -> dict[str, Verb]:
@@ -53,31 +66,46 @@ def verbs(data: Path, model: Path, config: Path) -> dict[str, Verb]:
         return ["encode", *source, "--shard_size", "20", "--batch_tokens", "64"]
 
     def compare(output: Path, methods: str) -> list[str]:
-        return ["compare", "--config", str(config), "--methods", methods, "--seeds", "2", "--output_dir", str(output)]
+        return ["compare", "--config", str(config), "--methods", methods, "--seeds", "1", "--baselines", "bm25",
+                "--output_dir", str(output)]  # fmt: skip
 
     return {
-        "train": Verb(train, METHODS, "model/**/*"),
-        "encode": Verb(encode, ("passage",), "*"),
-        "compare": Verb(compare, ("grad_accum,cont_accum",), "**/model/**/*.safetensors"),
+        "train": Verb(train, METHODS, ("model/**/*",)),
+        "encode": Verb(encode, ("passage",), ("*",)),
+        "compare": Verb(compare, ("grad_accum,cont_accum",), ("runs/*/model/**/*", "tests.csv")),
     }
 
 
-def contaccum(arguments: list[str]) -> subprocess.Popen:
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    return subprocess.Popen([sys.executable, "-m", "contaccum", *arguments], start_new_session=True, **quiet)
+def contaccum(arguments: list[str]) -> BaseProcess:
+    """Start a call in a process and a session of its own.
+
+    It is forked from this process, which has imported the libraries once: that takes longer than all the rest of so short a run.
+    """
+    process = get_context("fork").Process(target=run_verb, args=(arguments,))
+    process.start()
+    return process
+
+
+def run_verb(arguments: list[str]) -> None:
+    os.setsid()
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(nothing, stream)
+    sys.exit(main_of_contaccum(arguments))
 
 
 def finish(arguments: list[str]) -> float:
     """Run a call to its end; returns its seconds."""
     began = time.monotonic()
-    code = contaccum(arguments).wait()
-    if code:
-        raise SystemExit(f"exit code {code}: contaccum {' '.join(arguments)}")
+    process = contaccum(arguments)
+    process.join()
+    if process.exitcode:
+        raise SystemExit(f"exit code {process.exitcode}: contaccum {' '.join(arguments)}")
     return time.monotonic() - began
 
 
-def checksums(output: Path, pattern: str) -> dict[str, str]:
-    files = sorted(path for path in output.glob(pattern) if path.is_file())
+def checksums(output: Path, patterns: tuple[str, ...]) -> dict[str, str]:
+    files = sorted(path for pattern in patterns for path in output.glob(pattern) if path.is_file())
     return {str(path.relative_to(output)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
@@ -97,7 +125,7 @@ def moment(output: Path) -> str:
 
 def at_work(output: Path) -> bool:
     """Whether a run has taken its first step, or written its first shard."""
-    logs = [*output.glob("log.jsonl"), *output.glob("*/log.jsonl")]
+    logs = [*output.glob("log.jsonl"), *output.glob("runs/*/log.jsonl")]
     return any(log.stat().st_size for log in logs) or (output / "00000.npy").exists()
 
 
@@ -108,15 +136,23 @@ def kill_once(verb: Verb, output: Path, variant: str, longest: float, draw: rand
         began = time.monotonic()
         process = contaccum(verb.call(output, variant))
         if draw.random() < SET_UP_OVER:
-            while process.poll() is None and not at_work(output):
+            while process.is_alive() and not at_work(output):
                 time.sleep(0.005)
-        try:
-            process.wait(draw.uniform(0, max(0.1, longest - (time.monotonic() - began))))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            process.wait()
+        process.join(draw.uniform(0, max(0.1, longest - (time.monotonic() - began))))
+        if process.is_alive():
+            kill(process, draw.random() < WITH_CHILDREN)
             return moment(output)
         # it was faster than the unbroken run: draw again
+
+
+def kill(process: BaseProcess, with_children: bool) -> None:
+    """SIGKILL, to a call alone or to the processes that it started as well, which have sessions of their own."""
+    children = psutil.Process(process.pid).children(recursive=True) if with_children else []
+    os.killpg(process.pid, signal.SIGKILL)
+    for child in children:
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    process.join()
 
 
 def campaign(verb: Verb, kills: int, folder: Path, draw: random.Random) -> dict[str, object]:

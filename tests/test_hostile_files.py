@@ -11,6 +11,7 @@ import pickle
 import signal
 import struct
 import sys
+from argparse import ArgumentError
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from helpers import train_config, write_beir
 
 from contaccum import DualEncoder, train
 from contaccum.cli import main
+from contaccum.cli.parsers import make_parser, refuse_whole_groups
 from contaccum.config import to_yaml
 from contaccum.data.convert import convert
 from contaccum.data.records import Question
@@ -163,6 +165,35 @@ def test_a_config_runs_and_imports_nothing(text, tmp_path, canary, capsys, monke
     (tmp_path / "inner.yaml").write_text("model: {class_path: evil.Evil}\n")
     (tmp_path / "config.yaml").write_text(text.format(canary=canary))
     assert "config.yaml, line 1" in refused(capsys, "train", "--config", "config.yaml")
+    assert "evil" not in sys.modules
+
+
+@pytest.mark.parametrize("verb", ["compare", "plan --memory 1GB", "verify"])
+def test_no_other_verb_s_config_imports_anything(verb, tmp_path, canary, capsys, monkeypatch):
+    (tmp_path / "evil.py").write_text(f"import os\nos.mkdir({str(canary)!r})\nclass Evil: pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "config.yaml").write_text("model: {class_path: evil.Evil}\n")
+    assert "config.yaml, line 1" in refused(capsys, *verb.split(), "--config", "config.yaml")
+    assert "evil" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("verb", "value"),
+    [
+        *(("train", value) for value in ("{class_path: evil.Evil}", "evil.Evil", "inner.yaml")),
+        *((verb, "{class_path: evil.Evil}") for verb in ("compare", "plan --memory 1GB", "verify")),
+    ],
+)
+def test_a_class_on_the_command_line_is_not_imported(verb, value, tmp_path, canary, capsys, monkeypatch):
+    (tmp_path / "evil.py").write_text(f"import os\nos.mkdir({str(canary)!r})\nclass Evil: pass\n")
+    (tmp_path / "inner.yaml").write_text("class_path: evil.Evil\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "--model is a group of settings" in refused(capsys, *verb.split(), "--model", value)
+    with pytest.raises(InputError, match="--data is a group"):
+        refuse_whole_groups([*verb.split(), f"--data={value}"])
+    # the library itself imports nothing either, as it would by default
+    with pytest.raises(ArgumentError, match="not allowed"):
+        make_parser().parse_args([*verb.split(), "--model", value])
     assert "evil" not in sys.modules
 
 

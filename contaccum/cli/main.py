@@ -9,7 +9,7 @@ from typing import Any
 
 from jsonargparse import Namespace
 
-from contaccum.cli.parsers import make_parser
+from contaccum.cli.parsers import make_parser, refuse_whole_groups
 from contaccum.cli.verbs import VERBS
 from contaccum.errors import Failed, InputError, Interrupted
 from contaccum.launch import process_place
@@ -25,8 +25,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one verb; returns the exit code: 0 done, 2 the user's input or disk, 130 Ctrl-C, 143 SIGTERM; else raises (1)."""
     warnings.showwarning = _show_warning
     try:
-        parser = make_parser()
-        chosen = parser.parse_args(arguments)
+        arguments = sys.argv[1:] if arguments is None else arguments
+        refuse_whole_groups(arguments)
+        chosen = make_parser().parse_args(arguments)
         path, options = chosen.subcommand, chosen[chosen.subcommand]
         if path == "data":
             path, options = f"data {options.subcommand}", options[options.subcommand]

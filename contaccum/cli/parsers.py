@@ -6,9 +6,13 @@ from jsonargparse import ActionConfigFile, ArgumentParser, set_parsing_settings
 
 from contaccum.config import GROUPS, TrainConfig
 from contaccum.config.file import check_config_file
+from contaccum.errors import InputError
 from contaccum.options import ModelChoice, SearchSettings, StudyOptions
 
-set_parsing_settings(docstring_parse_attribute_docstrings=True)
+set_parsing_settings(
+    docstring_parse_attribute_docstrings=True,
+    import_path_denylist=["*"],  # else a value such as {class_path: os.path} would import what it names
+)
 
 
 def make_parser() -> ArgumentParser:
@@ -32,6 +36,15 @@ def make_parser() -> ArgumentParser:
     forms.add_subcommand("fetch", _fetch_parser(), help="download a BEIR data set by its name")
     forms.add_subcommand("demo", _demo_parser(), help="write the demo data set")
     return parser
+
+
+def refuse_whole_groups(arguments: list[str]) -> None:
+    """InputError for --GROUP VALUE, by which the library takes a group from a file, a mapping or a class; we take its fields."""
+    verb, *options = arguments or [""]
+    whole = {option.partition("=")[0] for option in options} & {f"--{group}" for group in GROUPS}
+    if whole and verb in ("train", "compare", "verify", "plan"):
+        name = min(whole)
+        raise InputError(f"{name} is a group of settings, expected {name}.FIELD VALUE, or --config FILE")
 
 
 def _new(prog: str, description: str, usage: str = "%(prog)s [--help] VERB ...") -> ArgumentParser:
@@ -68,7 +81,7 @@ def _compare_parser() -> ArgumentParser:
         "what is missing and nothing else. Every setting of `contaccum train` can be given.",
         "%(prog)s --config FILE --methods a,b,c --seeds 3 [--vary GROUP.FIELD=v1,v2 ...] --output_dir DIR [options]",
     )
-    parser.add_argument("--config", action="config", help="YAML file with any of the settings of `contaccum train`")
+    parser.add_argument("--config", action=_ConfigFile, help="YAML file with any of the settings of `contaccum train`")
     parser.add_class_arguments(StudyOptions, None, skip={"vary"})
     parser.add_argument(
         "--vary", nargs="+", default=[], metavar="GROUP.FIELD=v1,v2",
@@ -86,7 +99,7 @@ def _verify_parser() -> ArgumentParser:
         "processes and one. Prints a table with the largest differences; exit code 1 when one does not hold.",
         "%(prog)s --config FILE [--method NAME] [--GROUP.FIELD VALUE ...]",
     )
-    parser.add_argument("--config", action="config", help="YAML file with any of the settings of `contaccum train`")
+    parser.add_argument("--config", action=_ConfigFile, help="YAML file with any of the settings of `contaccum train`")
     parser.add_class_arguments(TrainConfig, None)
     return parser
 
@@ -98,7 +111,7 @@ def plan_parser() -> ArgumentParser:
         "memory and time; with --corpus_size also what encoding and indexing a corpus costs. Settings as for train.",
         "%(prog)s --config FILE --memory 11GB [--methods NAME,...] [--corpus_size N] [--GROUP.FIELD VALUE ...]",
     )
-    parser.add_argument("--config", action="config", help="YAML file with any of the settings below")
+    parser.add_argument("--config", action=_ConfigFile, help="YAML file with any of the settings below")
     parser.add_argument("--memory", required=True, help="budget of one process, such as 11GB or 24GiB")
     parser.add_argument("--methods", help="names joined by commas; all six when not given")
     parser.add_argument("--corpus_size", type=int, help="passages of a corpus to plan for")
@@ -128,6 +141,7 @@ def _encode_parser() -> ArgumentParser:
         help="tokens in one forward pass, padding counted; 1024 for each thread on a CPU, else 16384 when not given",
     )
     _add_repair(parser)
+    _add_max_bad_records(parser)
     return parser
 
 
@@ -145,6 +159,7 @@ def _search_parser() -> ArgumentParser:
     parser.add_argument("--k", type=int, help="passages per query; 100 for a run, 10 for one query when not given")
     parser.add_class_arguments(SearchSettings, None)
     _add_repair(parser)
+    _add_max_bad_records(parser)
     return parser
 
 
@@ -172,6 +187,7 @@ def _evaluate_parser() -> ArgumentParser:
     parser.add_class_arguments(SearchSettings, None)
     _add_strict(parser)
     _add_repair(parser)
+    _add_max_bad_records(parser)
     return parser
 
 
@@ -202,6 +218,7 @@ def _check_parser() -> ArgumentParser:
     parser.add_argument("--split", help="one split of a BEIR folder; all when not given")
     _add_strict(parser)
     _add_repair(parser)
+    _add_max_bad_records(parser)
     return parser
 
 
@@ -217,6 +234,7 @@ def _convert_parser() -> ArgumentParser:
     parser.add_argument("--split", default="train", help="which split of a BEIR folder, read or written")
     _add_strict(parser)
     _add_repair(parser)
+    _add_max_bad_records(parser)
     return parser
 
 
@@ -245,4 +263,14 @@ def _add_strict(parser: ArgumentParser) -> None:
 def _add_repair(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--repair", action="store_true", help="accept repeated ids and empty passages, counted in a warning"
+    )
+
+
+def _add_max_bad_records(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--max_bad_records",
+        type=int,
+        default=0,
+        metavar="N",
+        help="leave out up to N records of each file that cannot be read, listed in a file that a warning names (default: 0)",
     )

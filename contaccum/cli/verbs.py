@@ -84,7 +84,7 @@ def _evaluate(options: Namespace) -> None:
         raise InputError("evaluate was given no --model, expected one (or --run and --qrels)")
     if rest["processes"] < 1:
         raise InputError(f"--processes is {rest['processes']}, expected at least 1")
-    shared = {name: rest[name] for name in ("k", "repair")} | {"settings": settings}
+    shared = {name: rest[name] for name in ("k", "repair", "max_bad_records")} | {"settings": settings}
     output = rest["output"] if is_main() else None
     with api.joined(choice.timeout_minutes) as group:
         if given.keys() == {"data"}:
@@ -94,7 +94,7 @@ def _evaluate(options: Namespace) -> None:
             how = {"match": rest["match"], "processes": rest["processes"]}
             metrics = api.evaluate_questions(choice, output=output, group=group, **given, **how, **shared)
         elif given.keys() == {"run", "qrels"}:
-            metrics = api.evaluate_run_file(output=output, **given)
+            metrics = api.evaluate_run_file(output=output, max_bad_records=rest["max_bad_records"], **given)
         else:
             found = ", ".join(f"--{name}" for name in given) or "none of them"
             raise InputError(f"expected --data, or --questions and --passages, or --run and --qrels; found {found}")
@@ -132,7 +132,7 @@ def _report(options: Namespace) -> None:
 def _check(options: Namespace) -> None:
     from contaccum.data.check import check, render
 
-    print(render(check(options.path, options.split, options.strict, options.repair)))
+    print(render(check(**options.as_dict())))
 
 
 def _convert(options: Namespace) -> None:

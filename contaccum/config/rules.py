@@ -57,6 +57,7 @@ AT_LEAST: dict[str, float] = {
     "model.tiny_width": 32,
     "model.tiny_vocabulary": 100,
     "data.hard_negatives": 0,
+    "data.max_bad_records": 0,
     "batch.global_batch_size": 1,
     "batch.micro_batch_size": 1,
     "batch.micro_batch_tokens": 1,

@@ -110,6 +110,9 @@ class DataConfig:
     """Refuse queries without a positive instead of skipping them with a warning."""
     repair: bool = False
     """Accept repeated ids (the last one counts) and empty passages, counted in a warning."""
+    max_bad_records: int = 0
+    """Records of each file that may be left out because they cannot be read; a warning names the file that lists them. The next
+    one, or with 0 the first, is an error."""
 
 
 @dataclass

@@ -15,9 +15,9 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from datasets import Dataset
 
 from contaccum.errors import InputError
-from contaccum.files import cache_folder, whole_folder
+from contaccum.files import cache_folder, sweep, whole_folder
 
-READER_VERSION = 2  # raise it whenever a reader reads the same file differently, so that older tables are built anew
+READER_VERSION = 3  # raise it whenever a reader reads the same file differently, so that older tables are built anew
 
 PASSAGE_COLUMNS = ("id", "title", "text")
 QUERY_COLUMNS = ("id", "text")
@@ -114,15 +114,17 @@ def cached_folder(kind: str, key: object, build: Callable[[Path], None]) -> Path
     name = hashlib.sha256(json.dumps([READER_VERSION, key]).encode()).hexdigest()[:32]
     folder = cache_folder() / kind / name
     if not folder.is_dir():
-        with _one_at_a_time(cache_folder() / "locks" / name):
+        with one_at_a_time(cache_folder() / "locks" / name):
             if not folder.is_dir():  # another process may have built it while this one waited
+                if folder.parent.is_dir():
+                    sweep(folder.parent, name)
                 with whole_folder(folder) as part:
                     build(part)
     return folder
 
 
 @contextmanager
-def _one_at_a_time(path: Path) -> Iterator[None]:
+def one_at_a_time(path: Path) -> Iterator[None]:
     """The block, in one process after another; the lock of a process that dies is free again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -9,76 +9,80 @@ import numpy as np
 from datasets import Dataset
 
 from contaccum.data.arrow import PASSAGE_COLUMNS, column_batches
-from contaccum.data.examples import load_examples
-from contaccum.data.formats import kind_of_data, read_qrels, read_questions
+from contaccum.data.corpus import load_questions, open_corpus, open_queries
+from contaccum.data.examples import ExampleTable, load_examples
+from contaccum.data.formats import kind_of_data
 from contaccum.data.hub import local_path
-from contaccum.data.tables import (
-    keep_answerable,
-    load_corpus,
-    load_qrels,
-    load_queries,
-    qrels_file,
-    splits_of,
-)
+from contaccum.data.tables import JudgedSplit, judged_split, keep_answerable, qrels_file, splits_of
 from contaccum.errors import InputError
 
 Stats = dict[str, Any]
 
 
-def check(path: str | Path, split: str | None = None, strict: bool = False, repair: bool = False) -> Stats:
+def check(
+    path: str | Path, split: str | None = None, strict: bool = False, repair: bool = False, max_bad_records: int = 0
+) -> Stats:
     """Read all of a data set and return its statistics; ``split`` names one split of a BEIR folder, None means all.
 
     Whatever training or evaluation would refuse raises the same InputError here, whatever they would warn of gives the
-    same warning; ``strict`` and ``repair`` as in ``load_retrieval_set``. Lengths are in words (between white space).
+    same warning; ``strict``, ``repair`` and ``max_bad_records`` as in ``load_retrieval_set``. Lengths are in words
+    (between white space).
     """
     source, path = path, local_path(path, split or "train")
-    kind = kind_of_data(path)
+    kind = kind_of_data(path, max_bad_records)
     if kind == "beir":
-        about = _beir(path, split, strict, repair)
+        about = _beir(path, split, strict, repair, max_bad_records)
     elif kind == "corpus":
-        about = _passages(load_corpus(path, repair))
+        corpus = open_corpus(path, repair, max_bad_records)
+        about = _passages(corpus.table) | _left_out(corpus.left_out)
     elif kind == "queries":
-        about = _queries(load_queries(path, repair=repair).values())
+        queries = open_queries(path, None, repair, max_bad_records)
+        about = _queries(queries.texts.values()) | _left_out(queries.left_out)
     elif kind == "questions":
-        about = _questions(path)
+        about = _questions(path, max_bad_records)
     else:
-        about = _examples(path, strict, repair)
+        about = _examples(load_examples(path, strict, repair, max_bad_records))
     return {"path": str(source), "kind": kind, **about}
 
 
-def _beir(path: str | Path, split: str | None, strict: bool, repair: bool) -> Stats:
+def _left_out(records: int) -> Stats:
+    return {"bad records left out": records} if records else {}
+
+
+def _beir(path: Path, split: str | None, strict: bool, repair: bool, max_bad_records: int) -> Stats:
     splits = [split] if split else splits_of(path)
     if not splits:
         raise InputError(f"{path}: holds no qrels/<split>.tsv, expected at least one split")
-    passages = _passages(load_corpus(path, repair))
-    texts = load_queries(path, repair=repair)
-    grades = {name: load_qrels(path, name, repair) for name in splits}
-    named = Counter(query for judged in grades.values() for query in judged)
+    corpus = open_corpus(path, repair, max_bad_records)
+    queries = open_queries(path, None, repair, max_bad_records)
+    judged = {name: judged_split(path, name, repair, max_bad_records) for name in splits}
+    named = Counter(query for each in judged.values() for query in each.qrels)
     return {
-        **passages,
-        **_queries(texts.values()),
-        "queries without a judgement": len(texts.keys() - named.keys()),
+        **_passages(corpus.table),
+        **_queries(queries.texts.values()),
+        "queries without a judgement": len(queries.texts.keys() - named.keys()),
         "queries in several splits": sum(count > 1 for count in named.values()),
-        "splits": {name: _split(path, name, judged, strict) for name, judged in grades.items()},
+        **_left_out(corpus.left_out + queries.left_out),
+        "splits": {name: _split(path, name, each, strict) for name, each in judged.items()},
     }
 
 
-def _split(path: str | Path, name: str, qrels: dict[str, dict[str, int]], strict: bool) -> Stats:
-    source = qrels_file(path, name)
+def _split(path: Path, name: str, judged: JudgedSplit, strict: bool) -> Stats:
+    source, qrels = qrels_file(path, name), judged.qrels
     kept = keep_answerable(source, qrels, strict)
     counts = Counter(grade for grades in qrels.values() for grade in grades.values())
     return {
         "queries": len(qrels),
         "queries without a positive": len(qrels) - len(kept),
         "judgements": counts.total(),
-        "repeated judgements": sum(1 for _ in read_qrels(source)) - counts.total(),
+        "repeated judgements": judged.judgements - counts.total(),
         "judgements by grade": {str(grade): counts[grade] for grade in sorted(counts)},
         "positives per query": _spread([sum(grade > 0 for grade in grades.values()) for grades in kept.values()]),
+        **_left_out(judged.left_out.get(f"qrels/{source.name}", 0)),
     }
 
 
-def _examples(path: str | Path, strict: bool, repair: bool) -> Stats:
-    examples = load_examples(path, strict, repair)
+def _examples(examples: ExampleTable) -> Stats:
     lengths = examples.positives.lengths
     return {
         "examples": len(lengths),
@@ -88,6 +92,7 @@ def _examples(path: str | Path, strict: bool, repair: bool) -> Stats:
         "positives per query": _spread(lengths),
         "hard negatives per query": _spread(examples.negatives.lengths),
         "other negatives per query": _spread(examples.further.lengths),
+        **_left_out(examples.left_out),
     }
 
 
@@ -112,14 +117,13 @@ def _queries(texts: Iterable[str]) -> Stats:
     return {"queries": len(words), "words per query": _spread(words)}
 
 
-def _questions(path: str | Path) -> Stats:
-    questions = list(read_questions(path))
-    if not questions:
-        raise InputError(f"{path}: is empty, expected at least one question")
+def _questions(path: Path, max_bad_records: int) -> Stats:
+    questions, left_out = load_questions(path, max_bad_records)
     return {
         "questions": len(questions),
         "words per question": _spread(_words(question.text for question in questions)),
         "answers per question": _spread([len(question.answers) for question in questions]),
+        **_left_out(left_out),
     }
 
 

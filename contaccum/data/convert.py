@@ -26,13 +26,20 @@ Form = Literal["beir", "dpr", "jsonl", "tevatron"]
 
 
 def convert(
-    source: str | Path, target: str | Path, to: Form, split: str = "train", strict: bool = False, repair: bool = False
+    source: str | Path,
+    target: str | Path,
+    to: Form,
+    split: str = "train",
+    strict: bool = False,
+    repair: bool = False,
+    max_bad_records: int = 0,
 ) -> None:
     """Read ``source``, a BEIR folder or a file of examples, and write it to ``target`` in the format ``to``.
 
     ``split`` is the split of a BEIR folder that is read or written; a folder that is written holds the passages of the
     examples alone, one that is read gives its whole corpus only to another BEIR folder. Grades above 0 become
-    positives and others negatives; written, they are 1 and 0. ``strict`` and ``repair`` as in ``load_train_set``.
+    positives and others negatives; written, they are 1 and 0. ``strict``, ``repair`` and ``max_bad_records`` as in
+    ``load_train_set``.
 
     Raises InputError where ``target`` exists already (an empty folder may), or an id cannot stand in the new format.
     """
@@ -43,7 +50,7 @@ def convert(
     target = Path(target)
     if target.exists() and not (to == "beir" and target.is_dir() and not any(target.iterdir())):
         raise InputError(f"{target}: exists already, expected a new path")
-    corpus, examples = _open(source, split, strict, repair)
+    corpus, examples = _open(source, split, strict, repair, max_bad_records)
     if to == "beir":
         with whole_folder(target) as folder:
             _write_beir(folder, corpus, examples, split)
@@ -52,14 +59,16 @@ def convert(
             file.writelines(_WRITERS[to](examples))
 
 
-def _open(source: str | Path, split: str, strict: bool, repair: bool) -> tuple[Dataset, Iterator[Example]]:
+def _open(
+    source: str | Path, split: str, strict: bool, repair: bool, max_bad_records: int
+) -> tuple[Dataset, Iterator[Example]]:
     """The corpus and the examples that have a positive."""
     source = local_path(source, split)
-    if kind_of_data(source) != "beir":
-        table = load_examples(source, strict, repair)
+    if kind_of_data(source, max_bad_records) != "beir":
+        table = load_examples(source, strict, repair, max_bad_records)
         queries = map(Query._make, _rows(table.queries, QUERY_COLUMNS))
         return table.passages, _examples(queries, table.passages, table.positives, table.negatives, table.further)
-    judged = answerable_split(source, split, strict, repair)
+    judged = answerable_split(source, split, strict, repair, max_bad_records)
     none: list[list[int]] = [[] for _ in judged.queries]
     lists = [Ragged.of(rows) for rows in (*judged.graded_rows(), none)]
     return judged.corpus, _examples(map(Query._make, judged.queries.items()), judged.corpus, *lists)

@@ -12,10 +12,10 @@ from datasets import Dataset
 
 from contaccum.batch import NO_PASSAGE
 from contaccum.data.arrow import Ragged
-from contaccum.data.examples import load_examples
+from contaccum.data.examples import ExampleTable, load_examples
 from contaccum.data.formats import kind_of_data
 from contaccum.data.hub import local_path
-from contaccum.data.tables import answerable_split
+from contaccum.data.tables import JudgedSplit, answerable_split
 from contaccum.errors import InputError
 
 __all__ = ["Ragged", "StepRows", "StepSampler", "TrainSet", "load_train_set"]
@@ -45,7 +45,12 @@ class StepRows(NamedTuple):
 
 
 def load_train_set(
-    path: str | Path, split: str = "train", hard_negatives: int = 0, strict: bool = False, repair: bool = False
+    path: str | Path,
+    split: str = "train",
+    hard_negatives: int = 0,
+    strict: bool = False,
+    repair: bool = False,
+    max_bad_records: int = 0,
 ) -> TrainSet:
     """Open a BEIR folder's split, a split of a Hub data set (``hub:owner/name``), or a file of training examples, which
     has no splits.
@@ -55,24 +60,23 @@ def load_train_set(
     ``further`` negatives, first come first taken. A passage that is a positive of a query is never its negative.
 
     Queries without a positive are left out with a warning that counts them, and refused when ``strict``; ``repair`` as
-    in ``load_corpus``. Raises InputError for whatever else is wrong with the files.
+    in ``load_corpus``; ``max_bad_records`` as in ``judged_split`` and ``load_examples``. Raises InputError for whatever else
+    is wrong with the files.
     """
     path = local_path(path, split)
-    if kind_of_data(path) == "beir":
-        return _from_judgements(path, split, hard_negatives, strict, repair)
-    return _from_examples(path, hard_negatives, strict, repair)
+    if kind_of_data(path, max_bad_records) == "beir":
+        return _from_judgements(answerable_split(path, split, strict, repair, max_bad_records), hard_negatives)
+    return _from_examples(load_examples(path, strict, repair, max_bad_records), hard_negatives)
 
 
-def _from_judgements(path: Path, split: str, hard_negatives: int, strict: bool, repair: bool) -> TrainSet:
-    judged = answerable_split(path, split, strict, repair)
+def _from_judgements(judged: JudgedSplit, hard_negatives: int) -> TrainSet:
     positives, negatives = judged.graded_rows()
     queries = Dataset.from_dict({"id": list(judged.queries), "text": list(judged.queries.values())})
     kept = negatives if hard_negatives else [[] for _ in negatives]
     return _train_set(queries, judged.corpus, positives, kept, judged.fingerprint)
 
 
-def _from_examples(path: Path, hard_negatives: int, strict: bool, repair: bool) -> TrainSet:
-    examples = load_examples(path, strict, repair)
+def _from_examples(examples: ExampleTable, hard_negatives: int) -> TrainSet:
     kept = np.flatnonzero(examples.positives.lengths)
     positives = [examples.positives.row(number).tolist() for number in kept]
     negatives: list[list[int]] = [[] for _ in kept]

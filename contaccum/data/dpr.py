@@ -3,10 +3,12 @@
 import ast
 import csv
 import warnings
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from contaccum.data.bad_records import STRICT, BadRecords, Place
 from contaccum.data.json_records import (
     Record,
     id_field,
@@ -18,8 +20,11 @@ from contaccum.data.json_records import (
     string_field,
     title_field,
 )
-from contaccum.data.lines import Place, first_character, numbered_lines
+from contaccum.data.lines import numbered_lines
 from contaccum.data.records import Example, Passage, Query, Question, content_id
+from contaccum.errors import InputError
+
+Element = TypeVar("Element")
 
 DPR_RECORD = "DPR records (objects with question, positive_ctxs and hard_negative_ctxs)"
 _CONTEXT = "a context (an object with title, text and, where it has one, passage_id)"
@@ -28,15 +33,18 @@ _HEADER = ["id", "text", "title"]
 _QUESTION_ROW = "two columns separated by a tab: a question, and a list of answers such as ['a', 'b']"
 
 
-def dpr_examples(path: Path) -> Iterator[tuple[Place, Example]]:
+def dpr_examples(path: Path, bad: BadRecords, as_list: bool) -> Iterator[tuple[Place, Example]]:
     """The records of a DPR training file: one JSON list, streamed, or one object a line."""
-    as_list = first_character(path) == "["
-    records = json_list(path, "a list of " + DPR_RECORD) if as_list else json_lines(path, DPR_RECORD)
-    for number, (place, record) in enumerate(records, 1):
-        query = Query(query_id(record, place, number), string_field(record, "question", place))
-        positives = list_field(record, "positive_ctxs", place, _context, required=True)
-        negatives = list_field(record, "hard_negative_ctxs", place, _context)
-        yield place, Example(query, positives, negatives, list_field(record, "negative_ctxs", place, _context))
+    if as_list:
+        return json_list(path, "a list of " + DPR_RECORD, _example, bad)
+    return json_lines(path, DPR_RECORD, _example, bad)
+
+
+def _example(record: Record, place: Place, number: int) -> Example:
+    query = Query(query_id(record, place, number), string_field(record, "question", place))
+    positives = list_field(record, "positive_ctxs", place, _context, required=True)
+    negatives = list_field(record, "hard_negative_ctxs", place, _context)
+    return Example(query, positives, negatives, list_field(record, "negative_ctxs", place, _context))
 
 
 def query_id(record: Record, place: Place, number: int) -> str:
@@ -53,28 +61,38 @@ def _context(value: Any, place: Place) -> Passage:
     return Passage(content_id(title, text), title, text)
 
 
-def dpr_corpus(path: Path) -> Iterator[tuple[int, Passage]]:
+def dpr_corpus(path: Path, bad: BadRecords = STRICT) -> Iterator[tuple[int, Passage]]:
     """Line numbers and passages of a TSV quoted as the csv module does (DPR's psgs_w100.tsv); a header is skipped."""
-    for line, row in _tab_rows(path, _CORPUS_ROW):
-        if len(row) != 3:
-            raise Place(path, line).error(f"found {len(row)} columns, expected {_CORPUS_ROW}")
-        if line == 1 and row[0].lower() == _HEADER[0]:
-            if row != _HEADER:
-                raise Place(path, 1).error(f"the header is {', '.join(map(repr, row))}, expected {', '.join(_HEADER)}")
-            continue
-        if not row[0]:
-            raise Place(path, line).error(f"the id is empty, expected {_CORPUS_ROW}")
-        yield line, Passage(row[0], row[2], row[1])
+    return _tab_rows(path, _CORPUS_ROW, _passage, bad, _is_header)
 
 
-def dpr_questions(path: Path) -> Iterator[tuple[int, Question]]:
+def _passage(row: list[str], place: Place) -> Passage:
+    if len(row) != 3:
+        raise place.error(f"found {len(row)} columns, expected {_CORPUS_ROW}")
+    if not row[0]:
+        raise place.error(f"the id is empty, expected {_CORPUS_ROW}")
+    return Passage(row[0], row[2], row[1])
+
+
+def _is_header(row: list[str], place: Place) -> bool:
+    if len(row) != 3 or row[0].lower() != _HEADER[0]:
+        return False
+    if row != _HEADER:
+        raise place.error(f"the header is {', '.join(map(repr, row))}, expected {', '.join(_HEADER)}")
+    return True
+
+
+def dpr_questions(path: Path, bad: BadRecords = STRICT) -> Iterator[tuple[int, Question]]:
     """Line numbers and questions of a DPR question file."""
-    for line, row in _tab_rows(path, _QUESTION_ROW):
-        if len(row) != 2:
-            raise Place(path, line).error(f"found {len(row)} columns, expected {_QUESTION_ROW}")
-        if not row[0].strip():
-            raise Place(path, line).error(f"the question is empty, expected {_QUESTION_ROW}")
-        yield line, Question(row[0], _answers(row[1], Place(path, line)))
+    return _tab_rows(path, _QUESTION_ROW, _question, bad)
+
+
+def _question(row: list[str], place: Place) -> Question:
+    if len(row) != 2:
+        raise place.error(f"found {len(row)} columns, expected {_QUESTION_ROW}")
+    if not row[0].strip():
+        raise place.error(f"the question is empty, expected {_QUESTION_ROW}")
+    return Question(row[0], _answers(row[1], place))
 
 
 def _answers(column: str, place: Place) -> list[str]:
@@ -91,24 +109,76 @@ def _answers(column: str, place: Place) -> list[str]:
     return answers
 
 
-def _tab_rows(path: Path, expected: str) -> Iterator[tuple[int, list[str]]]:
-    """Rows with the line each starts at; a quoted field may span lines."""
-    line = 0
+def _tab_rows(
+    path: Path,
+    expected: str,
+    read: Callable[[list[str], Place], Element],
+    bad: BadRecords,
+    is_header: Callable[[list[str], Place], bool] = lambda row, place: False,
+) -> Iterator[tuple[int, Element]]:
+    """Rows as ``read`` reads them, with the line that each starts at; a quoted field may span lines.
 
-    def lines() -> Iterator[str]:
-        nonlocal line
-        for number, text in numbered_lines(path, blank=True):  # a quoted field may hold empty lines
-            line = line or number
-            yield text + "\n"
-
-    rows = csv.reader(lines(), delimiter="\t", strict=True)
-    while True:
-        line = 0
+    ``is_header`` is asked of the first row, which follows what was left out before it.
+    """
+    rows, first = _Rows(path, expected, bad), True
+    for place, row in rows:
+        if first and place.line == 1 + len(bad.found) and is_header(row, place):
+            first = False
+            continue
         try:
-            row = next(rows)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            raise Place(path, line).error(f"{error} (is a quote left open?), expected {expected}") from error
-        if "".join(row).strip():
-            yield line, row
+            element = read(row, place)
+        except InputError as error:
+            bad.leave_out(error)
+        else:
+            first = False
+            yield place.line, element
+
+
+class _Rows:
+    """The rows of a file as the csv module reads them, each with its place.
+
+    A row that the module refuses costs its first line alone: where a quote is left open, the lines behind it may be rows.
+    """
+
+    def __init__(self, path: Path, expected: str, bad: BadRecords) -> None:
+        self._path, self._expected, self._bad = path, expected, bad
+        self._source = numbered_lines(path, blank=True, bad=bad)  # a quoted field may hold empty lines
+        self._again: deque[tuple[int, str]] = deque()
+        self._taken: list[tuple[int, str]] = []
+
+    def __iter__(self) -> Iterator[tuple[Place, list[str]]]:
+        rows = self._reader()
+        while True:
+            self._taken = []
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                self._refuse(error)
+                rows = self._reader()
+                continue
+            if "".join(row).strip():
+                place = Place(self._path, self._taken[0][0])
+                self._bad.reading(place, "\n".join(line for _, line in self._taken))
+                yield place, row
+
+    def _reader(self) -> Iterator[list[str]]:
+        return csv.reader(self._lines(), delimiter="\t", strict=True)
+
+    def _lines(self) -> Iterator[str]:
+        while self._again:
+            yield self._take(self._again.popleft())
+        for line in self._source:
+            yield self._take(line)
+
+    def _take(self, line: tuple[int, str]) -> str:
+        self._taken.append(line)
+        return line[1] + "\n"
+
+    def _refuse(self, error: csv.Error) -> None:
+        (number, line), *others = self._taken
+        place = Place(self._path, number)
+        self._bad.reading(place, line)
+        self._bad.leave_out(place.error(f"{error} (is a quote left open?), expected {self._expected}"))
+        self._again.extendleft(reversed(others))

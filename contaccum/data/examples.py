@@ -23,9 +23,10 @@ from contaccum.data.arrow import (
     file_key,
     open_table,
 )
+from contaccum.data.bad_records import BadRecords, Place
 from contaccum.data.formats import numbered_examples
-from contaccum.data.lines import Place
-from contaccum.data.records import Example, Passage
+from contaccum.data.quarantine import warn_of, write_quarantine
+from contaccum.data.records import Example, Passage, is_blank
 from contaccum.errors import InputError
 from contaccum.files import read_json, write_json
 
@@ -42,9 +43,12 @@ class ExampleTable:
     negatives: Ragged
     further: Ragged
     fingerprint: str
+    left_out: int  # bad records
 
 
-def load_examples(path: str | Path, strict: bool = False, repair: bool = False) -> ExampleTable:
+def load_examples(
+    path: str | Path, strict: bool = False, repair: bool = False, max_bad_records: int = 0
+) -> ExampleTable:
     """Open a DPR JSON, a JSONL of query, pos and neg, or a Tevatron JSONL.
 
     A positive of a query is never its negative, and none of its hard negatives is among the further ones.
@@ -52,14 +56,19 @@ def load_examples(path: str | Path, strict: bool = False, repair: bool = False) 
     Raises InputError, naming line and record, for an empty text and for a query id that stands twice. Warns, with
     their number, of queries without a positive and of passages whose id stood already with another text (the first
     text is kept); both are refused when ``strict``. ``repair``, which is for BEIR folders, has no effect but a warning.
+    Up to ``max_bad_records`` records that would be refused are left out whole, listed in a quarantine file that a warning
+    names.
     """
     path = Path(path)
     if not os.path.isfile(path):
         raise InputError(f"{path}: no such file or folder")
     if repair:
         warnings.warn(f"{path}: repair has no effect on a file of examples", stacklevel=4)
-    folder = cached_folder("examples", file_key(path), lambda folder: _Builder(path, folder).build())
+    bad = BadRecords(max_bad_records)
+    key = [file_key(path), max_bad_records]
+    folder = cached_folder("examples", key, lambda folder: _Builder(path, folder, bad).build())
     about = read_json(folder / "about.json")
+    warn_of(path, about["bad"], folder)
     for problem in about["problems"]:
         if strict:
             raise InputError(problem["first"])
@@ -70,7 +79,7 @@ def load_examples(path: str | Path, strict: bool = False, repair: bool = False) 
         raise InputError(f"{path}: no query has a positive, expected at least one")
     lists = {name: Ragged(*(_load(folder, f"{name}_{part}") for part in ("offsets", "values"))) for name in _LISTS}
     tables = open_table(folder / "queries.arrow"), open_table(folder / "passages.arrow")
-    return ExampleTable(*tables, **lists, fingerprint=about["fingerprint"])
+    return ExampleTable(*tables, **lists, fingerprint=about["fingerprint"], left_out=about["bad"])
 
 
 def _load(folder: Path, name: str) -> np.ndarray:
@@ -93,8 +102,8 @@ class _Problem:
 
 
 class _Builder:
-    def __init__(self, path: Path, folder: Path) -> None:
-        self.path, self.folder = path, folder
+    def __init__(self, path: Path, folder: Path, bad: BadRecords) -> None:
+        self.path, self.folder, self.bad = path, folder, bad
         self.queries = TableWriter(folder / "queries.arrow", QUERY_COLUMNS)
         self.passages = TableWriter(folder / "passages.arrow", PASSAGE_COLUMNS)
         self.rows: dict[str, int] = {}  # passage id -> row
@@ -106,9 +115,14 @@ class _Builder:
         self.values: dict[str, array] = {name: array("q") for name in _LISTS}
 
     def build(self) -> None:
-        examples = numbered_examples(self.path)
+        examples = numbered_examples(self.path, self.bad)
         for place, example in tqdm(examples, desc=f"reading {self.path.name}", unit=" examples", disable=None):
-            self._add(place, example)
+            try:
+                self._check(place, example)
+            except InputError as error:
+                self.bad.leave_out(error)
+            else:
+                self._add(place, example)
         for name in _LISTS:
             _save(self.folder, f"{name}_offsets", self.ends[name])
             _save(self.folder, f"{name}_values", self.values[name])
@@ -118,16 +132,28 @@ class _Builder:
             "examples": len(self.places),
             "answerable": len(self.places) - self.unanswerable.count,
             "problems": [vars(problem) for problem in problems],
+            "bad": len(self.bad.found),
         }
+        write_quarantine(self.folder, self.bad)
         write_json(self.folder / "about.json", about)
+
+    def _check(self, place: Place, example: Example) -> None:
+        """Refuse an example before anything of it is written."""
+        query = example.query
+        if is_blank(query.text):
+            raise place.error(f"the text of query {query.id!r} is empty, expected a query")
+        if query.id in self.places:
+            where = str(self.places[query.id]).removeprefix(f"{self.path}, ")
+            raise place.error(f"query id {query.id!r} stood already in {where}, expected every id once")
+        first = {passage.id: passage for name in reversed(_LISTS) for passage in reversed(getattr(example, name))}
+        for name in _LISTS:
+            for passage in getattr(example, name):
+                if is_blank(passage.text) and passage.id not in self.rows and passage is first[passage.id]:
+                    raise place.error(f"the text of passage {passage.id!r} is empty, expected some text")
 
     def _add(self, place: Place, example: Example) -> None:
         query = example.query
-        if not query.text.strip():
-            raise place.error(f"the text of query {query.id!r} is empty, expected a query")
-        if (first := self.places.setdefault(query.id, place)) is not place:
-            where = str(first).removeprefix(f"{self.path}, ")
-            raise place.error(f"query id {query.id!r} stood already in {where}, expected every id once")
+        self.places[query.id] = place
         if not example.positives:
             self.unanswerable.add(place, f"query {query.id!r} has no positive, expected at least one")
         self.queries.add(query)
@@ -142,8 +168,6 @@ class _Builder:
         content = hash((passage.title, passage.text))
         row = self.rows.get(passage.id)
         if row is None:
-            if not passage.text or passage.text.isspace():
-                raise place.error(f"the text of passage {passage.id!r} is empty, expected some text")
             row = self.rows[passage.id] = self.passages.add(passage)
             self.contents.append(content)
         elif self.contents[row] != content:

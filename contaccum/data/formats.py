@@ -5,12 +5,16 @@ neg, and Tevatron JSONL; each plain or gzipped. Readers stream, and check the fo
 unique and known, and passages not empty, is for those who see the whole data set.
 """
 
+import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+from contaccum.data.bad_records import STRICT, BadRecords, Place
 from contaccum.data.dpr import DPR_RECORD, dpr_corpus, dpr_examples, dpr_questions, query_id
 from contaccum.data.json_records import (
     Record,
@@ -22,7 +26,7 @@ from contaccum.data.json_records import (
     string_field,
     title_field,
 )
-from contaccum.data.lines import Place, first_character, numbered_lines
+from contaccum.data.lines import first_character, numbered_lines
 from contaccum.data.records import Example, Judgement, Passage, Query, Question, content_id
 from contaccum.errors import InputError
 
@@ -46,6 +50,7 @@ __all__ = [
     "read_questions",
 ]
 
+Value = TypeVar("Value")
 Kind = Literal["beir", "dpr", "jsonl", "tevatron", "corpus", "queries", "questions"]
 
 _PASSAGE = "a passage (an object with _id, title and text)"
@@ -53,6 +58,7 @@ _QUERY = "a query (an object with _id and text)"
 _PAIR = "an object with query, pos and neg"
 _TEVATRON = "an object with query_id, query, positive_passages and negative_passages"
 _DOCUMENT = "a passage (an object with docid, title and text)"
+_LOOKED_AT = 100  # bad records that telling the formats apart reckons with
 MAX_GRADE = 99_999  # trec_eval keeps a count for every grade up to the largest
 _GRADE = re.compile(r" *[+-]?[0-9]{1,5} *")
 _GRADES = "three columns (query-id, corpus-id, score) or TREC's four (query, iteration, passage, grade)"
@@ -76,16 +82,17 @@ def read_corpus(path: str | Path) -> Iterator[Passage]:
     return (passage for _, passage in numbered_corpus(path))
 
 
-def numbered_corpus(path: str | Path) -> Iterator[tuple[int, Passage]]:
+def numbered_corpus(path: str | Path, bad: BadRecords = STRICT) -> Iterator[tuple[int, Passage]]:
     """As ``read_corpus``, with the line of each passage."""
     path = Path(path)
-    return _beir_corpus(path) if first_character(path) == "{" else dpr_corpus(path)
+    if not _is_json(path, bad.limit):
+        return dpr_corpus(path, bad)
+    return ((place.line, passage) for place, passage in json_lines(path, _PASSAGE, _passage, bad))
 
 
-def _beir_corpus(path: Path) -> Iterator[tuple[int, Passage]]:
-    for place, record in json_lines(path, _PASSAGE):
-        title, text = title_field(record, place), string_field(record, "text", place)
-        yield place.line, Passage(id_field(record, "_id", place), title, text)
+def _passage(record: Record, place: Place, number: int) -> Passage:
+    title, text = title_field(record, place), string_field(record, "text", place)
+    return Passage(id_field(record, "_id", place), title, text)
 
 
 def read_queries(path: str | Path) -> Iterator[Query]:
@@ -93,41 +100,52 @@ def read_queries(path: str | Path) -> Iterator[Query]:
     return (query for _, query in numbered_queries(path))
 
 
-def numbered_queries(path: str | Path) -> Iterator[tuple[int, Query]]:
+def numbered_queries(path: str | Path, bad: BadRecords = STRICT) -> Iterator[tuple[int, Query]]:
     """As ``read_queries``, with the line of each query; an empty text is refused."""
-    for place, record in json_lines(Path(path), _QUERY):
-        query = Query(id_field(record, "_id", place), string_field(record, "text", place))
-        if not query.text.strip():
-            raise place.error(f"the text of query {query.id!r} is empty, expected a query")
-        yield place.line, query
+    return ((place.line, query) for place, query in json_lines(Path(path), _QUERY, _query, bad))
 
 
-def read_qrels(path: str | Path) -> Iterator[Judgement]:
+def _query(record: Record, place: Place, number: int) -> Query:
+    query = Query(id_field(record, "_id", place), string_field(record, "text", place))
+    if not query.text.strip():
+        raise place.error(f"the text of query {query.id!r} is empty, expected a query")
+    return query
+
+
+def read_qrels(path: str | Path, bad: BadRecords = STRICT) -> Iterator[Judgement]:
     """The judgements of a BEIR TSV, with or without its header, or of a TREC qrels file."""
     path = Path(path)
-    columns, separator = 0, None
-    for number, line in numbered_lines(path):
-        if not columns and line.count("\t") == 2:
-            separator = "\t"
+    separator, columns = _qrels_form(path, bad.limit)
+    first = True
+    for number, line in numbered_lines(path, bad=bad):
         cells = line.split(separator)
-        if not cells or len(cells) != columns:
-            if columns or len(cells) not in (3, 4):
-                raise Place(path, number).error(f"found {len(cells)} columns, expected {columns or _GRADES}")
-            columns = len(cells)
-            if cells[0].lower().replace("_", "-") in ("query-id", "qid", "query"):
+        try:
+            if not cells or len(cells) != columns:
+                raise Place(path, number).error(f"found {len(cells)} columns, expected {_GRADES if first else columns}")
+            if first and cells[0].lower().replace("_", "-") in ("query-id", "qid", "query"):
+                first = False
                 continue
-        query, passage, grade = cells[0], cells[-2], cells[-1]
-        if not query or not passage:
-            raise Place(path, number).error(f"found an empty id, expected {_GRADES}")
-        if not _GRADE.fullmatch(grade):
-            expected = f"a whole number from -{MAX_GRADE} to {MAX_GRADE}"
-            raise Place(path, number).error(f"the grade is {grade[:40]!r}, expected {expected}")
-        yield Judgement(query, passage, int(grade), number)
+            judgement = _judgement(cells, Place(path, number))
+        except InputError as error:
+            bad.leave_out(error)
+        else:
+            first = False
+            yield judgement
 
 
-def read_questions(path: str | Path) -> Iterator[Question]:
+def _judgement(cells: list[str], place: Place) -> Judgement:
+    query, passage, grade = cells[0], cells[-2], cells[-1]
+    if not query or not passage:
+        raise place.error(f"found an empty id, expected {_GRADES}")
+    if not _GRADE.fullmatch(grade):
+        expected = f"a whole number from -{MAX_GRADE} to {MAX_GRADE}"
+        raise place.error(f"the grade is {grade[:40]!r}, expected {expected}")
+    return Judgement(query, passage, int(grade), place.line)
+
+
+def read_questions(path: str | Path, bad: BadRecords = STRICT) -> Iterator[Question]:
     """The questions of a DPR question CSV."""
-    return (question for _, question in dpr_questions(Path(path)))
+    return (question for _, question in dpr_questions(Path(path), bad))
 
 
 def read_examples(path: str | Path) -> Iterator[Example]:
@@ -138,21 +156,22 @@ def read_examples(path: str | Path) -> Iterator[Example]:
     return (example for _, example in numbered_examples(path))
 
 
-def numbered_examples(path: str | Path) -> Iterator[tuple[Place, Example]]:
+def numbered_examples(path: str | Path, bad: BadRecords = STRICT) -> Iterator[tuple[Place, Example]]:
     """As ``read_examples``, with the place of each example."""
     path = Path(path)
-    kind = kind_of_data(path)
-    if kind not in _EXAMPLES:
-        raise InputError(
-            f"{path}: found a {kind} file, expected training examples (DPR JSON, query/pos/neg or Tevatron)"
-        )
-    return _EXAMPLES[kind](path)
+    kind = kind_of_data(path, bad.limit)
+    if kind == "dpr":
+        return dpr_examples(path, bad, _is_list(path, bad.limit))
+    if kind == "jsonl":
+        return json_lines(path, _PAIR, _pair, bad)
+    if kind == "tevatron":
+        return json_lines(path, _TEVATRON, _tevatron, bad)
+    raise InputError(f"{path}: found a {kind} file, expected training examples (DPR JSON, query/pos/neg or Tevatron)")
 
 
-def _pairs(path: Path) -> Iterator[tuple[Place, Example]]:
-    for number, (place, record) in enumerate(json_lines(path, _PAIR), 1):
-        query = Query(query_id(record, place, number), string_field(record, "query", place))
-        yield place, Example(query, _texts(record, "pos", place), _texts(record, "neg", place))
+def _pair(record: Record, place: Place, number: int) -> Example:
+    query = Query(query_id(record, place, number), string_field(record, "query", place))
+    return Example(query, _texts(record, "pos", place), _texts(record, "neg", place))
 
 
 def _texts(record: Record, name: str, place: Place) -> list[Passage]:
@@ -176,11 +195,10 @@ def _id(value: Any, place: Place) -> str:
     return id_field({"id": value}, "id", place)
 
 
-def _tevatron(path: Path) -> Iterator[tuple[Place, Example]]:
-    for number, (place, record) in enumerate(json_lines(path, _TEVATRON), 1):
-        query = Query(query_id(record, place, number), string_field(record, "query", place))
-        positives = list_field(record, "positive_passages", place, _document, required=True)
-        yield place, Example(query, positives, list_field(record, "negative_passages", place, _document))
+def _tevatron(record: Record, place: Place, number: int) -> Example:
+    query = Query(query_id(record, place, number), string_field(record, "query", place))
+    positives = list_field(record, "positive_passages", place, _document, required=True)
+    return Example(query, positives, list_field(record, "negative_passages", place, _document))
 
 
 def _document(value: Any, place: Place) -> Passage:
@@ -190,34 +208,70 @@ def _document(value: Any, place: Place) -> Passage:
     return Passage(key, title, text)
 
 
-_EXAMPLES: dict[str, Callable[[Path], Iterator[tuple[Place, Example]]]] = {
-    "dpr": dpr_examples,
-    "jsonl": _pairs,
-    "tevatron": _tevatron,
-}
+def kind_of_data(path: str | Path, max_bad_records: int = 0) -> Kind:
+    """What a folder or file holds, told from its first record; InputError where it is none of our formats.
 
-
-def kind_of_data(path: str | Path) -> Kind:
-    """What a folder or file holds, told from its first record; InputError where it is none of our formats."""
+    With ``max_bad_records`` the first record that tells counts.
+    """
     path = Path(path)
     if os.path.isdir(path):
         beir_file(path, "corpus.jsonl")
         return "beir"
-    first = first_character(path)
-    if first == "[":
+    if _is_list(path, max_bad_records):
         return "dpr"
-    if first == "{":
-        return _kind_of_lines(path)
-    for _, line in numbered_lines(path):
-        if (columns := line.count("\t") + 1) in (2, 3):
-            return "questions" if columns == 2 else "corpus"
-        raise InputError(f"{path}, line 1: found {columns} columns, expected JSON, a DPR corpus TSV or a question CSV")
-    raise InputError(f"{path}: is empty, expected JSON, a DPR corpus TSV or a question CSV")
+    if _is_json(path, max_bad_records):
+        return _kind_of_lines(path, max_bad_records)
+    columns = [line.count("\t") + 1 for _, line in _first_lines(path, max_bad_records)]
+    if not columns:
+        raise InputError(f"{path}: is empty, expected JSON, a DPR corpus TSV or a question CSV")
+    if told := _most_common([count for count in columns if count in (2, 3)]):
+        return "questions" if told == 2 else "corpus"
+    raise InputError(f"{path}, line 1: found {columns[0]} columns, expected JSON, a DPR corpus TSV or a question CSV")
 
 
-def _kind_of_lines(path: Path) -> Kind:
+def _first_lines(path: Path, max_bad_records: int) -> list[tuple[int, str]]:
+    """Lines enough that few bad ones among them cannot outvote the good ones."""
+    enough = 2 * min(max_bad_records, _LOOKED_AT) + 1
+    return list(islice(numbered_lines(path, bad=BadRecords(enough - 1)), enough))
+
+
+def _most_common(found: Iterable[Value]) -> Value | None:
+    """What is found most often, of equals the first; None where there is nothing."""
+    return next((value for value, _ in Counter(found).most_common(1)), None)
+
+
+def _is_list(path: Path, max_bad_records: int) -> bool:
+    """Whether a file holds one JSON list. A first line that is a whole list, with lines behind it, may be a bad record."""
+    if first_character(path) != "[" or not max_bad_records:
+        return first_character(path) == "["
+    first, *others = [line for _, line in _first_lines(path, max_bad_records)] or [""]
+    try:
+        return not (others and isinstance(json.loads(first), list))
+    except (ValueError, RecursionError):
+        return True
+
+
+def _is_json(path: Path, max_bad_records: int) -> bool:
+    """Whether a file holds a JSON object a line, rather than columns."""
+    first = first_character(path)
+    if not max_bad_records:
+        return first == "{"
+    lines = [line for _, line in _first_lines(path, max_bad_records)]
+    starts = [(line.lstrip().startswith("{"), line.count("\t") in (1, 2)) for line in lines]
+    return bool(_most_common([json for json, columns in starts if json or columns] or [first == "{"]))
+
+
+def _qrels_form(path: Path, max_bad_records: int) -> tuple[str | None, int]:
+    """What separates the columns (None: any white space), and how many there are; 0 where no line tells."""
+    forms = []
+    for _, line in _first_lines(path, max_bad_records):
+        separator = "\t" if line.count("\t") == 2 else None
+        forms.append((separator, len(line.split(separator))))
+    return _most_common([form for form in forms if form[1] in (3, 4)]) or (None, 0)
+
+
+def _kind_of_lines(path: Path, max_bad_records: int) -> Kind:
     expected = f"{_PAIR}, or {_TEVATRON}, or {DPR_RECORD}, or {_PASSAGE}"
-    place, record = next(json_lines(path, expected))
     marks: dict[str, Kind] = {
         "positive_ctxs": "dpr",
         "positive_passages": "tevatron",
@@ -225,8 +279,16 @@ def _kind_of_lines(path: Path) -> Kind:
         "title": "corpus",
         "_id": "queries",
     }
-    for field, kind in marks.items():
-        if field in record:
-            return kind
-    found = f"the fields {', '.join(map(repr, list(record)[:8]))}" if record else "an empty object"
-    raise place.error(f"found {found}, expected {expected}")
+
+    def kind_of_record(record: Record, place: Place, number: int) -> Kind:
+        for field, kind in marks.items():
+            if field in record:
+                return kind
+        found = f"the fields {', '.join(map(repr, list(record)[:8]))}" if record else "an empty object"
+        raise place.error(f"found {found}, expected {expected}")
+
+    enough = min(max_bad_records, _LOOKED_AT) + 1
+    kinds = json_lines(path, expected, kind_of_record, BadRecords(2 * (enough - 1)))
+    return (
+        _most_common(kind for _, kind in islice(kinds, enough)) or next(json_lines(path, expected, kind_of_record))[1]
+    )

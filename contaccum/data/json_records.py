@@ -7,35 +7,54 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from contaccum.data.lines import CHUNK, MAX_LINE, Place, not_utf8, numbered_lines, open_bytes
+from contaccum.data.bad_records import STRICT, BadRecords, Place
+from contaccum.data.lines import CHUNK, MAX_LINE, not_utf8, numbered_lines, open_bytes
 from contaccum.errors import InputError
 
 Element = TypeVar("Element")
 Record = dict[str, Any]
+Read = Callable[[Record, Place, int], Element]
+"""From a record, its place and its number in the file (from 1) to what it holds; raises what place.error gives."""
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
-def json_lines(path: Path, expected: str) -> Iterator[tuple[Place, Record]]:
-    """The JSON object of every line; ``expected`` says in an error what a line should hold."""
-    for number, line in numbered_lines(path):
+def json_lines(
+    path: Path, expected: str, read: Read[Element], bad: BadRecords = STRICT
+) -> Iterator[tuple[Place, Element]]:
+    """The JSON object of every line, as ``read`` reads it; ``expected`` says in an error what a line should hold."""
+    for count, (number, line) in enumerate(numbered_lines(path, bad=bad), 1):
         place = Place(path, number)
         try:
-            value = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise place.error(f"not JSON ({error.msg} at column {error.colno}), expected {expected}") from error
-        except (ValueError, RecursionError) as error:
-            raise place.error(f"not usable JSON ({error}), expected {expected}") from error
-        if "\\u" in line and _SURROGATE.search(line):
-            refuse_half_characters(value, place)
-        yield place, record_of(value, place, expected)
+            element = read(_object_of(line, place, expected), place, count + bad.unread)
+        except InputError as error:
+            bad.leave_out(error)
+        else:
+            yield place, element
 
 
-def json_list(path: Path, expected: str) -> Iterator[tuple[Place, Record]]:
-    """The objects of one JSON list, read as they come: memory holds a window of the file, never the whole of it."""
+def _object_of(line: str, place: Place, expected: str) -> Record:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise place.error(f"not JSON ({error.msg} at column {error.colno}), expected {expected}") from error
+    except (ValueError, RecursionError) as error:
+        raise place.error(f"not usable JSON ({error}), expected {expected}") from error
+    if "\\u" in line and _SURROGATE.search(line):
+        refuse_half_characters(value, place)
+    return record_of(value, place, expected)
+
+
+def json_list(
+    path: Path, expected: str, read: Read[Element], bad: BadRecords = STRICT
+) -> Iterator[tuple[Place, Element]]:
+    """The objects of one JSON list, read as they come: memory holds a window of the file, never the whole of it.
+
+    What is no JSON list is refused whatever may be left out: behind such a place no record can be told from another.
+    """
     with open_bytes(path) as file:
-        yield from _ListReader(file, path, expected).objects()
+        yield from _ListReader(file, path, expected).objects(read, bad)
 
 
 class _ListReader:
@@ -45,15 +64,23 @@ class _ListReader:
         self._json = json.JSONDecoder()
         self._window, self._position, self._line, self._record = "", 0, 1, 0
 
-    def objects(self) -> Iterator[tuple[Place, Record]]:
+    def objects(self, read: Read[Element], bad: BadRecords) -> Iterator[tuple[Place, Element]]:
         self._take("[")
         while self._peek() != "]":
             if self._record:
                 self._take(",")
                 self._peek()
             self._record += 1
-            place = self._place()
-            yield place, record_of(self._value(), place, self._expected)
+            place, (value, text) = self._place(), self._value()
+            bad.reading(place, text)
+            try:
+                if _SURROGATE.search(text):
+                    refuse_half_characters(value, place)
+                element = read(record_of(value, place, self._expected), place, self._record)
+            except InputError as error:
+                bad.leave_out(error)
+            else:
+                yield place, element
         self._take("]")
         if self._peek():
             raise self._place().error("found something behind the list's end, expected the end of the file")
@@ -96,7 +123,8 @@ class _ListReader:
             raise self._place().error(f"found {what} where {character!r} should stand, expected {self._expected}")
         self._advance(self._position + 1)
 
-    def _value(self) -> Any:
+    def _value(self) -> tuple[Any, str]:
+        """The next value, and its text."""
         while True:
             try:
                 value, end = self._json.raw_decode(self._window, self._position)
@@ -108,10 +136,9 @@ class _ListReader:
                 raise self._place().error(f"not JSON ({error.msg}), expected {self._expected}") from error
             except (ValueError, RecursionError) as error:
                 raise self._place().error(f"not usable JSON ({error}), expected {self._expected}") from error
-        if _SURROGATE.search(self._window, self._position, end):
-            refuse_half_characters(value, self._place())
+        text = self._window[self._position : end]
         self._advance(end)
-        return value
+        return value, text
 
     def _is_cut(self, error: json.JSONDecodeError) -> bool:
         # a literal or an escape broken at the window's edge is reported up to 12 characters before it

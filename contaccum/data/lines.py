@@ -12,8 +12,9 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
+from contaccum.data.bad_records import LONGEST, STRICT, BadRecords, Place
 from contaccum.errors import InputError
 
 CHUNK = 1 << 20  # bytes read at a time
@@ -21,23 +22,6 @@ MAX_LINE = 1 << 24  # bytes of one line or record; what is longer is no line of 
 _BOM = b"\xef\xbb\xbf"
 _SPACE = " \t\r\v\f"  # other white space, such as U+2028, is text
 _GZIP = b"\x1f\x8b"
-
-
-class Place(NamedTuple):
-    """Where something stands in a file; ``line`` and ``record`` count from 1, ``record`` is 0 in line formats."""
-
-    path: Path
-    line: int
-    record: int = 0
-    inside: str = ""
-
-    def __str__(self) -> str:
-        record = f" (record {self.record})" if self.record else ""
-        return f"{self.path}, line {self.line}{record}" + (f", {self.inside}" if self.inside else "")
-
-    def error(self, found_and_expected: str) -> InputError:
-        """An InputError that starts with this place."""
-        return InputError(f"{self}: {found_and_expected}")
 
 
 @contextmanager
@@ -79,21 +63,35 @@ def first_character(path: Path) -> str:
     return ""
 
 
-def numbered_lines(path: Path, blank: bool = False) -> Iterator[tuple[int, str]]:
+def numbered_lines(path: Path, blank: bool = False, bad: BadRecords = STRICT) -> Iterator[tuple[int, str]]:
     """Every line without its line end, and its number from 1; those of white space alone only when ``blank``."""
     with open_bytes(path) as file:
         for number, raw in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), 1):
-            if len(raw) > MAX_LINE:
-                raise Place(path, number).error(f"the line has more than {MAX_LINE} bytes, expected at most that")
+            place = Place(path, number)
             try:
-                line = raw.decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise Place(path, number).error(not_utf8(error)) from error
-            if "\0" in line:
-                raise Place(path, number).error("found a NUL byte, expected text")
-            line = line.removesuffix("\n").removesuffix("\r")
+                line = _text_of(raw, place)
+            except InputError as error:
+                bad.reading(place, raw[: 4 * LONGEST].decode("utf-8", errors="backslashreplace"))
+                bad.leave_out(error)
+                bad.unread += 1
+                while len(raw) > MAX_LINE and not raw.endswith(b"\n"):  # the rest of an overlong line
+                    raw = file.readline(MAX_LINE + 1)
+                continue
             if blank or line.strip(_SPACE):
+                bad.reading(place, line)
                 yield number, line
+
+
+def _text_of(raw: bytes, place: Place) -> str:
+    if len(raw) > MAX_LINE:
+        raise place.error(f"the line has more than {MAX_LINE} bytes, expected at most that")
+    try:
+        line = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise place.error(not_utf8(error)) from error
+    if "\0" in line:
+        raise place.error("found a NUL byte, expected text")
+    return line.removesuffix("\n").removesuffix("\r")
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:

@@ -54,6 +54,11 @@ class Example(NamedTuple):
     further: Sequence[Passage] = ()
 
 
+def is_blank(text: str) -> bool:
+    """Whether a text has nothing but white space."""
+    return not text or text.isspace()
+
+
 def content_id(title: str, text: str) -> str:
     """The id of a passage that came without one: 96 bits of a hash of its title and text, in hex."""
     digest = hashlib.blake2b(title.encode(), digest_size=12)

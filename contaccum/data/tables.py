@@ -1,28 +1,42 @@
-"""Corpora, queries and judgements as tables: passages memory-mapped, what is judged in plain dictionaries.
+"""Judged splits and retrieval sets: corpora as tables, what is judged in plain dictionaries."""
 
-The first reading of a corpus checks it and writes an Arrow file into the cache; later readings map that file.
-"""
-
-import os
 import warnings
-from array import array
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
-import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
-import pyarrow.compute as pc  # type: ignore[import-untyped]
 from datasets import Dataset
-from tqdm import tqdm
 
-from contaccum.data.arrow import PASSAGE_COLUMNS, TableWriter, cached_folder, file_key, open_table
+from contaccum.data.bad_records import BadRecords, Place
+from contaccum.data.corpus import find_rows, load_corpus, load_queries, open_corpus, open_queries, repeated_ids
 from contaccum.data.examples import load_examples
-from contaccum.data.formats import beir_file, kind_of_data, numbered_corpus, numbered_queries, read_qrels
+from contaccum.data.formats import beir_file, kind_of_data, read_qrels
 from contaccum.data.hub import local_path
-from contaccum.data.lines import Place
+from contaccum.data.quarantine import keep_quarantine
+from contaccum.data.records import Judgement
 from contaccum.errors import InputError
-from contaccum.files import read_json, write_json
+
+__all__ = [
+    "JudgedSplit",
+    "RetrievalSet",
+    "answerable_split",
+    "find_rows",
+    "judged_split",
+    "keep_answerable",
+    "load_corpus",
+    "load_grades",
+    "load_qrels",
+    "load_queries",
+    "load_retrieval_set",
+    "qrels_file",
+    "repeated_ids",
+    "splits_of",
+]
+
+LeftOut = dict[str, int]
+"""Bad records that were left out, by file; and the judgements that name one of them."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +46,7 @@ class RetrievalSet:
     corpus: Dataset  # columns id, title, text
     queries: dict[str, str]  # id -> text, the judged queries alone
     qrels: dict[str, dict[str, int]]  # query id -> passage id -> grade
+    left_out: LeftOut = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -43,111 +58,14 @@ class JudgedSplit:
     queries: dict[str, str]
     qrels: dict[str, dict[str, int]]
     rows: dict[str, int]
+    judgements: int  # lines, those that repeat another counted too
+    left_out: LeftOut
 
     def graded_rows(self) -> tuple[list[list[int]], list[list[int]]]:
         """For each query the rows of its passages of grade above 0, and those of the others."""
         grades = self.qrels.values()
         positives = [[self.rows[key] for key, grade in judged.items() if grade > 0] for judged in grades]
         return positives, [[self.rows[key] for key, grade in judged.items() if grade <= 0] for judged in grades]
-
-
-def load_corpus(path: str | Path, repair: bool = False) -> Dataset:
-    """Open a corpus (BEIR folder, corpus.jsonl or DPR TSV) memory-mapped, with the columns id, title and text.
-
-    Raises InputError, naming the line, for a passage id that stands twice and for a passage without text. Published
-    data sets have both; with ``repair`` the last passage of an id stands (as in BEIR's own loader) and empty texts
-    stay, and warnings count them.
-    """
-    return _open_corpus(path, repair)[0]
-
-
-def _open_corpus(path: str | Path, repair: bool) -> tuple[Dataset, str]:
-    """The corpus and its fingerprint."""
-    source = Path(path)
-    if os.path.isdir(source):  # unlike Path.is_dir, takes whatever a user may have typed
-        source = beir_file(source, "corpus.jsonl")
-    if not os.path.isfile(source):
-        raise InputError(f"{source}: no such file or folder")
-    folder = cached_folder("corpus", [file_key(source), repair], lambda folder: _build_corpus(source, repair, folder))
-    about = read_json(folder / "about.json")
-    if about["repeated"]:
-        warnings.warn(f"{source}: {about['repeated']} passages are left out, their ids stand again below", stacklevel=4)
-    if about["empty"]:
-        warnings.warn(f"{source}: {about['empty']} passages have no text", stacklevel=4)
-    return open_table(folder / "passages.arrow"), about["fingerprint"]
-
-
-def _build_corpus(source: Path, repair: bool, folder: Path) -> None:
-    hashes, about = _write_corpus(source, repair, folder, frozenset())
-    repeated = repeated_ids(hashes, ((line, passage.id) for line, passage in numbered_corpus(source)))
-    if repeated and not repair:
-        key, lines = min(repeated.items(), key=lambda item: item[1][1])
-        place = Place(source, lines[1])
-        raise place.error(f"passage id {key!r} stood already in line {lines[0]}, expected every id once")
-    if repeated:
-        dropped = frozenset(line for lines in repeated.values() for line in lines[:-1])
-        _, about = _write_corpus(source, repair, folder, dropped)
-    write_json(folder / "about.json", about)
-
-
-def _write_corpus(source: Path, repair: bool, folder: Path, dropped: frozenset[int]) -> tuple[array, dict[str, object]]:
-    """Write the table without the dropped lines; returns a hash of every id, and what is to be known of the table."""
-    writer = TableWriter(folder / "passages.arrow", PASSAGE_COLUMNS)
-    hashes, empty = array("q"), 0
-    for line, passage in tqdm(numbered_corpus(source), desc=f"reading {source.name}", unit=" passages", disable=None):
-        if line in dropped:
-            continue
-        if not passage.text or passage.text.isspace():
-            empty += 1
-            if not repair:
-                raise Place(source, line).error(f"the text of passage {passage.id!r} is empty, expected some text")
-        hashes.append(hash(passage.id))
-        writer.add(passage)
-    fingerprint = writer.close()
-    if not writer.rows:
-        raise InputError(f"{source}: is empty, expected at least one passage")
-    return hashes, {"fingerprint": fingerprint, "repeated": len(dropped), "empty": empty}
-
-
-def repeated_ids(hashes: array, ids: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
-    """The ids that stand more than once, each with all its lines, given a 64-bit hash of every id in order.
-
-    Equal hashes only raise the suspicion; ``ids``, the lines and ids themselves, is read on suspicion alone and
-    decides.
-    """
-    ordered = np.sort(np.frombuffer(hashes, dtype=np.int64))
-    suspects = set(ordered[1:][ordered[1:] == ordered[:-1]].tolist())
-    lines: dict[str, list[int]] = {}
-    if suspects:
-        for (line, key), hashed in zip(ids, hashes, strict=True):
-            if hashed in suspects:
-                lines.setdefault(key, []).append(line)
-    return {key: found for key, found in lines.items() if len(found) > 1}
-
-
-def load_queries(path: str | Path, ids: Collection[str] | None = None, repair: bool = False) -> dict[str, str]:
-    """Query texts by id, from a BEIR folder or a queries.jsonl; with ``ids`` only those (an unknown id is left out).
-
-    An id that stands twice is refused; with ``repair`` its last text stands, and a warning counts them.
-    """
-    source = beir_file(path, "queries.jsonl") if os.path.isdir(path) else Path(path)
-    queries: dict[str, str] = {}
-    lines: dict[str, int] = {}
-    repeated = 0
-    for line, query in numbered_queries(source):
-        if query.id in lines:
-            repeated += 1
-            if not repair:
-                found = f"query id {query.id!r} stood already in line {lines[query.id]}"
-                raise Place(source, line).error(f"{found}, expected every id once")
-        lines[query.id] = line
-        if ids is None or query.id in ids:
-            queries[query.id] = query.text
-    if not lines:
-        raise InputError(f"{source}: is empty, expected at least one query")
-    if repeated:
-        warnings.warn(f"{source}: {repeated} queries are left out, their ids stand again below", stacklevel=2)
-    return queries
 
 
 def qrels_file(folder: str | Path, split: str) -> Path:
@@ -164,76 +82,143 @@ def splits_of(folder: str | Path) -> list[str]:
     return sorted({name.removesuffix(".gz").removesuffix(".tsv") for name in files})
 
 
-def load_qrels(path: str | Path, split: str, repair: bool = False) -> dict[str, dict[str, int]]:
+def load_qrels(
+    path: str | Path, split: str, repair: bool = False, max_bad_records: int = 0
+) -> dict[str, dict[str, int]]:
     """Grades by query id and passage id of a BEIR folder's split; an id that the folder does not hold is refused."""
-    return judged_split(path, split, repair).qrels
+    return judged_split(path, split, repair, max_bad_records).qrels
 
 
-def judged_split(path: str | Path, split: str, repair: bool = False) -> JudgedSplit:
-    """A split of a BEIR folder with everything it refers to; queries come in the order in which they are judged."""
+def judged_split(path: str | Path, split: str, repair: bool = False, max_bad_records: int = 0) -> JudgedSplit:
+    """A split of a BEIR folder with everything it refers to; queries come in the order in which they are judged.
+
+    ``max_bad_records`` as in ``load_corpus``, for each of the three files; a judgement that names what was left out of the
+    other two is left out too, and is not counted as bad.
+    """
     source = qrels_file(path, split)
-    qrels, query_lines, passage_lines = _read_grades(source)
-    queries = load_queries(path, qrels.keys(), repair)
-    _refuse_unknown(source, "query", query_lines, queries, beir_file(path, "queries.jsonl"))
-    corpus, fingerprint = _open_corpus(path, repair)
-    rows = find_rows(corpus, passage_lines)
-    _refuse_unknown(source, "passage", passage_lines, rows, beir_file(path, "corpus.jsonl"))
-    return JudgedSplit(corpus, fingerprint, {query: queries[query] for query in qrels}, qrels, rows)
+    grades = read_grades(source, max_bad_records)
+    queries = open_queries(path, grades.queries.keys(), repair, max_bad_records)
+    known = [_Known("query", grades.queries, queries.texts, queries.source, queries.left_out)]
+    if known[0].missing:
+        grades = read_grades(source, max_bad_records, known)
+    corpus = open_corpus(path, repair, max_bad_records)
+    rows = find_rows(corpus.table, grades.passages)
+    known.append(_Known("passage", grades.passages, rows, corpus.source, corpus.left_out))
+    if known[1].missing:
+        grades = read_grades(source, max_bad_records, known)
+    keep_quarantine(source, grades.bad)
+    if grades.without:
+        warnings.warn(
+            f"{source}: {grades.without} judgements are left out, which name a passage or a query that is left out",
+            stacklevel=2,
+        )
+    counts = {
+        corpus.source.name: corpus.left_out,
+        queries.source.name: queries.left_out,
+        f"qrels/{source.name}": len(grades.bad.found),
+        "judgements of what is left out": grades.without,
+    }
+    left_out = {name: count for name, count in counts.items() if count}
+    judged = {query: queries.texts[query] for query in grades.qrels}
+    return JudgedSplit(corpus.table, corpus.fingerprint, judged, grades.qrels, rows, grades.judgements, left_out)
 
 
-def load_grades(path: str | Path) -> dict[str, dict[str, int]]:
+def load_grades(path: str | Path, max_bad_records: int = 0) -> dict[str, dict[str, int]]:
     """Grades by query id and passage id of a qrels file that stands alone; a pair with two grades is refused."""
-    return _read_grades(Path(path))[0]
+    return open_grades(path, max_bad_records)[0]
 
 
-def _read_grades(source: Path) -> tuple[dict[str, dict[str, int]], dict[str, int], dict[str, int]]:
-    """Grades by query id and passage id, and the line at which each query and each passage is first judged."""
+def open_grades(path: str | Path, max_bad_records: int) -> tuple[dict[str, dict[str, int]], LeftOut]:
+    """As ``load_grades``, with what is left out; ``max_bad_records`` as in ``load_corpus``."""
+    source = Path(path)
+    grades = read_grades(source, max_bad_records)
+    keep_quarantine(source, grades.bad)
+    return grades.qrels, {source.name: len(grades.bad.found)} if grades.bad.found else {}
+
+
+class Grades(NamedTuple):
+    """A qrels file as it was read."""
+
+    qrels: dict[str, dict[str, int]]  # query id -> passage id -> grade
+    queries: dict[str, int]  # id -> line at which it is first judged
+    passages: dict[str, int]
+    judgements: int  # lines that count
+    without: int  # lines that name what is left out of the data set
+    bad: BadRecords
+
+
+class _Known:
+    """What a data set holds of the ids that its judgements name."""
+
+    def __init__(self, what: str, named: Collection[str], held: Collection[str], file: Path, left_out: int) -> None:
+        self.what, self.file = what, file
+        self.missing = [key for key in named if key not in held]
+        # a record that was left out stands for one id, which often cannot be read from it
+        self.gone = frozenset(self.missing[:left_out])
+        self.unknown = frozenset(self.missing[left_out:])
+
+
+def read_grades(source: Path, max_bad_records: int, known: Sequence[_Known] = ()) -> Grades:
+    """The judgements of a file. One that names an id which is missing is bad, unless a record that is left out explains it."""
     qrels: dict[str, dict[str, int]] = {}
-    query_lines: dict[str, int] = {}
-    passage_lines: dict[str, int] = {}
-    for query, passage, grade, line in read_qrels(source):
-        if qrels.setdefault(query, {}).setdefault(passage, grade) != grade:
-            found = f"query {query!r} and passage {passage!r} have grade {grade} here and {qrels[query][passage]} above"
-            raise Place(source, line).error(f"{found}, expected one grade")
-        query_lines.setdefault(query, line)
-        passage_lines.setdefault(passage, line)
+    lines: tuple[dict[str, int], dict[str, int]] = ({}, {})
+    judgements = without = 0
+    bad = BadRecords(max_bad_records)
+    for judgement in read_qrels(source, bad):
+        ids = judgement.query_id, judgement.passage_id
+        if any(key in each.gone for key, each in zip(ids, known, strict=False)):
+            without += 1
+            continue
+        try:
+            _refuse(source, judgement, known, qrels)
+        except InputError as error:
+            bad.leave_out(error)
+            continue
+        judgements += 1
+        qrels.setdefault(ids[0], {})[ids[1]] = judgement.grade
+        for key, first in zip(ids, lines, strict=True):
+            first.setdefault(key, judgement.line)
     if not qrels:
-        raise InputError(f"{source}: is empty, expected at least one judgement")
-    return qrels, query_lines, passage_lines
+        found = "no judgement is left" if without or bad.found else "is empty"
+        raise InputError(f"{source}: {found}, expected at least one judgement")
+    return Grades(qrels, *lines, judgements, without, bad)
 
 
-def _refuse_unknown(source: Path, what: str, lines: dict[str, int], known: Collection[str], file: Path) -> None:
-    for key, line in lines.items():
-        if key not in known:
-            raise Place(source, line).error(f"found the {what} id {key!r}, expected one that {file.name} holds")
-
-
-def find_rows(corpus: Dataset, ids: Iterable[str]) -> dict[str, int]:
-    """The rows at which passages stand in a corpus; ids that it does not hold are left out."""
-    column = corpus.data.column("id")
-    rows = pc.indices_nonzero(pc.is_in(column, value_set=pa.array(list(ids), pa.string())))
-    return dict(zip(column.take(rows).to_pylist(), rows.to_pylist(), strict=True))
+def _refuse(source: Path, judgement: Judgement, known: Sequence[_Known], qrels: dict[str, dict[str, int]]) -> None:
+    """InputError for an id that the data set does not hold, and for a pair that was judged otherwise above."""
+    query, passage, grade, line = judgement
+    for key, each in zip((query, passage), known, strict=False):
+        if key in each.unknown:
+            expected = f"one that {each.file.name} holds"
+            raise Place(source, line).error(f"found the {each.what} id {key!r}, expected {expected}")
+    before = qrels.get(query, {}).get(passage, grade)
+    if before != grade:
+        found = f"query {query!r} and passage {passage!r} have grade {grade} here and {before} above"
+        raise Place(source, line).error(f"{found}, expected one grade")
 
 
 def load_retrieval_set(
-    path: str | Path, split: str = "test", strict: bool = False, repair: bool = False
+    path: str | Path, split: str = "test", strict: bool = False, repair: bool = False, max_bad_records: int = 0
 ) -> RetrievalSet:
     """The corpus, judged queries and judgements of a BEIR folder's split, or of a file of training examples.
 
     Of examples the corpus is the union of their passages, and their positives have grade 1 (``split`` means nothing
     there). Queries without a positive are left out with a warning that counts them, and refused when ``strict``.
-    ``repair`` as in ``load_corpus`` and ``load_queries``; it has no effect on examples.
+    ``repair`` as in ``load_corpus`` and ``load_queries``; it has no effect on examples. ``max_bad_records`` as in
+    ``judged_split`` and ``load_examples``.
     """
     path = local_path(path, split)
-    if kind_of_data(path) != "beir":
-        return _examples_as_retrieval(path, strict, repair)
-    judged = answerable_split(path, split, strict, repair)
-    return RetrievalSet(judged.corpus, judged.queries, judged.qrels)
+    if kind_of_data(path, max_bad_records) != "beir":
+        return _examples_as_retrieval(path, strict, repair, max_bad_records)
+    judged = answerable_split(path, split, strict, repair, max_bad_records)
+    return RetrievalSet(judged.corpus, judged.queries, judged.qrels, judged.left_out)
 
 
-def answerable_split(path: str | Path, split: str, strict: bool = False, repair: bool = False) -> JudgedSplit:
+def answerable_split(
+    path: str | Path, split: str, strict: bool = False, repair: bool = False, max_bad_records: int = 0
+) -> JudgedSplit:
     """As ``judged_split``, without the queries that have no positive: counted in a warning, or refused when strict."""
-    judged = judged_split(path, split, repair)
+    judged = judged_split(path, split, repair, max_bad_records)
     kept = keep_answerable(qrels_file(path, split), judged.qrels, strict)
     return replace(judged, queries={query: judged.queries[query] for query in kept}, qrels=kept)
 
@@ -251,8 +236,8 @@ def keep_answerable(source: Path, qrels: dict[str, dict[str, int]], strict: bool
     return kept
 
 
-def _examples_as_retrieval(path: str | Path, strict: bool, repair: bool) -> RetrievalSet:
-    examples = load_examples(path, strict, repair)
+def _examples_as_retrieval(path: Path, strict: bool, repair: bool, max_bad_records: int) -> RetrievalSet:
+    examples = load_examples(path, strict, repair, max_bad_records)
     ids = examples.passages.data.column("id").take(pa.array(examples.positives.values)).to_pylist()
     ends = examples.positives.offsets.tolist()
     queries, qrels = {}, {}
@@ -260,4 +245,5 @@ def _examples_as_retrieval(path: str | Path, strict: bool, repair: bool) -> Retr
         if positives := ids[ends[number] : ends[number + 1]]:
             queries[key] = text
             qrels[key] = dict.fromkeys(positives, 1)
-    return RetrievalSet(examples.passages, queries, qrels)
+    left_out = {path.name: examples.left_out} if examples.left_out else {}
+    return RetrievalSet(examples.passages, queries, qrels, left_out)

@@ -21,12 +21,19 @@ MEASURES = {"ndcg": "ndcg_cut", "map": "map_cut", "recall": "recall", "precision
 """Our names and trec_eval's."""
 
 
-class Metrics(TypedDict):
-    """What ``metrics.json`` holds of an evaluation; whoever writes it adds data, split and model where known."""
+class Scores(TypedDict):
+    """The values of every query and their means."""
 
     mean: dict[str, float]
     per_query: dict[str, dict[str, float]]
     queries: int
+
+
+class Metrics(Scores, total=False):
+    """What ``metrics.json`` holds of an evaluation; whoever writes it adds data, split and model where known."""
+
+    left_out: dict[str, int]
+    """Bad records that were left out of the data, by file; absent where there were none."""
 
 
 def evaluate_run(
@@ -110,7 +117,12 @@ def evaluate_encoder(
 ) -> Metrics:
     """Encode, search and score a retrieval set, at the cuts that a run of k passages can answer."""
     cuts = cuts_within(CUTS, k)
-    return evaluate_run(data.qrels, retrieve_others(encoder, data, k, settings), cuts=cuts)
+    return noting(data.left_out, evaluate_run(data.qrels, retrieve_others(encoder, data, k, settings), cuts=cuts))
+
+
+def noting(left_out: dict[str, int], metrics: Metrics) -> Metrics:
+    """The metrics, with what was left out of their data."""
+    return {**metrics, "left_out": left_out} if left_out else metrics
 
 
 def cuts_within(cuts: Sequence[int], k: int) -> list[int]:

@@ -12,8 +12,9 @@ from typing import BinaryIO
 import requests
 from tqdm.auto import tqdm
 
+from contaccum.data.arrow import one_at_a_time
 from contaccum.errors import InputError
-from contaccum.files import cache_folder, whole_folder
+from contaccum.files import cache_folder, sweep, whole_folder
 
 BASE_URL = "https://public.ukp.informatik.tu-darmstadt.de/thakur/BEIR/datasets"
 
@@ -79,14 +80,26 @@ def resolve_dataset(
     name, _, forum = str(name_or_folder).partition("/")
     folder = Path(cache or cache_folder() / "beir") / _checked_name(name, forum)
     if not folder.is_dir():
-        url = f"{base_url}/{name}.zip"
-        archive = folder.with_name(f"{name}.zip")
-        try:
-            _download(url, archive, md5 or MD5.get(name), max_download, folder)
-            unpack(archive, name, folder, max_unpacked)
-        finally:
-            archive.unlink(missing_ok=True)
+        with one_at_a_time(cache_folder() / "locks" / f"beir-{_digest(folder.parent)}"):
+            if not folder.is_dir():  # another process may have fetched it while this one waited
+                _provide(folder, f"{base_url}/{name}.zip", md5 or MD5.get(name), max_download, max_unpacked)
     return folder / forum
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:32]
+
+
+def _provide(folder: Path, url: str, md5: str | None, max_download: int, max_unpacked: int) -> None:
+    """Download and unpack a data set, in a cache that is this process's alone meanwhile."""
+    archive = folder.with_name(f"{folder.name}.zip")
+    if folder.parent.is_dir():
+        sweep(folder.parent)
+    try:
+        _download(url, archive, md5, max_download, folder)
+        unpack(archive, folder.name, folder, max_unpacked)
+    finally:
+        archive.unlink(missing_ok=True)
 
 
 def _checked_name(name: str, forum: str) -> str:
@@ -105,29 +118,29 @@ def _checked_name(name: str, forum: str) -> str:
 
 
 def _download(url: str, archive: Path, expected: str | None, limit: int, folder: Path) -> None:
-    """Download to a part file beside ``archive``, try its checksum, and rename it."""
-    rest = archive.with_name(f".{archive.name}.part")  # of a broken download; a rename gives it to one process alone
-    part = archive.with_name(f".{archive.name}.{os.getpid()}.part")
+    """Download to a part file beside ``archive``, try its checksum, and rename it.
+
+    What a broken or killed download left is continued where a checksum tells whether the halves belong together.
+    """
+    part = archive.with_name(f".{archive.name}.part")
+    keep = False
     try:
         part.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):
-            os.replace(rest, part)
-        try:
-            with open(part, "ab") as file:
-                _fetch(url, file, limit, folder)
-        except _Broken:
-            if expected and part.stat().st_size:
-                os.replace(part, rest)
-            raise
+        with open(part, "ab" if expected else "wb") as file:
+            _fetch(url, file, limit, folder)
         found = _md5_of(part)
         if expected and found != expected:
             raise InputError(f"{url}: the archive's MD5 is {found}, expected {expected}")
         os.replace(part, archive)
+    except _Broken:
+        keep = bool(expected and part.stat().st_size)
+        raise
     except OSError as error:
         raise InputError(f"{archive}: could not be written ({error.strerror or error})") from error
     finally:
         with suppress(NotADirectoryError):
-            part.unlink(missing_ok=True)
+            if not keep:
+                part.unlink(missing_ok=True)
 
 
 class _Broken(InputError):

@@ -9,7 +9,8 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from contaccum.data.lines import Place, numbered_lines
+from contaccum.data.bad_records import Place
+from contaccum.data.lines import numbered_lines
 from contaccum.errors import InputError
 from contaccum.files import whole_file
 

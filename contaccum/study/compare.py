@@ -11,9 +11,10 @@ from pathlib import Path
 
 from contaccum import api
 from contaccum.errors import Failed, InputError
-from contaccum.files import read_json, write_json
+from contaccum.files import write_json
 from contaccum.options import StudyOptions
 from contaccum.study import grid
+from contaccum.study.checked import read_metrics, read_score
 from contaccum.study.grid import RATE, Configure, Planned, Setting
 from contaccum.study.plots import need_matplotlib
 from contaccum.study.pool import Job, Outcome, Place, one_process, places, run_jobs
@@ -93,7 +94,7 @@ class Study:
             raise InputError(f"data.dev is the test data ({' '.join(test)}), expected other queries to tune by")
         if _queries(data.train, data.split) == tested:
             warnings.warn(f"the test data is the training data ({' '.join(test)})", stacklevel=2)
-        api.load_judged(*test, data.strict, data.repair)
+        api.load_judged(*test, data.strict, data.repair, data.max_bad_records)
 
     def _runs(self, setting: Setting) -> list[Planned]:
         return [grid.planned_run(setting, seed, self.configure, self.output) for seed in self.seeds]
@@ -108,7 +109,7 @@ class Study:
                     f"{'; '.join(changes)}"
                 )
         if (run.folder / METRICS_FILE).is_file():
-            found = read_json(run.folder / METRICS_FILE)
+            found = read_metrics(run.folder / METRICS_FILE)
             for name, value in {**self.test, **grid.identity(run.kind, run.config)}.items():
                 if found.get(name) != value:
                     raise InputError(
@@ -161,7 +162,7 @@ class Study:
         found = []
         for setting, runs in trials.items():
             scores = {
-                rate: read_json(run.folder / TUNED_FILE)["score"]
+                rate: read_score(run.folder / TUNED_FILE)
                 for rate, run in runs.items()
                 if (run.folder / TUNED_FILE).is_file()
             }

@@ -11,7 +11,7 @@ from typing import Any
 from contaccum.config import TRAITS, TrainConfig
 from contaccum.errors import InputError
 from contaccum.evaluation.significance import Scores
-from contaccum.files import read_json
+from contaccum.study.checked import check_log, check_settings, read_metrics
 from contaccum.training.environment import read_environment
 from contaccum.training.log import read_log
 from contaccum.training.setup import CONFIG_FILE, MAY_CHANGE, flat, read_config
@@ -98,22 +98,17 @@ def read_run(folder: str | Path) -> Run:
     """A run's folder, or a metrics file alone; InputError where it holds neither settings nor metrics."""
     path = Path(folder)
     if path.is_file():
-        return Run(path, {}, [], [], _metrics(path), {})
+        return Run(path, {}, [], [], read_metrics(path), {})
     if not (path / METRICS_FILE).is_file() and not (path / CONFIG_FILE).is_file():
         raise InputError(f"{path}: holds neither {CONFIG_FILE} nor {METRICS_FILE}, expected the folder of a run")
-    metrics = _metrics(path / METRICS_FILE) if (path / METRICS_FILE).is_file() else None
+    metrics = read_metrics(path / METRICS_FILE) if (path / METRICS_FILE).is_file() else None
     if not (path / CONFIG_FILE).is_file():
         return Run(path, {}, [], [], metrics, {})
-    lines = read_log(path)
+    settings, lines = flat(read_config(path)), read_log(path)
+    check_settings(path / CONFIG_FILE, settings)
+    check_log(path, lines)
     steps, evaluations = ([line for line in lines if kind in line] for kind in ("loss", "dev"))
-    return Run(path, flat(read_config(path)), steps, evaluations, metrics, read_environment(path))
-
-
-def _metrics(path: Path) -> dict[str, Any]:
-    metrics = read_json(path)
-    if not isinstance(metrics, dict) or not isinstance(metrics.get("mean"), dict):
-        raise InputError(f"{path}: holds no means of metrics, expected what `contaccum evaluate --output` writes")
-    return metrics
+    return Run(path, settings, steps, evaluations, metrics, read_environment(path))
 
 
 def matters(name: str, method: str | None) -> bool:

@@ -157,7 +157,7 @@ def equal_memory(groups: list[Group], metric: str) -> Table:
 def score_at(run: Run, seconds: float, metric: str) -> tuple[int, float] | None:
     """Step and dev metric of a run's last evaluation not later than after so many seconds of training."""
     early = [line for line in run.evaluations if run.times.get(line["step"], float("inf")) <= seconds]
-    return (early[-1]["step"], early[-1]["dev"][metric]) if early else None
+    return (early[-1]["step"], early[-1]["dev"][metric]) if early and metric in early[-1]["dev"] else None
 
 
 def equal_time(groups: list[Group], metric: str) -> tuple[float, Table] | None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from contaccum import api
 from contaccum.config import TrainConfig, from_mapping
-from contaccum.data.dataset import load_train_set
 from contaccum.encoder import DualEncoder
 from contaccum.engine import encoding_device
 from contaccum.errors import InputError, Interrupted
@@ -21,7 +20,7 @@ from contaccum.options import ModelChoice, SearchSettings
 from contaccum.study.grid import identity
 from contaccum.study.runs import METRICS_FILE, TUNED_FILE
 from contaccum.training.loop import DEV_METRICS_FILE, train
-from contaccum.training.setup import build_encoder
+from contaccum.training.setup import build_encoder, load_training_data
 
 
 def main(file: str) -> int:
@@ -57,6 +56,7 @@ def do(kind: str, config: TrainConfig, test: dict[str, str] | None) -> None:
         settings=SearchSettings(batch_tokens=config.run.eval_batch_tokens),
         strict=config.data.strict,
         repair=config.data.repair,
+        max_bad_records=config.data.max_bad_records,
     )
     write_json(run / METRICS_FILE, {**test, **identity(kind, config), **metrics})
 
@@ -65,9 +65,9 @@ def _model(kind: str, config: TrainConfig) -> ModelChoice | DualEncoder:
     if kind == "bm25":
         return ModelChoice(api.BM25)
     if kind == "untrained":
-        data = config.data
-        train_set = load_train_set(data.train, data.split, data.hard_negatives, data.strict, data.repair)
-        return build_encoder(config.model, train_set, config.seed).to(encoding_device(config.run.device))
+        return build_encoder(config.model, load_training_data(config.data), config.seed).to(
+            encoding_device(config.run.device)
+        )
     choice = ModelChoice(
         str(Path(config.output_dir) / "model"),
         device=config.run.device,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from contaccum.engine import Engine
+from contaccum.errors import InputError
 from contaccum.files import read_json, write_json
 
 ENVIRONMENT_FILE = "environment.json"
@@ -36,4 +37,9 @@ def write_environment(run: Path, engine: Engine) -> None:
 
 def read_environment(run: Path) -> dict[str, Any]:
     """What ``write_environment`` kept; empty where the run's folder has none."""
-    return read_json(run / ENVIRONMENT_FILE) if (run / ENVIRONMENT_FILE).is_file() else {}
+    if not (run / ENVIRONMENT_FILE).is_file():
+        return {}
+    found = read_json(run / ENVIRONMENT_FILE)
+    if not isinstance(found, dict):
+        raise InputError(f"{run / ENVIRONMENT_FILE}: holds no versions by name, expected what training writes")
+    return found

@@ -10,7 +10,6 @@ import torch
 
 from contaccum.batch import MicroBatch
 from contaccum.config import METRIC_CUTS, TrainConfig, check_total, parse_bytes, to_yaml, validate
-from contaccum.data.dataset import TrainSet, load_train_set
 from contaccum.data.tables import RetrievalSet, load_retrieval_set
 from contaccum.encoder import DualEncoder
 from contaccum.engine import Engine, SharedEncoder
@@ -75,7 +74,7 @@ class Training:
         self.folder = Path(config.output_dir)
         checkpoint = newest_checkpoint(self.folder) if config.resume else None
         with engine.main_first():
-            train_set = self._load_train()
+            train_set = setup.load_training_data(config.data)
             self.dev = self._load_dev()
         self._require_same(
             checkpoint=str(checkpoint and checkpoint.state["step"]), config=to_yaml(config), data=train_set.fingerprint
@@ -110,13 +109,11 @@ class Training:
         self.log = RunLog(engine, self.folder, self.total, self.done)
         engine.start_trackers({"method": config.method, "seed": config.seed})
 
-    def _load_train(self) -> TrainSet:
-        data = self.config.data
-        return load_train_set(data.train, data.split, data.hard_negatives, data.strict, data.repair)
-
     def _load_dev(self) -> RetrievalSet | None:
         data = self.config.data
-        return load_retrieval_set(data.dev, data.dev_split, data.strict, data.repair) if data.dev else None
+        if not data.dev:
+            return None
+        return load_retrieval_set(data.dev, data.dev_split, data.strict, data.repair, data.max_bad_records)
 
     def _require_same(self, **values: str) -> None:
         """Refuse to start when the machines of a launch see different files."""

@@ -12,9 +12,9 @@ from typing import Any
 
 import yaml
 
-from contaccum.config import ModelConfig, TrainConfig, to_yaml
+from contaccum.config import DataConfig, ModelConfig, TrainConfig, to_yaml
 from contaccum.data.collate import BatchSource
-from contaccum.data.dataset import StepSampler, TrainSet
+from contaccum.data.dataset import StepSampler, TrainSet, load_train_set
 from contaccum.data.tokens import build_token_table, tokenizer_hash
 from contaccum.encoder import DualEncoder, make_settings
 from contaccum.encoder.tiny import tiny_tower
@@ -146,6 +146,11 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in values.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return found
+
+
+def load_training_data(data: DataConfig) -> TrainSet:
+    """What training trains on."""
+    return load_train_set(data.train, data.split, data.hard_negatives, data.strict, data.repair, data.max_bad_records)
 
 
 def build_encoder(config: ModelConfig, train_set: TrainSet, seed: int) -> DualEncoder:

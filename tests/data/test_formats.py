@@ -34,6 +34,10 @@ def refusal(read, path) -> str:
     return sentence
 
 
+def as_it_is(record, place, number):
+    return record
+
+
 # BEIR
 
 
@@ -231,13 +235,13 @@ def test_a_bad_dpr_record_is_named(tmp_path, change, words):
     ],
 )
 def test_a_broken_json_list_is_named(tmp_path, text, words):
-    sentence = refusal(lambda path: json_list(path, "things"), write(tmp_path / "t.json", text))
+    sentence = refusal(lambda path: json_list(path, "things", as_it_is), write(tmp_path / "t.json", text))
     assert all(word in sentence for word in words), sentence
 
 
 def test_bytes_that_are_not_utf8_in_a_json_list_are_named(tmp_path):
     path = write(tmp_path / "t.json", b'[{"a": 1},\n{"a": "\xff"}]')
-    assert "line 2" in refusal(lambda path: json_list(path, "things"), path)
+    assert "line 2" in refusal(lambda path: json_list(path, "things", as_it_is), path)
 
 
 VALUES = st.dictionaries(
@@ -250,7 +254,7 @@ VALUES = st.dictionaries(
 def test_a_json_list_read_through_any_window_is_what_json_loads_gives(tmp_path, monkeypatch, records, window, indent):
     monkeypatch.setattr("contaccum.data.json_records.CHUNK", window)
     path = write(tmp_path / "t.json", json.dumps(records, indent=indent, ensure_ascii=True))
-    found = [record for _, record in json_list(path, "things")]
+    found = [record for _, record in json_list(path, "things", as_it_is)]
     assert json.dumps(found) == json.dumps(records)
 
 

@@ -5,9 +5,12 @@ import io
 import random
 import socket
 import stat
+import subprocess
+import sys
 import threading
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -68,7 +71,8 @@ def beir_archive(path: Path, name: str) -> str:
 
 
 def left(cache: Path) -> list[str]:
-    return sorted(path.name for path in cache.rglob("*"))
+    """Names of all that stands in a cache, its locks aside."""
+    return sorted(path.name for path in cache.rglob("*") if "locks" not in path.relative_to(cache).parts)
 
 
 def test_a_name_is_downloaded_checked_unpacked_and_kept(server, tmp_path):
@@ -192,6 +196,30 @@ def test_a_broken_download_is_continued_where_the_server_allows(tmp_path, monkey
     assert b"Range: bytes=%d-" % half in seen[1]
     assert load_retrieval_set(folder, "test").qrels == {"q": {"p": 1}}
     assert not list(cache.glob(".*"))
+
+
+def test_what_a_process_killed_while_unpacking_left_is_swept(server, tmp_path):
+    md5, cache = beir_archive(server.folder / "nq.zip", "nq"), tmp_path / "cache"
+    call = (
+        "import os, signal, sys\n"
+        "from contaccum.evaluation import download\n"
+        "download._extract = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "download.resolve_dataset('nq', sys.argv[1], base_url=sys.argv[2], md5=sys.argv[3])\n"
+    )
+    assert subprocess.run([sys.executable, "-c", call, cache, server.url, md5], check=False).returncode == -9
+    half, archive = left(cache)
+    assert (half.startswith(".nq."), archive) == (True, "nq.zip")
+    assert resolve_dataset("nq", cache, base_url=server.url, md5=md5).is_dir()
+    assert left(cache) == ["corpus.jsonl", "nq", "qrels", "queries.jsonl", "test.tsv"]
+
+
+def test_processes_that_want_the_same_set_fetch_it_once(server, tmp_path):
+    md5 = beir_archive(server.folder / "nq.zip", "nq")
+    want = partial(resolve_dataset, "nq", tmp_path / "cache", base_url=server.url, md5=md5)
+    with ThreadPoolExecutor(4) as pool:
+        folders = {future.result() for future in [pool.submit(want) for _ in range(4)]}
+    assert folders == {tmp_path / "cache" / "nq"}
+    assert len(server.requests) == 1
 
 
 @pytest.mark.parametrize("rest", [b"something else", b"x" * 100_000])

@@ -184,6 +184,39 @@ def test_refusals(tmp_path):
     run = folder(tmp_path / "run", "cont_accum", [1.0])
     with pytest.raises(InputError, match=r"has no metric 'top20', expected one of ndcg@10, recall@100"):
         console_report([str(run)], "top20", None, None)
-    (run / "metrics.json").write_text("[1]")
-    with pytest.raises(InputError, match="holds no means"):
+
+
+LINE = {"step": 1, "loss": 1.0, "bank_fill": 0, "seconds": 1.0, "waited": 0.0, "peak_memory": 1}
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("metrics.json", "[1]", "holds no means"),
+        ("metrics.json", "{}", "holds no means"),
+        ("metrics.json", '{"mean": {"ndcg@10": "high"}}', "holds no means"),
+        ("metrics.json", '{"mean": {"ndcg@10": NaN}}', "holds no means"),
+        ("metrics.json", '{"mean": {"ndcg@10": 1}, "per_query": [1]}', "per_query is no mapping"),
+        ("metrics.json", '{"mean": {"ndcg@10": 1}, "per_query": {"q": 5}}', "values of query 'q'"),
+        ("metrics.json", '{"mean"', "line 1"),
+        ("log.jsonl", {**LINE, "seconds": "long"}, "the line of step 1 has seconds 'long'"),
+        ("log.jsonl", {**LINE, "seconds": 0}, "the line of step 1 has seconds 0"),
+        ("log.jsonl", {"step": 1, "loss": 1.0}, "the line of step 1 has seconds None"),
+        ("log.jsonl", {**LINE, "negatives": [7]}, r"has negatives \[7\]"),
+        ("log.jsonl", {**LINE, "drift": [{"age": 1}]}, "has drift"),
+        ("log.jsonl", {**LINE, "drift": 5}, "has drift 5"),
+        ("log.jsonl", {"step": 1, "dev": [0.5]}, "the line of step 1 has no numbers under dev"),
+        ("config.yaml", "method: best", "method is 'best'"),
+        ("config.yaml", "method: grad_accum", "seed is None"),
+        ("config.yaml", "[1]", "holds list"),
+        ("environment.json", "[1]", "holds no versions"),
+        ("environment.json", "{", "line 1"),
+    ],
+)  # fmt: skip
+def test_a_run_s_file_that_is_not_what_a_run_writes_is_named(tmp_path, file, content, words):
+    run = folder(tmp_path / "run", "cont_accum", [1.0])
+    assert read_run(run).metrics  # sound before it is spoilt
+    (run / file).write_text(content if isinstance(content, str) else json.dumps(content) + "\n")
+    with pytest.raises(InputError, match=words) as caught:
         read_run(run)
+    assert str(caught.value).startswith(str(run / file))

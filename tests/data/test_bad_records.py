@@ -1,0 +1,381 @@
+"""Bad records that are left out: exactly those, each with the sentence it would have been refused with, the rest as it is."""
+
+import json
+import random
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny_data import beir, context, dpr, lines, write, write_gzip
+
+from contaccum.cli import main
+from contaccum.data import lines as lines_module
+from contaccum.data.bad_records import LONGEST, BadRecords
+from contaccum.data.convert import convert
+from contaccum.data.dataset import load_train_set
+from contaccum.data.examples import load_examples
+from contaccum.data.formats import numbered_corpus, numbered_examples, numbered_queries, read_qrels, read_questions
+from contaccum.data.tables import load_corpus, load_qrels, load_queries, load_retrieval_set
+from contaccum.errors import InputError
+
+
+class Form(NamedTuple):
+    """A format: its reader, sound records, and bad ones; each piece is one record as it stands in the file."""
+
+    read: Callable
+    sound: list[str]
+    bad: list[str | bytes]
+    head: str = ""
+    joined: tuple[str, str, str] = ("", "", "")  # before, between and behind records, where they are not lines
+
+
+def second(rows):
+    """The records of a reader that also gives their places."""
+    return [record for _, record in rows]
+
+
+def without_lines(rows):
+    return [row[:3] for row in rows]
+
+
+NO_JSON: list[str | bytes] = [
+    "garbage\n",
+    "{\n",
+    "5\n",
+    '["a"]\n',
+    "{}\n",
+    b"\xff\xfe\n",
+    "nul\0\n",
+    '{"_id": "\\ud800"}\n',
+]
+PAIR = {"query_id": "q", "query": "q", "pos": ["a"], "neg": ["b"]}
+TEVATRON = {"query_id": "q", "query": "q", "positive_passages": [context(1) | {"docid": 1}], "negative_passages": []}
+EXAMPLES = [dpr(f"question {n}", [context(n)], [context(n + 1)], query_id=n) for n in range(6)]
+BAD_DPR = [
+    {**EXAMPLES[0], "question": 5},
+    {**EXAMPLES[0], "positive_ctxs": None},
+    {"question": "q", "positive_ctxs": [5]},
+]
+FORMS = {
+    "corpus": Form(
+        lambda path, bad: second(numbered_corpus(path, bad)),
+        [lines({"_id": n, "title": "T", "text": f"{{text {n}"}) for n in range(6)],
+        [*NO_JSON, lines({"_id": "", "text": "t"}), lines({"_id": "p", "text": None}), lines({"_id": 1.5, "text": "t"})],
+    ),
+    "queries": Form(
+        lambda path, bad: second(numbered_queries(path, bad)),
+        [lines({"_id": n, "text": f"query {n}"}) for n in range(6)],
+        [*NO_JSON, lines({"_id": "q", "text": " "}), lines({"text": "q"})],
+    ),
+    "qrels": Form(
+        lambda path, bad: without_lines(read_qrels(path, bad)),
+        [f"q{n}\tp{n}\t{n}\n" for n in range(6)],
+        ["q\tp\n", "q\tp\tx\n", "\tp\t1\n", "q p 1 2 3\n", "q\tp\t1.5\n", b"\xff\tp\t1\n", "q\t0\tp\t1\n", "\x1c\n"],
+        head="query-id\tcorpus-id\tscore\n",
+    ),
+    "trec qrels": Form(
+        lambda path, bad: without_lines(read_qrels(path, bad)),
+        [f"q{n} 0 p{n} {n}\n" for n in range(6)],
+        ["q p 1\n", "q 0 p many\n", "q\0 0 p 1\n"],
+    ),
+    "dpr lines": Form(
+        lambda path, bad: second(numbered_examples(path, bad)),
+        [lines(example) for example in EXAMPLES],
+        [*NO_JSON, *(lines(record) for record in BAD_DPR)],
+    ),
+    "dpr list": Form(
+        lambda path, bad: second(numbered_examples(path, bad)),
+        [json.dumps(example, indent=1) for example in EXAMPLES],
+        ["5", "{}", "null", '["a"]', '{"question": "\\ud800", "positive_ctxs": []}', *map(json.dumps, BAD_DPR)],
+        joined=("[\n", ",\n", "\n]\n"),
+    ),
+    "pairs": Form(
+        lambda path, bad: second(numbered_examples(path, bad)),
+        [lines({**PAIR, "query_id": n}) for n in range(6)],
+        [*NO_JSON, lines({**PAIR, "pos": 5}), lines({**PAIR, "neg_id": []} | {"neg_id": ["1", "2"]}), lines({"pos": ["a"]})],
+    ),
+    "tevatron": Form(
+        lambda path, bad: second(numbered_examples(path, bad)),
+        [lines({**TEVATRON, "query_id": n}) for n in range(6)],
+        [*NO_JSON, lines({**TEVATRON, "positive_passages": [{"docid": 1}]}), lines({**TEVATRON, "query_id": 0.5})],
+    ),
+    "passages": Form(
+        lambda path, bad: second(numbered_corpus(path, bad)),
+        ["1\tone\tT\n", '2\t"two ""2""\n\n{more"\tT\n', '3\t"three"\t"T"\n', "4\tfour {\tT\n", '5\t""\tT\n', "6\tsix\t\n"],
+        ['"open\n', "1\t2\n", "1\t2\t3\t4\n", "\ttext\tT\n", '"a"b\tc\td\n', '7\t"open\tT\n', b"\xff\tt\tT\n", "{}\n"],
+        head="id\ttext\ttitle\n",
+    ),
+    "questions": Form(
+        lambda path, bad: list(read_questions(path, bad)),
+        ["who?\t['a']\n", "\"when\n?\"\t['b', 'c']\n", "where?\t\"['\"\"d\"\"']\"\n", "why?\t['e']\n", "how?\t['f']\n"],
+        ["who?\n", "who?\t[]\n", "who?\t['a'\n", " \t['a']\n", "who?\t__import__('os')\n", "who?\t['a']\tx\n", '"open\n'],
+    ),
+}  # fmt: skip
+
+
+def file_of(form: Form, pieces: list[str | bytes], path: Path) -> Path:
+    before, between, behind = (part.encode() for part in form.joined)
+    parts = [piece if isinstance(piece, bytes) else piece.encode() for piece in pieces]
+    return write(path, form.head.encode() + before + between.join(parts) + behind)
+
+
+def refusal(call: Callable, *arguments: object, **options: object) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(InputError) as caught:
+            call(*arguments, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", FORMS)
+@settings(
+    max_examples=25, deadline=None, derandomize=True, database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)  # fmt: skip
+@given(seed=st.integers(0, 2**32), count=st.integers(1, 4))
+def test_bad_records_among_sound_ones_are_left_out_and_the_rest_is_as_without_them(tmp_path, name, seed, count):
+    form, draw = FORMS[name], random.Random(seed)
+    clean = form.read(file_of(form, list(form.sound), tmp_path / "clean"), BadRecords())
+    pieces: list[tuple[str | bytes, bool]] = [(piece, True) for piece in form.sound]
+    for piece in draw.choices(form.bad, k=count):
+        pieces.insert(draw.randrange(len(pieces) + 1), (piece, False))
+    path = file_of(form, [piece for piece, _ in pieces], tmp_path / "spoilt")
+    places, line = [], (form.head + form.joined[0]).count("\n") + 1
+    for piece, good in pieces:
+        places += [] if good else [line]
+        line += piece.count(b"\n" if isinstance(piece, bytes) else "\n") + form.joined[1].count("\n")
+
+    bad = BadRecords(count)
+    assert form.read(path, bad) == clean
+    assert sorted(entry["line"] for entry in bad.found) == places
+    assert all(entry["error"].startswith(f"{path}, line {entry['line']}") for entry in bad.found)
+    # one less is an error: that of the last of them; none is the first's. The first record may tell the format
+    fewer, none = refusal(form.read, path, BadRecords(count - 1)), refusal(form.read, path, BadRecords())
+    if pieces[0][1]:
+        assert (fewer, none) == (bad.found[-1]["error"], bad.found[0]["error"])
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_kind_of_bad_record_is_refused_alone(tmp_path, name):
+    """Negative control: each of the pieces above is bad, and where nothing is, nothing is left out."""
+    form = FORMS[name]
+    for piece in form.bad:
+        path = file_of(form, [*form.sound, piece], tmp_path / "file")
+        assert str(path) in refusal(form.read, path, BadRecords())
+    bad = BadRecords(100)
+    assert form.read(file_of(form, list(form.sound), tmp_path / "clean"), bad)
+    assert bad.found == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("corpus", b"\x1f\x8b\x08\0", "gzip stream"),
+        ("dpr list", "[" + json.dumps(EXAMPLES[0]), "where ',' should stand"),
+        ("dpr list", "[{'a': 1}, " + json.dumps(EXAMPLES[0]) + "]", "not JSON"),
+        ("dpr list", "[" + json.dumps(EXAMPLES[0]) + "] more", "behind the list"),
+        ("passages", "id\ttitle\ttext\n1\tt\tT\n2\tt\tT\n", "the header is"),
+    ],
+)
+def test_damage_that_is_no_record_stays_an_error(tmp_path, name, content, words):
+    path = write(tmp_path / "file", content)
+    sentence = refusal(FORMS[name].read, path, BadRecords(100))
+    assert words in sentence
+    assert sentence == refusal(FORMS[name].read, path, BadRecords())
+
+
+def test_a_line_without_end_is_passed_over_to_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr(lines_module, "MAX_LINE", 4000)
+    rows = [lines({"_id": n, "text": "t"}) for n in range(3)]
+    path = write(tmp_path / "c.jsonl", rows[0] + "x" * 20_000 + "\n" + rows[1] + "y" * 4001 + "\n" + rows[2])
+    bad = BadRecords(2)
+    assert [passage.id for _, passage in numbered_corpus(path, bad)] == ["0", "1", "2"]
+    assert [(entry["line"], entry["cut"], len(entry["text"])) for entry in bad.found] == [
+        (2, True, LONGEST),
+        (4, True, LONGEST),
+    ]
+
+
+def test_a_number_that_stands_for_an_id_is_the_record_s_own(tmp_path):
+    records = [lines({"query": "a", "pos": ["a"]}), "\udcff\n", "{}\n", lines({"query": "b", "pos": ["b"]})]
+    path = write(tmp_path / "t.jsonl", "".join(records).encode("utf-8", "surrogateescape"))
+    assert [example.query.id for _, example in numbered_examples(path, BadRecords(2))] == ["1", "4"]
+
+
+# whole data sets
+
+
+def spoilt_folder(folder: Path) -> Path:
+    """Of eight passages three are bad, of four queries one, of the judgements one; others name what is bad."""
+    beir(folder, passages=5, queries=3)
+    corpus = (folder / "corpus.jsonl").read_text().splitlines(keepends=True)
+    broken = ['{"_id": "p3", "text"\n', lines({"_id": "p0", "text": "again"}), lines({"_id": "p7", "text": " "})]
+    write(folder / "corpus.jsonl", "".join([*corpus[:3], *broken, corpus[4]]))
+    with open(folder / "queries.jsonl", "a") as file:
+        file.write(lines({"_id": "q3", "text": ""}))
+    with open(folder / "qrels" / "train.tsv", "a") as file:
+        file.write("q2\tp7\t1\nq3\tp4\t1\nq0\tp4\tmany\nq0\tp2\t1\n")
+    return folder
+
+
+def said(call: Callable, *arguments: object, **options: object):
+    """What a call gives, and the warnings it gives."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        value = call(*arguments, **options)
+    return value, [str(each.message) for each in caught]
+
+
+def quarantine(sentence: str) -> list[dict]:
+    return [json.loads(line) for line in Path(sentence.partition("listed in ")[2]).read_text().splitlines()]
+
+
+def test_a_folder_is_read_without_its_bad_records_and_what_names_them(tmp_path):
+    folder = spoilt_folder(tmp_path / "b")
+    judged, sentences = said(load_retrieval_set, folder, "train", max_bad_records=3)
+    assert judged.corpus["id"][:] == ["p0", "p1", "p2", "p4"]
+    assert judged.corpus["text"][0] == "text 0"
+    assert judged.qrels == {"q0": {"p0": 1, "p1": 0, "p2": 1}, "q1": {"p1": 1, "p2": 0}, "q2": {"p2": 1}}
+    assert judged.queries.keys() == judged.qrels.keys()
+    assert judged.left_out == {
+        "corpus.jsonl": 3, "queries.jsonl": 1, "qrels/train.tsv": 1, "judgements of what is left out": 3,
+    }  # fmt: skip
+    assert [sentence.split(", listed in")[0] for sentence in sentences] == [
+        f"{folder / 'queries.jsonl'}: 1 bad record is left out",
+        f"{folder / 'corpus.jsonl'}: 3 bad records are left out",
+        f"{folder / 'qrels' / 'train.tsv'}: 1 bad record is left out",
+        f"{folder / 'qrels' / 'train.tsv'}: 3 judgements are left out, which name a passage or a query that is left out",
+    ]
+    entries = quarantine(sentences[1])
+    assert [(entry["line"], entry["text"]) for entry in entries] == [
+        (4, '{"_id": "p3", "text"'),
+        (5, '{"_id": "p0", "text": "again"}'),
+        (6, '{"_id": "p7", "text": " "}'),
+    ]
+    assert [
+        word in entry["error"] for word, entry in zip(("not JSON", "stood already", "is empty"), entries, strict=True)
+    ]
+    # what is cached says the same again
+    assert said(load_retrieval_set, folder, "train", max_bad_records=3)[1] == sentences
+
+
+def test_one_bad_record_more_than_may_be_is_the_usual_error(tmp_path):
+    folder = spoilt_folder(tmp_path / "b")
+    assert "line 6: the text of passage 'p7' is empty" in refusal(load_corpus, folder, max_bad_records=2)
+    assert "line 4: not JSON" in refusal(load_corpus, folder)
+    assert "line 5: the text of query 'q3' is empty" not in refusal(load_queries, folder)
+    assert "query 'q3' is empty" in refusal(load_queries, folder)
+    assert "max_bad_records is -1" in refusal(load_corpus, folder, max_bad_records=-1)
+
+
+def test_an_id_that_no_bad_record_explains_is_a_bad_judgement(tmp_path):
+    folder = beir(tmp_path / "b", "q0\tp0\t1\nq0\tx\t1\nq1\tp1\t1\nq1\ty\t1\n")
+    qrels, sentences = said(load_qrels, folder, "train", max_bad_records=2)
+    assert qrels == {"q0": {"p0": 1}, "q1": {"p1": 1}}
+    assert [entry["line"] for entry in quarantine(sentences[0])] == [3, 5]
+    assert "line 5: found the passage id 'y'" in refusal(load_qrels, folder, "train", max_bad_records=1)
+    assert "line 3: found the passage id 'x'" in refusal(load_qrels, folder, "train")
+    # with one passage left out, one of the two ids may have been its
+    with open(folder / "corpus.jsonl", "a") as file:
+        file.write("garbage\n")
+    assert said(load_qrels, folder, "train", max_bad_records=1)[0] == qrels
+
+
+def test_repaired_ids_and_texts_are_not_bad(tmp_path):
+    folder = spoilt_folder(tmp_path / "b")
+    corpus, sentences = said(load_corpus, folder, repair=True, max_bad_records=1)
+    assert corpus["id"][:] == ["p1", "p2", "p0", "p7", "p4"]
+    assert corpus["text"][2] == "again"
+    assert [entry["line"] for entry in quarantine(sentences[0])] == [4]
+
+
+def test_an_example_is_left_out_whole(tmp_path):
+    bad = [
+        dpr("empty passage", [context("new"), context("blank", " ")], query_id="e"),
+        dpr("twice", [context("other")], query_id=0),
+        dpr(" ", [context("third")], query_id="f"),
+    ]
+    sound = [dpr(f"question {n}", [context(n)], [context(n + 1)], query_id=n) for n in range(3)]
+    clean = load_examples(write(tmp_path / "clean.json", json.dumps(sound)))
+    path = write_gzip(tmp_path / "t.json.gz", json.dumps([sound[0], *bad, *sound[1:]]))
+    found, sentences = said(load_examples, path, max_bad_records=3)
+    assert found.passages["id"][:] == clean.passages["id"][:]
+    assert found.fingerprint == clean.fingerprint
+    assert found.left_out == 3
+    assert [entry["record"] for entry in quarantine(sentences[0])] == [2, 3, 4]
+    assert quarantine(sentences[0])[1]["text"] == json.dumps(bad[1])
+    assert "record 4" in refusal(load_examples, path, max_bad_records=2)
+
+
+def test_training_data_is_that_of_the_file_without_them(tmp_path):
+    spoilt, _ = said(load_train_set, spoilt_folder(tmp_path / "b"), hard_negatives=1, max_bad_records=3)
+    clean = beir(tmp_path / "c", "q0\tp0\t1\nq0\tp1\t0\nq1\tp1\t1\nq1\tp2\t0\nq2\tp2\t1\nq0\tp2\t1\n", passages=5)
+    corpus = (clean / "corpus.jsonl").read_text().splitlines(keepends=True)
+    write(clean / "corpus.jsonl", "".join(corpus[:3] + corpus[4:]))
+    assert spoilt.fingerprint == load_train_set(clean, hard_negatives=1).fingerprint
+
+
+def test_a_converted_set_has_none_of_them(tmp_path):
+    said(convert, spoilt_folder(tmp_path / "b"), tmp_path / "t.jsonl", "jsonl", max_bad_records=3)
+    assert [example.query.id for _, example in numbered_examples(tmp_path / "t.jsonl")] == ["q0", "q1", "q2"]
+
+
+# the command line
+
+TINY = [
+    *("--method", "grad_accum", "--model.name", "tiny", "--model.tiny_width", "32", "--model.tiny_layers", "1"),
+    *("--model.tiny_vocabulary", "100", "--batch.global_batch_size", "2", "--batch.micro_batch_size", "1"),
+    *("--run.device", "cpu", "--run.save_steps", "1"),
+]
+
+
+@pytest.mark.filterwarnings("always")
+def test_every_verb_takes_the_option(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    folder = str(spoilt_folder(tmp_path / "b").relative_to(tmp_path))
+    data = ["--data.train", folder, "--data.max_bad_records", "3", "--data.dev", folder, "--data.dev_split", "train"]
+    train = ["train", "--output_dir", "run", *TINY, *data]
+    limit = ["--max_bad_records", "3"]
+    write(tmp_path / "run.trec", "q0 Q0 p0 1 1.0 x\n")
+    evaluate = ["evaluate", "--model", "bm25", "--data", folder, "--split", "train", "--output", "metrics.json"]
+    calls = [
+        [*train, "--optim.max_steps", "1"],
+        ["encode", "--model", "run/model", "--input", folder, "--output", "vectors", "--device", "cpu", *limit],
+        ["search", "--model", "bm25", "--data", folder, "--split", "train", "--output", "found.trec", *limit],
+        [*evaluate, *limit],
+        ["evaluate", "--run", "run.trec", "--qrels", f"{folder}/qrels/train.tsv", "--output", "scored.json", *limit],
+        ["data", "check", folder, *limit],
+        ["data", "convert", folder, "pairs.jsonl", "--to", "jsonl", *limit],
+    ]
+    for call in calls:
+        assert main(call) == 0, call
+        assert "left out, listed in" in capsys.readouterr().err, call
+    counts = {"corpus.jsonl": 3, "queries.jsonl": 1, "qrels/train.tsv": 1, "judgements of what is left out": 3}
+    assert json.loads(Path("metrics.json").read_text())["left_out"] == counts
+    assert json.loads(Path("run/dev_metrics.json").read_text())["left_out"] == counts
+    assert json.loads(Path("scored.json").read_text())["left_out"] == {"train.tsv": 1}
+    # a resumed run meets the same data; without the option nothing runs
+    assert main([*train, "--optim.max_steps", "1", "--resume"]) == 0
+    capsys.readouterr()
+    assert main(evaluate) == 2
+    assert "the grade is 'many'" in capsys.readouterr().err
+    assert main([*train[:-6], "--output_dir", "other", "--data.max_bad_records", "0"]) == 2
+
+
+def test_the_count_stands_in_the_metrics_of_questions(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "p.tsv", "id\ttext\ttitle\n1\tone\tT\n2\t\n3\tthree\tT\n")
+    write(tmp_path / "q.csv", "who?\t['one']\nwhen?\n")
+    from helpers import tiny_encoder
+
+    from contaccum import api
+    from contaccum.options import ModelChoice
+
+    tiny_encoder().save(tmp_path / "model")
+    choice = ModelChoice("model", device="cpu")
+    metrics, _ = said(api.evaluate_questions, choice, "q.csv", "p.tsv", k=1, max_bad_records=1)
+    assert metrics["left_out"] == {"q.csv": 1, "p.tsv": 1}
