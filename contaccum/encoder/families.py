@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 _SEARCH = "Represent this sentence for searching relevant passages: "
-_SEARCH_ZH = "为这个句子生成表示以用于检索相关文章："
+_SEARCH_ZH = "为这个句子生成表示以用于检索相关文章："  # noqa: RUF001
 _E5_TASK = "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery: "
 
 FAMILIES: list[tuple[str, dict[str, str]]] = [

@@ -109,7 +109,7 @@ def _save_tower(tower: Tower, folder: Path) -> None:
 
 
 def _link(source: str, target: str) -> None:
-    """A second name for a file of weights, which nobody writes in place; a copy of any other file, or where there are no links."""
+    """A second name for a file of weights, which nobody writes in place; else, and where links cannot be had, a copy."""
     if source.endswith(".safetensors"):
         try:
             os.link(source, target)

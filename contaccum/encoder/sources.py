@@ -55,15 +55,15 @@ def read_encoder(name: str) -> Encoder:
     if ours is not None:
         if not isinstance(ours, dict):
             raise InputError(f"{name}: {SETTINGS_FILE} holds {type(ours).__name__}, expected an encoder's settings")
-        query, passage = (_source_of(name, _parts(name, tower), "query") for tower in TOWERS)
-        return Encoder({"tie_towers": False, **ours}, query, query if ours.get("tie_towers") else passage)
+        first, second = (_source_of(name, _parts(name, tower)) for tower in TOWERS)
+        return Encoder({"tie_towers": False, **ours}, first, first if ours.get("tie_towers") else second)
     if optional_json(name, "modules.json") is None:
         return Encoder(family_settings(name), Source(name), Source(name))
     about = optional_json(name, "config_sentence_transformers.json") or {}
     if about.get("truncate_dim"):
         raise InputError(f"{name}: truncate_dim is {about['truncate_dim']}, expected a model with whole vectors")
-    found = [_read_side(name, side, about) for side in SIDES]
-    (query, query_source), (passage, passage_source) = found
+    query, query_source = _read_side(name, "query", about)
+    passage, passage_source = _read_side(name, "document", about)
     for key in ("pooling", "similarity"):
         if query.get(key) != passage.get(key):
             raise InputError(
@@ -126,7 +126,7 @@ def _read_side(name: str, side: str, about: dict[str, Any]) -> tuple[dict[str, A
         raise InputError(
             f"{name}: its modules are {', '.join(kinds)}, expected Transformer, Pooling, any Dense, and Normalize or none"
         )
-    source = _source_of(name, parts, side)
+    source = _source_of(name, parts)
     # their own default where a model neither normalises nor says otherwise
     dot = about.get("similarity_fn_name") in ("dot", "dot_score") and "Normalize" not in kinds
     pooling = optional_json(name, _join(parts[1].path, "config.json")) or {}
@@ -139,7 +139,7 @@ def _read_side(name: str, side: str, about: dict[str, Any]) -> tuple[dict[str, A
     }, source
 
 
-def _source_of(name: str, parts: list[Part], side: str) -> Source:
+def _source_of(name: str, parts: list[Part]) -> Source:
     dense = tuple(part.path for part in parts if part.kind == "Dense")
     said = optional_json(name, _join(parts[0].path, "sentence_bert_config.json")) or {}
     return Source(name, parts[0].path, dense, bool(said.get("do_lower_case")))

@@ -43,7 +43,7 @@ class Tower(nn.Module):
         self.backbone = backbone
         self.tokenizer = tokenizer
         self.pooling = pooling
-        self.dense = nn.ModuleList(dense)
+        self.dense: Any = nn.ModuleList(dense)
         self.unpad = False
         self.compiled: Callable[..., Any] | None = None
         self.bucket = 1  # compiled passes see lengths that are multiples of it
