@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.losses.gradcache import CachedLossMixin
+from sentence_transformers.base.modules import Router
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
@@ -54,6 +55,9 @@ class ContAccumLoss(CachedLossMixin, nn.Module):
         self.model = model
         self.mini_batch_size = mini_batch_size  # type: ignore[assignment]
         self.uses_gradient_cache = mini_batch_size is not None
+        for module in model.modules():  # BERT's own pooler takes no part here
+            if isinstance(getattr(module, "pooler", None), nn.Module):
+                module.pooler.requires_grad_(False)
         self.bank_loss = BankLoss(
             bank_size, similarity or model.similarity_fn_name, temperature, mask_false_negatives, **bank_options
         )
@@ -128,11 +132,13 @@ class ContAccumCallback(TrainerCallback):
     """Ends the bank's steps with the trainer's, and keeps the bank in the trainer's checkpoints."""
 
     def __init__(self, loss: ContAccumLoss) -> None:
+        self.loss = loss
         self.bank_loss = loss.bank_loss
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin with an empty bank or, on resume, with that of the checkpoint: ``args.resume_from_checkpoint`` where it names a
         folder, else the trainer's own for this step."""
+        self._refuse_search(args)
         if args.world_size > 1 and not args.dataloader_drop_last:
             raise InputError(
                 "dataloader_drop_last is False with several processes, expected True: all bank the same rows"
@@ -141,6 +147,21 @@ class ContAccumCallback(TrainerCallback):
             return self.bank_loss.begin()
         named = args.resume_from_checkpoint
         return self.bank_loss.begin(named if isinstance(named, str) and Path(named).is_dir() else _folder(args, state))
+
+    def _refuse_search(self, args: Any) -> None:
+        """DistributedDataParallel's search for unused parameters takes each forward pass for the only one, and of a Router each
+        uses one tower. Gradient caching has a backward pass for each."""
+        routed = any(isinstance(module, Router) for module in self.loss.model.modules())
+        if (
+            args.world_size > 1
+            and routed
+            and not self.loss.uses_gradient_cache
+            and args.ddp_find_unused_parameters is not False
+        ):
+            raise InputError(
+                "a Router in several processes with ddp_find_unused_parameters True, its default, expected False (or a "
+                "mini_batch_size of the loss)"
+            )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.bank_loss.end_step()

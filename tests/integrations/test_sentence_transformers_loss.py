@@ -188,8 +188,8 @@ def test_half_precision_banks_full_precision(data, plain, tmp_path):
     config = own_config(model, data, tmp_path / "own", **{"optim.max_steps": 8, "run.precision": "bf16"})
     train(config)
     own = np.array([line["loss"] for line in read_log(tmp_path / "own")])
-    assert np.abs(half.losses.mean(1) - own).max() < 0.02
-    assert np.abs(half.losses - whole.losses).max() > 1e-3
+    assert np.abs(half.losses.mean(1) - own).max() < 1e-4
+    assert np.abs(half.losses - whole.losses).max() > 1e-5  # negative control: something was rounded
     bank = half.trainer.loss.bank_loss.bank
     assert bank.queries.dtype == torch.float32
     assert torch.isfinite(bank.passages).all()
@@ -198,16 +198,20 @@ def test_half_precision_banks_full_precision(data, plain, tmp_path):
 def test_two_processes_are_one(plain, tmp_path):
     model, rows, whole = plain
     cached = take(model, rows, tmp_path / "one", steps=8, batch=N, accumulate=1, loss={"mini_batch_size": 4})
-    jobs, ways = {}, {"pairs": {"batch": 2}, "cached": {"batch": 8, "accumulate": 1, "loss": {"mini_batch_size": 4}}}
+    jobs, ways = (
+        {},
+        {
+            "pairs": {"batch": 2, "ddp_find_unused_parameters": False},
+            "cached": {"batch": 8, "accumulate": 1, "loss": {"mini_batch_size": 4}},
+            "searched": {"batch": 2},
+        },
+    )
     for name, way in ways.items():
         options = {"model": str(model), "rows": rows, "output": str(tmp_path / name), "steps": 8, **way}
         (tmp_path / f"{name}.json").write_text(json.dumps(options))
         jobs[name] = Job([str(tmp_path / f"{name}.json")], processes=2, worker="st_worker")
-    ragged = {"model": str(model), "rows": rows, "output": str(tmp_path / "ragged"), "dataloader_drop_last": False}
-    (tmp_path / "ragged.json").write_text(json.dumps(ragged))
-    jobs["ragged"] = Job([str(tmp_path / "ragged.json")], processes=2, worker="st_worker")
     outcomes = run_jobs(jobs, tmp_path / "jobs")
-    assert "dataloader_drop_last is False with several processes" in outcomes["ragged"].err[0]
+    assert "a Router in several processes with ddp_find_unused_parameters True" in outcomes["searched"].err[0]
     for name, one in (("pairs", whole), ("cached", cached)):
         outcomes[name].check()
         losses = np.array(json.loads((tmp_path / name / "losses.json").read_text())).reshape(one.losses.shape)
@@ -243,7 +247,6 @@ def test_equal_passages_are_no_negatives(plain):
         columns = torch.cat([matrix, matrix], 1)  # the bank holds the same rows again
         if mask:
             columns[torch.arange(3), torch.arange(3, 6)] = -torch.inf
-        right = torch.nn.functional.cross_entropy(torch.cat([columns, columns.roll(3, 1)]), torch.arange(6) % 3 + 0)
         right = torch.nn.functional.cross_entropy(columns, torch.arange(3)).item()  # bank rows mirror the current ones
         assert loss(features).item() == pytest.approx(right, abs=1e-5)
 
