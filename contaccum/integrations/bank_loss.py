@@ -71,30 +71,31 @@ class BankLoss:
         """Go on from what ``state`` gave."""
         self.bank, self._state = None, (tensors, numbers)
 
-    def __call__(self, queries: Tensor, passages: Tensor, positives: Tensor, training: bool) -> Tensor:
-        """The loss of this process's rows: queries (B, d), passages (B, 1 + H, d), the ids of all of these passages (B, 1 + H).
+    def __call__(self, queries: Tensor, passages: Tensor, ids: Tensor | None = None, *, training: bool) -> Tensor:
+        """The loss of this process's rows: queries (B, d), passages (B, 1 + H, d), each row's own first; ids (B, 1 + H) int64.
 
         In training: over the rows of all processes and the bank, to which they are pushed. Else: over these rows alone, and the
-        bank is left as it is. Ids are whole numbers from 0 on, equal where passages are; each row's first is its own.
+        bank is left as it is. Ids count from 0 and are equal where passages are; without them nothing is masked.
         """
         queries, passages = queries.float(), passages.float()
         if self.similarity == "cosine":
             queries, passages = F.normalize(queries, dim=-1), F.normalize(passages, dim=-1)
+        if ids is None:
+            ids = torch.full(passages.shape[:2], NO_PASSAGE, device=queries.device)
         if not training:
-            return self.loss(queries, passages, RowIds(positives.cpu(), positives[:, :1].cpu())).value
+            return self.loss(queries, passages, _row_ids(ids)).value
         if not self.begun:
             raise InputError(
                 "the loss was called in training before begin(), expected its callback among the trainer's, or begin() and "
                 "end_step() around the steps of a loop of your own"
             )
         group = started_elsewhere(queries.device)
-        queries, passages, positives = (group.all_rows(each) for each in (queries, passages, positives))
-        ids = RowIds(positives.cpu(), positives[:, :1].cpu())
+        queries, passages, ids = (group.all_rows(each) for each in (queries, passages, ids))
         bank = self.bank = self.bank or self._make_bank(queries, passages)
-        value = self.loss(queries, passages, ids, columns=bank, rows=bank).value
+        value = self.loss(queries, passages, _row_ids(ids), columns=bank, rows=bank).value
         if not torch.isfinite(value):
             raise NotFiniteError(f"the loss is {value.item()}, expected a finite number; the bank is as it was before")
-        bank.push(queries, passages, ids)
+        bank.push(queries, passages, _row_ids(ids))
         # the gradient is averaged over the processes, where a sum over the rows of all is meant
         return value if group.world == 1 else value.detach() + (value - value.detach()) * group.world
 
@@ -124,9 +125,9 @@ def content_ids(rows: list[list[int]]) -> Tensor:
     return torch.tensor([int.from_bytes(digest, "little") >> 1 for digest in digests])
 
 
-def no_ids(rows: int, columns: int) -> Tensor:
-    """Ids of passages that nothing is known of, (rows, columns)."""
-    return torch.full((rows, columns), NO_PASSAGE)
+def _row_ids(ids: Tensor) -> RowIds:
+    """Of each row, the passage known to be relevant is its own."""
+    return RowIds(ids.cpu(), ids[:, :1].cpu())
 
 
 def write_bank(folder: Path, state: tuple[dict[str, Tensor], dict[str, Any]]) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from contaccum.errors import InputError
-from contaccum.integrations.bank_loss import BankLoss, content_ids, no_ids, write_bank
+from contaccum.integrations.bank_loss import BankLoss, content_ids, write_bank
 
 
 class ContAccumLoss(CachedLossMixin, nn.Module):
@@ -79,8 +79,8 @@ class ContAccumLoss(CachedLossMixin, nn.Module):
     ) -> Tensor:
         """reps: embeddings of each column, in pieces; labels: the passages' ids. As gradient caching asks for it."""
         queries, *passages = (torch.cat(pieces) for pieces in reps)
-        ids = no_ids(len(queries), len(passages)) if labels is None else labels
-        value = self.bank_loss(queries, torch.stack(passages, 1), ids.to(queries.device), self._training())
+        ids = None if labels is None else labels.to(queries.device)
+        value = self.bank_loss(queries, torch.stack(passages, 1), ids, training=self._training())
         if with_backward:
             value.backward()
         return value

@@ -1,6 +1,9 @@
 """ContAccumLoss in SentenceTransformerTrainer against our own loop, and what the trainer's ways do to the bank."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +27,7 @@ from contaccum.integrations.sentence_transformers import ContAccumLoss
 from contaccum.training import setup
 from contaccum.training.log import read_log
 
+ROOT = Path(__file__).resolve().parents[2]
 STEPS, N, B = 20, 16, 4
 
 
@@ -97,9 +101,9 @@ def take(model: Path, rows: list[dict[str, str]], output: Path, resume: str | No
     ("method", "similarity", "temperature", "hard", "options"),
     [
         ("cont_accum", "cosine", 0.05, 0, {}),
-        ("cont_accum", "dot", 1.0, 1, {}),
-        ("passage_bank", "cosine", 0.05, 0, {"queries": False}),
-        ("cont_cache", "cosine", 0.05, 0, {"mini_batch_size": B}),
+        pytest.param("cont_accum", "dot", 1.0, 1, {}, marks=pytest.mark.acceptance),
+        pytest.param("passage_bank", "cosine", 0.05, 0, {"queries": False}, marks=pytest.mark.acceptance),
+        pytest.param("cont_cache", "cosine", 0.05, 0, {"mini_batch_size": B}, marks=pytest.mark.acceptance),
     ],
 )
 def test_the_trainer_takes_the_steps_of_our_loop(method, similarity, temperature, hard, options, data, tmp_path):
@@ -182,6 +186,7 @@ def test_a_resumed_run_has_its_bank_back(data, plain, tmp_path):
         take(model, rows, tmp_path / "x", str(moved), **saving, resume_from_checkpoint=str(moved))
 
 
+@pytest.mark.acceptance
 def test_half_precision_banks_full_precision(data, plain, tmp_path):
     model, rows, whole = plain
     half = take(model, rows, tmp_path / "half", steps=8, bf16=True)
@@ -195,6 +200,7 @@ def test_half_precision_banks_full_precision(data, plain, tmp_path):
     assert torch.isfinite(bank.passages).all()
 
 
+@pytest.mark.acceptance
 def test_two_processes_are_one(plain, tmp_path):
     model, rows, whole = plain
     cached = take(model, rows, tmp_path / "one", steps=8, batch=N, accumulate=1, loss={"mini_batch_size": 4})
@@ -267,3 +273,26 @@ def test_refusals(plain, tmp_path):
     with pytest.raises(InputError, match="the loss is nan, expected a finite number"):
         trainer.train()
     assert trainer.loss.bank_loss.bank.fill == 0
+
+
+@pytest.mark.acceptance
+def test_the_example_runs_as_it_stands(data, tmp_path):
+    encoder = DualEncoder.load(start(tmp_path / "start", data))
+    tower = encoder.query_tower
+    settings = EncoderSettings(max_query_length=16, max_passage_length=16, tie_towers=True)
+    DualEncoder(tower, tower, settings).save(tmp_path / "one")
+    rows = rows_of(own_config(tmp_path / "start", data, tmp_path / "own", **{"optim.max_steps": 40}))
+    (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    script = ROOT / "examples" / "sentence_transformers_contaccum.py"
+    arguments = {
+        "model": tmp_path / "one" / "query_encoder",
+        "data": tmp_path / "pairs.jsonl",
+        "output": tmp_path / "run",
+    }
+    call = [sys.executable, str(script), "--max_steps", "4"]
+    call += [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
+    paths = {"PYTHONPATH": str(ROOT), "HF_DATASETS_CACHE": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(call, env={**os.environ, **paths}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == f"{tmp_path}/run/final"
+    assert len(DualEncoder.load(tmp_path / "run" / "final").encode_queries(["where is the red fox"])) == 1
