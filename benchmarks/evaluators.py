@@ -29,7 +29,7 @@ def sentence_transformers(model: Path, judged: RetrievalSet, data: Path, split: 
     relevant = {
         query: {passage for passage, grade in grades.items() if grade} for query, grades in judged.qrels.items()
     }
-    evaluator = InformationRetrievalEvaluator(queries(judged), passages(judged), relevant, batch_size=32)
+    evaluator = InformationRetrievalEvaluator(judged.queries, passages(judged), relevant, batch_size=32)
     encoder = SentenceTransformer(str(model))
     return float(evaluator(encoder)[f"{encoder.similarity_fn_name}_ndcg@10"])
 
@@ -54,7 +54,7 @@ def mteb(model: Path, judged: RetrievalSet, data: Path, split: str) -> float:
 
     task = mteb.get_task("SciFact")
     texts = [{"id": row["id"], "title": row["title"], "text": row["text"]} for row in judged.corpus]
-    asked = [{"id": key, "text": text} for key, text in queries(judged).items()]
+    asked = [{"id": key, "text": text} for key, text in judged.queries.items()]
     found = {"corpus": Dataset.from_list(texts), "queries": Dataset.from_list(asked), "top_ranked": None}
     task.dataset = {"default": {"test": {**found, "relevant_docs": judged.qrels}}}
     task.data_loaded = True
@@ -65,10 +65,6 @@ def mteb(model: Path, judged: RetrievalSet, data: Path, split: str) -> float:
 def _score(model: Path) -> str:
     similarity = json.loads((model / "contaccum.json").read_text(encoding="utf-8"))["similarity"]
     return {"cosine": "cos_sim", "dot": "dot"}[similarity]
-
-
-def queries(judged: RetrievalSet) -> dict[str, str]:
-    return dict(zip(judged.queries["id"], judged.queries["text"], strict=True))
 
 
 def passages(judged: RetrievalSet) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Fine-tune a sentence-transformers model with a dual memory bank: 16 steps of 8 pairs each see 1,024 pairs of the past.
+"""Fine-tune a sentence-transformers model with a dual memory bank: batches of 8 pairs that meet 1,024 pairs before them.
 
     pip install 'contaccum[sentence-transformers]'
     python examples/sentence_transformers_contaccum.py
