@@ -34,7 +34,7 @@ def save_encoder(query_tower: Tower, passage_tower: Tower, settings: EncoderSett
     lengths = {"query": settings.max_query_length, "document": settings.max_passage_length}
     shared = passage_tower is query_tower and len(set(lengths.values())) > 1
     for path, tower, side in ((query, query_tower, "query"), (passage, passage_tower, "document")):
-        # one module that serves both sides cuts each at its own length, which needs sentence-transformers 6
+        # one module that serves both sides cuts each at its own length; older versions do not know these two
         by_side = {f"{name}_length": length for name, length in lengths.items()} if shared else {}
         write_json(
             path / "sentence_bert_config.json", {"max_seq_length": lengths[side], "do_lower_case": False} | by_side

@@ -91,11 +91,12 @@ class BankLoss:
             )
         group = started_elsewhere(queries.device)
         queries, passages, ids = (group.all_rows(each) for each in (queries, passages, ids))
+        rows = _row_ids(ids)
         bank = self.bank = self.bank or self._make_bank(queries, passages)
-        value = self.loss(queries, passages, _row_ids(ids), columns=bank, rows=bank).value
+        value = self.loss(queries, passages, rows, columns=bank, rows=bank).value
         if not torch.isfinite(value):
             raise NotFiniteError(f"the loss is {value.item()}, expected a finite number; the bank is as it was before")
-        bank.push(queries, passages, _row_ids(ids))
+        bank.push(queries, passages, rows)
         # the gradient is averaged over the processes, where a sum over the rows of all is meant
         return value if group.world == 1 else value.detach() + (value - value.detach()) * group.world
 
