@@ -20,7 +20,7 @@ from contaccum import train
 from contaccum.config import TrainConfig
 from contaccum.data.dataset import load_train_set
 from contaccum.data.tokens import build_token_table
-from contaccum.encoder import load_tower
+from contaccum.encoder import Source, load_tower
 
 
 def make_set(folder: Path, pairs: int, tokenizer: object) -> Path:
@@ -54,7 +54,7 @@ def main() -> None:
     if args.quick:
         args.rows, args.pairs, args.micro, args.steps = 64, 8, 4, 4
     folder = model_folder(args.model)
-    tower = load_tower(folder, "mean")
+    tower = load_tower(Source(str(folder)), "mean")
     with tempfile.TemporaryDirectory() as scratch:
         os.environ["CONTACCUM_CACHE"] = str(Path(scratch) / "cache")  # everything is built anew
         data = args.data or str(make_set(Path(scratch) / "data", args.rows, tower.tokenizer))

@@ -67,6 +67,14 @@ class Processes:
         dist.all_gather(parts, own.contiguous())
         return parts
 
+    def all_rows(self, own: Tensor) -> Tensor:
+        """Rows of all processes, of one shape, in rank order; only this process's rows carry gradient."""
+        if self.world == 1:
+            return own
+        parts = self.gather(own.detach())
+        parts[self.rank] = own
+        return torch.cat(parts)
+
     def gather_bytes(self, own: bytes) -> list[bytes]:
         """The messages of all processes, of any length, in rank order."""
         lengths = [int(part) for part in self.gather(torch.tensor(len(own), device=self.device))]
@@ -106,6 +114,13 @@ class Processes:
 
 
 ALONE = Processes()
+
+
+def started_elsewhere(device: torch.device) -> Processes:
+    """The processes of a group that another library has started; alone where there is none."""
+    if not dist.is_available() or not dist.is_initialized():
+        return ALONE
+    return Processes(dist.get_rank(), dist.get_world_size(), device=device)
 
 
 @contextlib.contextmanager

@@ -65,10 +65,12 @@ def run_jobs(jobs: dict[str, Job], folder: Path) -> dict[str, Outcome]:
 def main(folder: Path) -> None:
     import torch.distributed as dist
 
-    for module in ("contaccum.api", "contaccum.training.loop", "gradient_worker", "faults"):  # before the first fork
+    jobs = json.loads((folder / "jobs.json").read_text())
+    workers = {values["worker"] for values in jobs.values()} - {""}
+    for module in ("contaccum.api", "contaccum.training.loop", "faults", *workers):  # before the first fork
         importlib.import_module(module)
     outcomes = {}
-    for name, values in json.loads((folder / "jobs.json").read_text()).items():
+    for name, values in jobs.items():
         # the launcher hosts the store, as torchrun does
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         outcomes[name] = asdict(launch(Job(**values), folder, folder / name, store.port))

@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parent.parent / "contaccum"
 FLOORS = [
     {"__main__"},
     {"cli", "__init__"},
-    {"study"},
+    {"study", "publish", "integrations"},
     {"api"},
     {"training"},
     {"evaluation"},
@@ -31,6 +31,9 @@ HOMES = {
     "bitsandbytes": {"training/optimizer.py"},
     "scipy": {"evaluation/significance.py"},
     "matplotlib": {"study/plots.py"},
+    "sentence_transformers": {"integrations/sentence_transformers.py"},
+    "lightning": {"integrations/lightning.py"},
+    "huggingface_hub": {"publish/hub.py"},
 }
 LIGHT = [
     "__init__.py",

@@ -28,6 +28,7 @@ def make_parser() -> ArgumentParser:
         "verify", _verify_parser(), help="hold the methods' equivalences on your model, data and device"
     )
     verbs.add_subcommand("report", _report_parser(), help="put training runs side by side: table, tests, page")
+    verbs.add_subcommand("push", _push_parser(), help="write a model's card and send both to the Hugging Face Hub")
     data = _new("contaccum data", "Look at data sets and change their form.")
     verbs.add_subcommand("data", data, help="check or convert a data set")
     forms = data.add_subcommands(metavar="VERB")
@@ -205,6 +206,27 @@ def _report_parser() -> ArgumentParser:
         help="one of the runs, which the others are tested against, query by query; runs that differ in the seed are one",
     )
     parser.add_argument("--html", help="page to write; nothing is loaded from elsewhere (needs the extra `study`)")
+    return parser
+
+
+def _push_parser() -> ArgumentParser:
+    parser = _new(
+        "contaccum push",
+        "Write a trained model's card (README.md in its folder: use, settings, training curve, metrics, licence) and send the "
+        "folder to the Hugging Face Hub. A card that is there already is sent as it is, so it can be edited after a dry run. "
+        "The metrics are those of metrics.json in the run's folder, else of the dev set. The token is the Hub client's: "
+        "HF_TOKEN, or `hf auth login`.",
+        "%(prog)s MODEL_OR_RUN OWNER/NAME [--private] [--licence NAME] [--dry_run]",
+    )
+    parser.add_argument("path", help="folder of a trained model, or of its run")
+    parser.add_argument("repository", help="where to, as OWNER/NAME; made when it does not exist")
+    parser.add_argument("--private", action="store_true", help="make the repository a private one")
+    parser.add_argument(
+        "--licence", help="licence named in the card, as the Hub names it: apache-2.0, mit, cc-by-4.0, ..."
+    )
+    parser.add_argument(
+        "--dry_run", action="store_true", help="write the card and list what would be sent; send nothing"
+    )
     return parser
 
 

@@ -129,6 +129,12 @@ def _report(options: Namespace) -> None:
     print(console_report(options.runs, options.metric, options.against, options.html))
 
 
+def _push(options: Namespace) -> None:
+    from contaccum.publish.hub import push
+
+    print(push(**options.as_dict()))
+
+
 def _check(options: Namespace) -> None:
     from contaccum.data.check import check, render
 
@@ -164,6 +170,7 @@ VERBS: dict[str, Callable[[Namespace], None]] = {
     "verify": _verify,
     "plan": _plan,
     "report": _report,
+    "push": _push,
     "data check": _check,
     "data convert": _convert,
     "data fetch": _fetch,

@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +21,15 @@ from tqdm.auto import tqdm
 from transformers.utils import is_flash_attn_2_available
 
 from contaccum.batch import MicroBatch, Tokens
-from contaccum.encoder.folder import (
-    SETTINGS_FILE,
-    TOWERS,
-    EncoderSettings,
-    make_settings,
-    save_tower,
-    sentence_transformers_settings,
-)
+from contaccum.encoder.folder import save_encoder
 from contaccum.encoder.inference import PACK_FROM, WINDOW, default_batch_tokens, token_batches
 from contaccum.encoder.packed import pack_linears, packed_linears, weights_changed
-from contaccum.encoder.tower import Tower, check_length, check_unpad, load_tower, set_attention
+from contaccum.encoder.settings import EncoderSettings, make_settings
+from contaccum.encoder.sources import read_encoder
+from contaccum.encoder.tower import Tower, check_length, check_unpad, load_tower, position_limit, set_attention
 from contaccum.encoder.unpadded import ATTENTION
 from contaccum.errors import InputError
-from contaccum.files import read_json, whole_folder, write_json
+from contaccum.files import whole_folder
 from contaccum.prefetch import Prefetch
 
 BUCKET = 32
@@ -50,10 +45,9 @@ class DualEncoder(nn.Module):
 
     def __init__(self, query_tower: Tower, passage_tower: Tower, settings: EncoderSettings) -> None:
         super().__init__()
-        if query_tower.backbone.config.hidden_size != passage_tower.backbone.config.hidden_size:
+        if query_tower.dim != passage_tower.dim:
             raise InputError(
-                f"query tower is {query_tower.backbone.config.hidden_size} wide and passage tower "
-                f"{passage_tower.backbone.config.hidden_size}, expected the same width"
+                f"query tower is {query_tower.dim} wide and passage tower {passage_tower.dim}, expected the same width"
             )
         self.query_tower = query_tower
         self.passage_tower = passage_tower
@@ -68,7 +62,7 @@ class DualEncoder(nn.Module):
     @property
     def dim(self) -> int:
         """Width of the embeddings."""
-        return int(self.query_tower.backbone.config.hidden_size)
+        return self.query_tower.dim
 
     @property
     def towers(self) -> list[Tower]:
@@ -136,7 +130,8 @@ class DualEncoder(nn.Module):
         """Hash of all that decides the vectors of one side, ``query`` or ``passage``: weights, vocabulary, settings."""
         tower: Tower = getattr(self, f"{kind}_tower")
         digest = hashlib.sha256()
-        for name, tensor in sorted(tower.backbone.state_dict().items()):
+        weights = {**tower.backbone.state_dict(), **tower.dense.state_dict(prefix="dense.")}
+        for name, tensor in sorted(weights.items()):
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
             digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         tokenizer = json.loads(tower.tokenizer.backend_tokenizer.to_str())
@@ -217,11 +212,12 @@ class DualEncoder(nn.Module):
         self.recomputes = True
 
     def save(self, folder: str | Path) -> None:
-        """Write ``query_encoder/``, ``passage_encoder/`` and ``contaccum.json``; the folder appears whole or not at all."""
+        """Write ``query_encoder/``, ``passage_encoder/`` and what makes one of them for us and for sentence-transformers.
+
+        The folder appears whole or not at all.
+        """
         with whole_folder(folder) as part:
-            for name, tower in zip(TOWERS, (self.query_tower, self.passage_tower), strict=True):
-                save_tower(tower, self.settings, part / name)
-            write_json(part / SETTINGS_FILE, asdict(self.settings))
+            save_encoder(self.query_tower, self.passage_tower, self.settings, part)
 
     @classmethod
     def load(
@@ -235,31 +231,37 @@ class DualEncoder(nn.Module):
         device: torch.device | str | None = None,
         **overrides: Any,
     ) -> "DualEncoder":
-        """Load a folder that we saved, or any encoder folder or hub name (then both towers are that encoder).
+        """Load what we saved, any sentence-transformers model, or any encoder, from a folder or by hub name.
 
         ``overrides`` are fields of EncoderSettings; one that is None keeps what the folder says. With ``tie_towers`` both
-        sides share their weights; without it they start equal and part in training. A plain folder is tied unless asked
-        otherwise, since nothing can tell its towers apart before training.
+        sides share their weights; without it they start equal and part in training. Where the folder does not say otherwise
+        one encoder for both sides is tied, since nothing can tell its towers apart before training.
         """
         unknown = set(overrides) - {field.name for field in fields(EncoderSettings)}
         assert not unknown, f"no such encoder setting: {unknown}"
-        ours = (Path(name) / SETTINGS_FILE).is_file()
-        found = read_json(Path(name) / SETTINGS_FILE) if ours else sentence_transformers_settings(str(name))
-        given = {key: value for key, value in overrides.items() if value is not None}
-        tied = tie_towers if tie_towers is not None else found.get("tie_towers", passage_name is None)
-        settings = make_settings({**found, **given, "tie_towers": tied}, str(name))
-        sources = [str(Path(name) / tower) for tower in TOWERS] if ours else [str(name), str(name)]
+        found, query_source, passage_source = read_encoder(str(name))
         if passage_name is not None:
-            if tied:
-                raise InputError(f"passage_name {passage_name} was given with tied towers, expected one or the other")
-            sources[1] = str(passage_name)
-        query_tower = load_tower(sources[0], settings.pooling, trust_remote_code, dtype)
+            passage_source = read_encoder(str(passage_name)).passage
+        given = {key: value for key, value in overrides.items() if value is not None}
+        tied = tie_towers if tie_towers is not None else passage_name is None and found.get("tie_towers", True)
+        settings = make_settings({**found, **given, "tie_towers": tied}, str(name))
+        if tied and passage_name is not None:
+            raise InputError(f"passage_name {passage_name} was given with tied towers, expected one or the other")
+        if tied and passage_source != query_source:
+            raise InputError(f"{name}: holds two towers, expected one to be tied")
+        query_tower = load_tower(query_source, settings.pooling, trust_remote_code, dtype)
         if tied:
             passage_tower = query_tower
-        elif sources[1] == sources[0]:
+        elif passage_source == query_source:
             passage_tower = copy.deepcopy(query_tower)
         else:
-            passage_tower = load_tower(sources[1], settings.pooling, trust_remote_code, dtype)
+            passage_tower = load_tower(passage_source, settings.pooling, trust_remote_code, dtype)
+        for key, tower in (("max_query_length", query_tower), ("max_passage_length", passage_tower)):
+            limit = position_limit(tower.backbone.config)
+            if (
+                key in found and key not in given and limit is not None
+            ):  # some folders promise more than their weights have
+                settings = replace(settings, **{key: min(getattr(settings, key), limit)})
         return cls(query_tower, passage_tower, settings).to(device).eval()
 
 

@@ -1,129 +1,119 @@
-"""The form of an encoder's folder: what sentence-transformers and we write beside the weights, read and written."""
+"""The form of a saved encoder: two folders with weights, and what transformers, sentence-transformers and we read beside them.
 
-from dataclasses import dataclass
+model/
+    query_encoder/      weights, tokenizer, 1_Pooling/ ...: a whole encoder for transformers and sentence-transformers
+    passage_encoder/    the same; tied towers are one file of weights under two names where the file system has hard links
+    modules.json        one sentence-transformers model whose Router leads queries and documents to the two folders
+    router_config.json
+    config_sentence_transformers.json
+    contaccum.json      our own settings of the pair
+"""
+
+import os
+import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from transformers.utils import cached_file
-
+from contaccum.encoder.settings import SETTINGS_FILE, TOWERS, EncoderSettings
 from contaccum.encoder.tower import Tower, quiet_transformers
-from contaccum.errors import InputError
-from contaccum.files import read_json, write_json
+from contaccum.files import write_json
 
-SETTINGS_FILE = "contaccum.json"
-
-
-TOWERS = ("query_encoder", "passage_encoder")
+KIND = "sentence_transformers.models."
+"""Where modules.json says that classes lie: the path that old and new versions of sentence-transformers understand."""
 
 
-POOLINGS = ("cls", "mean", "last")
-
-
-SIMILARITIES = ("cosine", "dot")
-
-
-@dataclass(frozen=True)
-class EncoderSettings:
-    """What turns token vectors into scores, besides the weights."""
-
-    pooling: str = "mean"
-    similarity: str = "cosine"
-    max_query_length: int = 64
-    max_passage_length: int = 256
-    query_prefix: str = ""
-    passage_prefix: str = ""
-    tie_towers: bool = False
-
-
-def make_settings(values: dict[str, Any], source: str) -> EncoderSettings:
-    """EncoderSettings from a mapping, or InputError naming ``source`` and the value that is not allowed."""
-    for key, allowed in (("pooling", POOLINGS), ("similarity", SIMILARITIES)):
-        if key in values and values[key] not in allowed:
-            raise InputError(f"{source}: {key} is {values[key]!r}, expected one of {', '.join(allowed)}")
-    try:
-        return EncoderSettings(**values)
-    except TypeError as error:
-        raise InputError(f"{source}: {SETTINGS_FILE} holds a setting that is not known ({error})") from error
-
-
-def sentence_transformers_settings(name: str) -> dict[str, Any]:
-    """Pooling, similarity, length and prompts of a sentence-transformers folder or hub name; empty for any other encoder."""
-    modules = _optional_json(name, "modules.json")
-    if modules is None:
-        return {}
-    about = _optional_json(name, "config_sentence_transformers.json") or {}
-    # their own default where a model neither normalises nor says otherwise
-    settings: dict[str, Any] = {
-        "similarity": "dot" if about.get("similarity_fn_name") in ("dot", "dot_score") else "cosine"
-    }
-    for module in modules:
-        kind = module["type"].rsplit(".", 1)[-1]
-        if kind == "Pooling":
-            settings["pooling"] = _pooling_of(_optional_json(name, f"{module['path']}/config.json") or {}, name)
-        elif kind == "Normalize":
-            settings["similarity"] = "cosine"
-        elif kind != "Transformer":
-            raise InputError(
-                f"{name}: modules.json names a {kind} module, expected Transformer, Pooling and Normalize only"
-            )
-    length = (_optional_json(name, "sentence_bert_config.json") or {}).get("max_seq_length")
-    if length:
-        settings |= {"max_query_length": length, "max_passage_length": length}
-    prompts = about.get("prompts") or {}
-    passage_prompts = [prompts[key] for key in ("document", "passage", "corpus") if prompts.get(key)]
-    return settings | {"query_prefix": prompts.get("query") or "", "passage_prefix": (passage_prompts or [""])[0]}
-
-
-def _pooling_of(config: dict[str, Any], name: str) -> str:
-    modes = {"cls": "pooling_mode_cls_token", "mean": "pooling_mode_mean_tokens", "last": "pooling_mode_lasttoken"}
-    mode = config.get("pooling_mode")  # the newer form names the mode; the older has a flag for each
-    chosen = [ours for ours, flag in modes.items() if config.get(flag) or mode in (ours, f"{ours}token")]
-    if len(chosen) != 1:
-        raise InputError(f"{name}: its pooling configuration is {config}, expected exactly one of {', '.join(modes)}")
-    return chosen[0]
-
-
-def _optional_json(name: str, file: str) -> Any:
-    """A JSON file of an encoder folder or hub repository, or None where it has none."""
-    try:
-        path = cached_file(
-            name, file, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+def save_encoder(query_tower: Tower, passage_tower: Tower, settings: EncoderSettings, folder: Path) -> None:
+    """Fill an empty folder with both towers, and with what makes one sentence-transformers model of them."""
+    query, passage = (folder / name for name in TOWERS)
+    _save_tower(query_tower, query)
+    if passage_tower is query_tower:
+        shutil.copytree(query, passage, copy_function=_link)
+    else:
+        _save_tower(passage_tower, passage)
+    lengths = {"query": settings.max_query_length, "document": settings.max_passage_length}
+    shared = passage_tower is query_tower and len(set(lengths.values())) > 1
+    for path, tower, side in ((query, query_tower, "query"), (passage, passage_tower, "document")):
+        # one module that serves both sides cuts each at its own length; older versions do not know these two
+        by_side = {f"{name}_length": length for name, length in lengths.items()} if shared else {}
+        write_json(
+            path / "sentence_bert_config.json", {"max_seq_length": lengths[side], "do_lower_case": False} | by_side
         )
-    except OSError:  # no such folder or repository: load_tower says so with the reason
-        return None
-    return None if path is None else read_json(path)
+        parts = _parts(tower, settings)
+        write_json(path / "modules.json", [_module(index, *part) for index, part in enumerate(parts.items())])
+        _write_prompts(path, settings, side)
+    # without a side named, texts are passages: a tower that serves both sides is the folder with their length
+    routes = {"query": (TOWERS[passage_tower is query_tower], query_tower), "document": (TOWERS[1], passage_tower)}
+    _write_router(routes, settings, folder)
+    write_json(folder / SETTINGS_FILE, asdict(settings))
 
 
-def save_tower(tower: Tower, settings: EncoderSettings, folder: Path) -> None:
-    """One tower as transformers and sentence-transformers read it; ``encode`` there puts this tower's own prefix first."""
+def _write_router(routes: dict[str, tuple[str, Tower]], settings: EncoderSettings, folder: Path) -> None:
+    """What joins the towers' folders, which lie beside it, into one sentence-transformers model."""
+    parts = {
+        side: {f"{name}/{path}".rstrip("/"): kind for path, kind in _parts(tower, settings).items()}
+        for side, (name, tower) in routes.items()
+    }
+    router = {
+        "types": {path: KIND + kind for found in parts.values() for path, kind in found.items()},
+        "structure": {side: list(found) for side, found in parts.items()},
+        "parameters": {"default_route": "document", "allow_empty_key": True},
+    }
+    write_json(folder / "router_config.json", router)
+    write_json(folder / "modules.json", [_module(0, "", "Router")])
+    _write_prompts(folder, settings, "document")
+
+
+def _parts(tower: Tower, settings: EncoderSettings) -> dict[str, str]:
+    """A tower's sentence-transformers modules: their folders within the tower's, and their classes."""
+    kinds = ["Transformer", "Pooling", *["Dense"] * len(tower.dense)]
+    if settings.similarity == "cosine":
+        kinds.append("Normalize")
+    return {f"{index}_{kind}" if index else "": kind for index, kind in enumerate(kinds)}
+
+
+def _module(index: int, path: str, kind: str) -> dict[str, Any]:
+    return {"idx": index, "name": str(index), "path": path, "type": KIND + kind}
+
+
+def _write_prompts(folder: Path, settings: EncoderSettings, side: str) -> None:
+    """Prompts by side; ``encode``, which is told no side, puts that of ``side`` first."""
+    prompts = {"query": settings.query_prefix, "document": settings.passage_prefix}
+    write_json(
+        folder / "config_sentence_transformers.json",
+        {
+            "prompts": prompts,
+            "default_prompt_name": side if prompts[side] else None,
+            "similarity_fn_name": settings.similarity,
+        },
+    )
+
+
+def _save_tower(tower: Tower, folder: Path) -> None:
+    """Weights, tokenizer, and the configuration of each module behind them."""
     tower.tokenizer.backend_tokenizer.no_truncation()  # a call leaves its own truncation behind, which would be saved too
     tower.tokenizer.backend_tokenizer.no_padding()
     with quiet_transformers():
         tower.backbone.save_pretrained(folder)
         tower.tokenizer.save_pretrained(folder)
-    side = "query" if folder.name == TOWERS[0] else "document"
-    length = settings.max_query_length if side == "query" else settings.max_passage_length
-    kinds = [("", "Transformer"), ("1_Pooling", "Pooling")]
-    if settings.similarity == "cosine":
-        kinds.append(("2_Normalize", "Normalize"))
-    modules = [
-        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for i, (path, kind) in enumerate(kinds)
-    ]
-    write_json(folder / "modules.json", modules)
-    write_json(folder / "sentence_bert_config.json", {"max_seq_length": length, "do_lower_case": False})
-    prompts = {"query": settings.query_prefix, "document": settings.passage_prefix}
-    write_json(
-        folder / "config_sentence_transformers.json",
-        {"prompts": prompts, "default_prompt_name": side, "similarity_fn_name": settings.similarity},
-    )
     pooling = {
         "word_embedding_dimension": tower.backbone.config.hidden_size,
-        "pooling_mode_cls_token": settings.pooling == "cls",
-        "pooling_mode_mean_tokens": settings.pooling == "mean",
-        "pooling_mode_lasttoken": settings.pooling == "last",
+        "pooling_mode_cls_token": tower.pooling == "cls",
+        "pooling_mode_mean_tokens": tower.pooling == "mean",
+        "pooling_mode_lasttoken": tower.pooling == "last",
         "include_prompt": True,
     }
     write_json(folder / "1_Pooling" / "config.json", pooling)
-    if settings.similarity == "cosine":
-        write_json(folder / "2_Normalize" / "config.json", {})
+    for index, dense in enumerate(tower.dense, start=2):
+        dense.save(folder / f"{index}_Dense")
+
+
+def _link(source: str, target: str) -> None:
+    """A second name for a file of weights, which nobody writes in place; else, and where links cannot be had, a copy."""
+    if source.endswith(".safetensors"):
+        try:
+            os.link(source, target)
+        except OSError:
+            shutil.copyfile(source, target)
+    else:
+        shutil.copyfile(source, target)

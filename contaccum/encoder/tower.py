@@ -1,18 +1,21 @@
 """One tower: backbone, tokenizer, pooling; how it is loaded, and how its attention is computed."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
+from tokenizers import normalizers
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from contaccum.batch import Tokens
+from contaccum.encoder.dense import Dense, load_dense
+from contaccum.encoder.sources import Source
 from contaccum.encoder.unpadded import FAMILIES, first_position, token_states
 from contaccum.errors import InputError
 
@@ -34,11 +37,13 @@ def pool(states: Tensor, mask: Tensor, pooling: str) -> Tensor:
 class Tower(nn.Module):
     """A backbone with its tokenizer: token ids in, one vector per text out."""
 
-    def __init__(self, backbone: Any, tokenizer: Any, pooling: str) -> None:
+    def __init__(self, backbone: Any, tokenizer: Any, pooling: str, dense: Sequence[Dense] = ()) -> None:
+        """dense: layers that the pooled vector passes, in their order."""
         super().__init__()
         self.backbone = backbone
         self.tokenizer = tokenizer
         self.pooling = pooling
+        self.dense: Any = nn.ModuleList(dense)
         self.unpad = False
         self.compiled: Callable[..., Any] | None = None
         self.bucket = 1  # compiled passes see lengths that are multiples of it
@@ -46,8 +51,16 @@ class Tower(nn.Module):
         if getattr(backbone, "pooler", None) is not None:
             backbone.pooler.requires_grad_(False)
 
+    @property
+    def dim(self) -> int:
+        """Width of the vectors."""
+        return int(self.dense[-1].linear.out_features if len(self.dense) else self.backbone.config.hidden_size)
+
     def forward(self, tokens: Tokens) -> Tensor:
-        return pool(self._states(tokens), tokens.attention_mask, self.pooling)  # (n, d)
+        vectors = pool(self._states(tokens), tokens.attention_mask, self.pooling)
+        for layer in self.dense:
+            vectors = layer(vectors)
+        return vectors  # (n, d)
 
     def _states(self, tokens: Tokens) -> Tensor:
         """Token vectors (n, length, d)."""
@@ -63,22 +76,33 @@ class Tower(nn.Module):
         return self.compiled(input_ids=ids, attention_mask=F.pad(mask, (0, extra))).last_hidden_state[:, :length]
 
 
-def load_tower(name: str, pooling: str, trust_remote_code: bool = False, dtype: torch.dtype = torch.float32) -> Tower:
-    """Backbone and tokenizer of an encoder folder or hub name; half-precision weights are widened to ``dtype``."""
+def load_tower(
+    source: Source, pooling: str, trust_remote_code: bool = False, dtype: torch.dtype = torch.float32
+) -> Tower:
+    """Backbone, tokenizer and Dense layers of an encoder; half-precision weights are widened to ``dtype``."""
+    name, where = source.name, {"subfolder": source.subfolder, "trust_remote_code": trust_remote_code}
     try:
         with quiet_transformers():
-            backbone = AutoModel.from_pretrained(
-                name, trust_remote_code=trust_remote_code, dtype=dtype, use_safetensors=True
-            )
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+            backbone = AutoModel.from_pretrained(name, dtype=dtype, use_safetensors=True, **where)
+            tokenizer = AutoTokenizer.from_pretrained(name, **where)
     except (OSError, ValueError, SafetensorError) as error:
         reason = " ".join(str(error).split())
         raise InputError(f"{name}: no encoder could be loaded from this folder or hub name ({reason})") from error
+    if backbone.config.is_encoder_decoder:
+        raise InputError(f"{name}: a {backbone.config.model_type} with encoder and decoder, expected an encoder alone")
     for key in ("is_local", "local_files_only"):  # how it was loaded, which would be saved with it
         tokenizer.init_kwargs.pop(key, None)
     if tokenizer.pad_token is None:  # decoder-only families: padding is masked, so any token will do
         tokenizer.pad_token = tokenizer.eos_token
-    return Tower(backbone, tokenizer, pooling)
+    if source.lower_case:
+        _lower_case(tokenizer.backend_tokenizer)
+    return Tower(backbone, tokenizer, pooling, [load_dense(name, path, dtype) for path in source.dense])
+
+
+def _lower_case(tokenizer: Any) -> None:
+    """Let a tokenizer lower-case its texts first; for one that does so itself it changes nothing."""
+    own = tokenizer.normalizer
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *([] if own is None else [own])])
 
 
 @contextmanager
@@ -95,12 +119,15 @@ def quiet_transformers() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def check_length(config: Any, side: str, length: int) -> None:
+def position_limit(config: Any) -> int | None:
+    """Most tokens of a text that the backbone has positions for; None where positions have no end."""
     limit = getattr(config, "max_position_embeddings", None)
-    if limit is None:
-        return
-    limit -= first_position(config)
-    if not 2 < length <= limit:
+    return None if limit is None else limit - first_position(config)
+
+
+def check_length(config: Any, side: str, length: int) -> None:
+    limit = position_limit(config)
+    if limit is not None and not 2 < length <= limit:
         raise InputError(
             f"max_{side}_length is {length}, expected more than 2 and at most {limit}, the encoder's positions"
         )

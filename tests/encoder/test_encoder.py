@@ -163,7 +163,7 @@ def test_refusals(tmp_path):
     with pytest.raises(InputError, match="with tied towers"):
         DualEncoder.load(tmp_path / "narrow", passage_name=tmp_path / "wide", tie_towers=True)
     dense = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Dense"}]
-    with pytest.raises(InputError, match="names a Dense module"):
+    with pytest.raises(InputError, match="its modules are Dense, expected Transformer, Pooling"):
         DualEncoder.load(broken_folder(tmp_path / "dense", query_encoder__modules_json=dense) / "query_encoder")
 
 

@@ -1,0 +1,1 @@
+"""The dual bank in training loops of other libraries; thin, and imported by nothing else."""

@@ -1,0 +1,336 @@
+"""sentence-transformers, both ways: what we save it loads as one model, and what it saves we load, with the same vectors."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import train_config, write_beir
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Dense, Normalize, Router, Transformer
+from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
+from sentence_transformers.sentence_transformer.modules import Pooling
+from test_encoder import TEXTS, words_encoder
+from transformers import AutoConfig, AutoModel, AutoTokenizer
+
+from contaccum import DualEncoder, evaluate, train
+from contaccum.encoder import EncoderSettings
+from contaccum.encoder.families import family_settings
+from contaccum.encoder.tiny import tiny_tower, wordpiece_tokenizer
+from contaccum.errors import InputError
+
+ROOT = Path(__file__).resolve().parents[2]
+LONG = [*TEXTS, "owl fox sea whale deep " * 6]
+
+
+def peer(folder: Path) -> SentenceTransformer:
+    return SentenceTransformer(str(folder), device="cpu")
+
+
+def differences(ours: DualEncoder, theirs: SentenceTransformer, texts: list[str] = LONG) -> list[float]:
+    """Largest difference of the query vectors and of the passage vectors."""
+    return [
+        float(np.abs(ours.encode_queries(texts) - theirs.encode_query(texts)).max()),
+        float(np.abs(ours.encode_passages(texts) - theirs.encode_document(texts)).max()),
+    ]
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize(("pooling", "similarity"), [("cls", "dot"), ("mean", "cosine"), ("last", "dot")])
+def test_the_root_folder_is_one_model_whose_router_leads_to_both_towers(pooling, similarity, tie, tmp_path):
+    ours = words_encoder(pooling, similarity, tie, query_prefix="the ", passage_prefix="deep sea ")
+    ours.save(tmp_path / "model")
+    theirs = peer(tmp_path / "model")
+    assert max(differences(ours, theirs)) < 1e-6
+    np.testing.assert_allclose(theirs.encode(LONG), ours.encode_passages(LONG), atol=1e-6)
+    assert np.abs(theirs.encode_query(LONG) - theirs.encode_document(LONG)).max() > 1e-3
+    assert theirs.similarity_fn_name == similarity
+    weights = [tmp_path / "model" / name / "model.safetensors" for name in ("query_encoder", "passage_encoder")]
+    assert weights[0].samefile(weights[1]) == tie
+    assert len(list(theirs.parameters())) == len(list(ours.parameters()))
+
+
+def test_a_prefix_that_is_not_saved_would_show(tmp_path):
+    """Negative control of the comparison above."""
+    ours = words_encoder(query_prefix="the ", passage_prefix="deep sea ")
+    ours.save(tmp_path / "model")
+    theirs = peer(tmp_path / "model")
+    theirs.prompts = {"query": "", "document": ""}
+    assert min(differences(ours, theirs)) > 0.01
+
+
+def test_a_copied_folder_holds_the_weights_of_tied_towers_twice_and_is_the_same_model(tmp_path):
+    ours = words_encoder(tie=True)
+    ours.save(tmp_path / "model")
+    shutil.copytree(tmp_path / "model", tmp_path / "copy")
+    assert DualEncoder.load(tmp_path / "copy").fingerprint("query") == ours.fingerprint("query")
+    assert max(differences(ours, peer(tmp_path / "copy"))) < 1e-6
+    for name in ("query_encoder", "passage_encoder"):
+        AutoModel.from_pretrained(tmp_path / "copy" / name)
+
+
+def test_two_different_encoders(tmp_path):
+    size = {"layers": 1, "vocabulary": 150, "max_length": 24}
+    query = tiny_tower(TEXTS, "mean", width=32, seed=0, **size)
+    settings = EncoderSettings(max_query_length=8, max_passage_length=12)
+    passage = tiny_tower(TEXTS[:3], "mean", width=32, seed=1, **size | {"layers": 2, "vocabulary": 90})
+    ours = DualEncoder(query, passage, settings).eval()
+    ours.save(tmp_path / "model")
+    assert max(differences(ours, peer(tmp_path / "model"))) < 1e-6
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_what_they_save_of_our_model_we_load_again(tie, tmp_path):
+    ours = words_encoder("cls", tie=tie, query_prefix="the ", passage_prefix="sea ")
+    ours.save(tmp_path / "model")
+    peer(tmp_path / "model").save(str(tmp_path / "theirs"), create_model_card=False)
+    assert not (tmp_path / "theirs" / "contaccum.json").exists()
+    loaded = DualEncoder.load(tmp_path / "theirs")
+    assert loaded.settings == ours.settings
+    np.testing.assert_array_equal(loaded.encode_queries(LONG), ours.encode_queries(LONG))
+    np.testing.assert_array_equal(loaded.encode_passages(LONG), ours.encode_passages(LONG))
+
+
+# any model of theirs
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+FAMILIES = {
+    "bert": SIZES,
+    "roberta": SIZES,
+    "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64},
+    "xlm-roberta": SIZES,
+    "modernbert": SIZES | {"cls_token_id": 2, "sep_token_id": 3, "bos_token_id": 2, "eos_token_id": 3},
+    "mpnet": SIZES,
+    "electra": SIZES | {"embedding_size": 32},
+}
+
+
+def family_folder(family: str, folder: Path) -> Path:
+    """Two random layers of a family with a word-piece tokenizer."""
+    tokenizer = wordpiece_tokenizer(TEXTS * 3, 150)
+    config = AutoConfig.for_model(
+        family, vocab_size=len(tokenizer), max_position_embeddings=40, pad_token_id=0, **FAMILIES[family]
+    )
+    torch.manual_seed(0)
+    AutoModel.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def their_model(folder: Path, pooling: str = "mean", dense: bool = False, normalize: bool = True, **more):
+    transformer = Transformer(str(folder))
+    transformer.max_seq_length = more.pop("length", 12)
+    modules = [transformer, Pooling(32, pooling)]
+    if dense:
+        torch.manual_seed(1)
+        modules += [Dense(32, 24), Dense(24, 16, bias=False, activation_function=torch.nn.Identity())]
+    return SentenceTransformer(modules=[*modules, *[Normalize()] * normalize], device="cpu", **more)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_their_vectors(family, tmp_path):
+    plain = family_folder(family, tmp_path / "plain")
+    theirs = their_model(plain, "cls", prompts={"query": "the ", "document": "sea "})
+    theirs.save(str(tmp_path / "theirs"), create_model_card=False)
+    ours = DualEncoder.load(tmp_path / "theirs")
+    assert (ours.settings.pooling, ours.settings.query_prefix, ours.settings.max_query_length) == ("cls", "the ", 12)
+    assert max(differences(ours, theirs)) < 1e-6
+    cut = DualEncoder.load(tmp_path / "theirs", max_query_length=6, query_prefix="")
+    assert differences(cut, theirs)[0] > 5e-4
+    ours.save(tmp_path / "ours")
+    assert max(differences(ours, peer(tmp_path / "ours"))) < 1e-6
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_dense_layers_load_train_and_save(normalize, tmp_path):
+    theirs = their_model(family_folder("bert", tmp_path / "plain"), dense=True, normalize=normalize)
+    theirs.similarity_fn_name = "cosine" if normalize else "dot"
+    theirs.save(str(tmp_path / "theirs"), create_model_card=False)
+    ours = DualEncoder.load(tmp_path / "theirs")
+    assert ours.dim == 16
+    assert max(differences(ours, theirs)) < 1e-6
+    assert all(parameter.requires_grad for parameter in ours.query_tower.dense.parameters())
+    before = ours.fingerprint("query")
+    ours.save(tmp_path / "ours")
+    again = DualEncoder.load(tmp_path / "ours")
+    assert again.fingerprint("query") == before
+    assert max(differences(again, peer(tmp_path / "ours"))) < 1e-6
+    with torch.no_grad():
+        again.query_tower.dense[0].linear.bias += 1
+    assert again.fingerprint("query") != before
+
+
+def test_a_router_of_their_own_with_another_shape_on_each_side(tmp_path):
+    short = their_model(family_folder("distilbert", tmp_path / "d"), normalize=False, length=9)
+    long = their_model(family_folder("bert", tmp_path / "b"), normalize=False)
+    routes = {"query": list(short), "document": list(long)}
+    theirs = SentenceTransformer(modules=[Router(routes), Normalize()], prompts={"query": "the "}, device="cpu")
+    theirs.save(str(tmp_path / "theirs"), create_model_card=False)
+    ours = DualEncoder.load(tmp_path / "theirs")
+    assert (ours.settings.max_query_length, ours.settings.max_passage_length) == (9, 12)
+    assert max(differences(ours, theirs)) < 1e-6
+    with pytest.raises(InputError, match="holds two towers, expected one to be tied"):
+        DualEncoder.load(tmp_path / "theirs", tie_towers=True)
+    mapped = {
+        ("query", "text"): "document",
+        ("document", None): "query",
+    }  # routes that do not bear the names of their sides
+    theirs = SentenceTransformer(modules=[Router(routes, route_mappings=mapped), Normalize()], device="cpu")
+    theirs.save(str(tmp_path / "mapped"), create_model_card=False)
+    assert max(differences(DualEncoder.load(tmp_path / "mapped"), theirs)) < 1e-6
+
+
+def test_texts_are_lower_cased_where_the_folder_asks_for_it(tmp_path):
+    folder = family_folder("roberta", tmp_path / "plain")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer | {"normalizer": None}))
+    theirs = their_model(folder)
+    theirs.save(str(tmp_path / "theirs"), create_model_card=False)
+    for said in (False, True):
+        path = tmp_path / "theirs" / "sentence_bert_config.json"
+        path.write_text(json.dumps({"max_seq_length": 12, "do_lower_case": said}))
+        assert max(differences(DualEncoder.load(path.parent), peer(path.parent), ["The Red FOX"])) < 1e-6
+    lower = DualEncoder.load(path.parent).encode_queries(["The Red FOX", "the red fox"])
+    np.testing.assert_array_equal(lower[0], lower[1])
+
+
+def test_a_length_beyond_the_positions_is_cut_to_them(tmp_path):
+    theirs = their_model(family_folder("bert", tmp_path / "plain"), length=4000)
+    theirs.save(str(tmp_path / "theirs"), create_model_card=False)
+    assert DualEncoder.load(tmp_path / "theirs").settings.max_passage_length == 40
+
+
+@pytest.mark.parametrize(
+    ("name", "pooling", "query", "passage"),
+    [
+        ("intfloat/e5-base-v2", "mean", "query: ", "passage: "),
+        ("/models/multilingual-e5-large/", "mean", "query: ", "passage: "),
+        ("BAAI/bge-small-en-v1.5", "cls", "Represent this sentence for searching relevant passages: ", None),
+        ("BAAI/bge-m3", "cls", None, None),
+        ("thenlper/gte-base", "mean", None, None),
+        ("Alibaba-NLP/gte-modernbert-base", "cls", None, None),
+        ("nomic-ai/nomic-embed-text-v1.5", "mean", "search_query: ", "search_document: "),
+    ],
+)
+def test_families_by_name(name, pooling, query, passage):
+    settings = family_settings(name)
+    assert settings["pooling"] == pooling
+    assert (settings.get("query_prefix"), settings.get("passage_prefix")) == (query, passage)
+
+
+def test_a_family_speaks_only_where_its_folder_does_not(tmp_path):
+    assert family_settings("somebody/my-e5-base-v2-tuned") == {}
+    plain = family_folder("bert", tmp_path / "bge-base-en-v1.5")
+    size = {"max_query_length": 12, "max_passage_length": 12}
+    assert DualEncoder.load(plain, **size).settings.pooling == "cls"
+    assert DualEncoder.load(plain, pooling="mean", query_prefix="", **size).settings.query_prefix == ""
+    for prompts, expected in (({}, "query: "), ({"query": "the "}, "the ")):
+        saved = tmp_path / str(len(prompts)) / "e5-base-v2"
+        their_model(plain, "cls", prompts=prompts).save(str(saved), create_model_card=False)
+        settings = DualEncoder.load(saved).settings
+        assert (settings.pooling, settings.query_prefix) == ("cls", expected)
+
+
+def altered(theirs: SentenceTransformer, folder: Path, file: str, **values) -> Path:
+    theirs.save(str(folder), create_model_card=False)
+    path = folder / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    return folder
+
+
+def test_what_we_cannot_do_is_refused(tmp_path):
+    plain = family_folder("bert", tmp_path / "plain")
+    theirs = their_model(plain, dense=True, prompts={"query": "the "})
+    cases = {
+        ("1_Pooling/config.json", "its pooling leaves the prompt out"): {"include_prompt": False},
+        ("1_Pooling/config.json", "expected exactly one of cls, mean, last"): {"pooling_mode": "max"},
+        ("2_Dense/config.json", "expected an activation of torch.nn"): {"activation_function": "os.system"},
+        ("2_Dense/config.json", "with a residual"): {"use_residual": True},
+        ("2_Dense/config.json", "its Dense module could not be loaded"): {"out_features": 5},
+        ("config_sentence_transformers.json", "truncate_dim is 8"): {"truncate_dim": 8},
+    }
+    for number, ((file, said), values) in enumerate(cases.items()):
+        with pytest.raises(InputError, match=said):
+            DualEncoder.load(altered(theirs, tmp_path / str(number), file, **values))
+    folder = altered(theirs, tmp_path / "pickled", "config_sentence_transformers.json")
+    (folder / "2_Dense" / "model.safetensors").rename(folder / "2_Dense" / "pytorch_model.bin")
+    with pytest.raises(InputError, match=r"a Dense module without model\.safetensors"):
+        DualEncoder.load(folder)
+    sides = [list(their_model(plain, pooling)) for pooling in ("cls", "mean")]
+    one = Router({"query": sides[0], "document": sides[1]})
+    SentenceTransformer(modules=[one], device="cpu").save(str(tmp_path / "poolings"), create_model_card=False)
+    with pytest.raises(InputError, match="pooling is cls for queries and mean for passages"):
+        DualEncoder.load(tmp_path / "poolings")
+    pictures = Router({"image": sides[0]})
+    SentenceTransformer(modules=[pictures], device="cpu").save(str(tmp_path / "routes"), create_model_card=False)
+    with pytest.raises(InputError, match="has the routes image, expected one for query"):
+        DualEncoder.load(tmp_path / "routes")
+
+
+# evaluators
+
+
+def test_their_evaluator_gives_our_ndcg(tmp_path):
+    data = write_beir(tmp_path / "data")
+    size = {"layers": 1, "width": 32, "vocabulary": 200, "max_length": 24}
+    words = [(data / name).read_text() for name in ("corpus.jsonl", "queries.jsonl")]
+    tower = tiny_tower(words, "mean", seed=0, **size)
+    settings = EncoderSettings(
+        max_query_length=20, max_passage_length=24, query_prefix="the ", passage_prefix="valley "
+    )
+    ours = DualEncoder(tower, tiny_tower(words, "mean", seed=1, **size), settings).eval()
+    ours.save(tmp_path / "model")
+    read = [json.loads(line) for line in (data / "corpus.jsonl").read_text().splitlines()]
+    corpus = {each["_id"]: f"{each['title']} {each['text']}" for each in read}
+    rows = [line.split("\t") for line in (data / "qrels" / "test.tsv").read_text().splitlines()[1:]]
+    asked = [json.loads(line) for line in (data / "queries.jsonl").read_text().splitlines()]
+    queries = {each["_id"]: each["text"] for each in asked if each["_id"] in {row[0] for row in rows}}
+    evaluator = InformationRetrievalEvaluator(queries, corpus, {query: {passage} for query, passage, _ in rows})
+    theirs = evaluator(peer(tmp_path / "model"))["cosine_ndcg@10"]
+    assert evaluate(ours, str(data))["mean"]["ndcg@10"] == pytest.approx(theirs, abs=1e-4)
+    assert 0 < theirs < 1
+    other = evaluate(DualEncoder(tower, tower, settings).eval(), str(data))["mean"]["ndcg@10"]
+    assert not math.isclose(theirs, other, abs_tol=1e-3)
+
+
+def test_the_tokenizers_of_a_saved_root_are_the_towers_own(tmp_path):
+    words_encoder().save(tmp_path / "model")
+    theirs = peer(tmp_path / "model")
+    for name in ("query_encoder", "passage_encoder"):
+        assert AutoTokenizer.from_pretrained(tmp_path / "model" / name)("red fox")["input_ids"]
+    assert theirs.preprocess(["red fox"], task="query")["input_ids"].shape[0] == 1
+
+
+@pytest.mark.acceptance
+def test_one_figure_in_every_evaluator_on_scifact(shared_data, minilm, tmp_path):
+    """Two towers that were trained apart, on SciFact's judged passages and some more."""
+    source, data = shared_data / "scifact", tmp_path / "scifact"
+    shutil.copytree(source, data)
+    judged = {line.split("\t")[1] for line in (source / "qrels" / "test.tsv").read_text().splitlines()[1:]}
+    lines = (source / "corpus.jsonl").read_text().splitlines()
+    chosen = [line for number, line in enumerate(lines) if number % 20 == 0 or json.loads(line)["_id"] in judged]
+    (data / "corpus.jsonl").write_text("\n".join(chosen) + "\n")
+    for qrels in ("train", "test"):
+        rows = (source / "qrels" / f"{qrels}.tsv").read_text().splitlines()
+        known = {json.loads(line)["_id"] for line in chosen}
+        kept = [row for row in rows[1:] if row.split("\t")[1] in known]
+        (data / "qrels" / f"{qrels}.tsv").write_text("\n".join([rows[0], *kept]) + "\n")
+    changes = {"model.query_prefix": "query: ", "model.max_query_length": 32, "model.max_passage_length": 64}
+    train(train_config(data, tmp_path / "run", **{"model.name": str(minilm), "data.repair": True, **changes}))
+    model = tmp_path / "run" / "model"
+    call = [sys.executable, str(ROOT / "benchmarks" / "evaluators.py"), "--model", str(model), "--data", str(data)]
+    paths = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(call, env=paths, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    figures = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    own, *others = [float(figures[name]) for name in ("contaccum", "sentence-transformers", "beir")]
+    assert others == pytest.approx([own, own], abs=1e-4)
+    assert own > 0.5
+    wrong = evaluate(DualEncoder.load(model, query_prefix="passage: "), str(data), repair=True)["mean"]["ndcg@10"]
+    assert abs(wrong - own) > 1e-3  # negative control

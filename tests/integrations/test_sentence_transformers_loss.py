@@ -1,0 +1,298 @@
+"""ContAccumLoss in SentenceTransformerTrainer against our own loop, and what the trainer's ways do to the bank."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import train_config, write_beir
+from launched import Job, run_jobs
+from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
+from st_worker import make_trainer
+
+from contaccum import DualEncoder, train
+from contaccum.config import TrainConfig
+from contaccum.data.dataset import load_train_set
+from contaccum.encoder import EncoderSettings
+from contaccum.encoder.tiny import tiny_tower
+from contaccum.engine import Engine
+from contaccum.errors import InputError
+from contaccum.integrations.bank_loss import BANK_FILE, read_bank, write_bank
+from contaccum.integrations.sentence_transformers import ContAccumLoss
+from contaccum.training import setup
+from contaccum.training.log import read_log
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS, N, B = 20, 16, 4
+
+
+def start(folder: Path, data: Path, similarity: str = "cosine", dropout: float = 0.0) -> Path:
+    """Two small towers, saved."""
+    words = [(data / name).read_text() for name in ("corpus.jsonl", "queries.jsonl")]
+    size = {"layers": 1, "width": 32, "vocabulary": 200, "max_length": 16}
+    towers = [tiny_tower(words, "mean", seed=seed, **size) for seed in (0, 1)]
+    encoder = DualEncoder(*towers, EncoderSettings(similarity=similarity, max_query_length=16, max_passage_length=16))
+    for tower in towers:
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
+            setattr(tower.backbone.config, name, dropout)
+    encoder.save(folder)
+    return folder
+
+
+def own_config(model: Path, data: Path, output: Path, **changes) -> TrainConfig:
+    return train_config(
+        data, output, **{
+            "model.name": str(model), "optim.max_steps": STEPS, "optim.max_grad_norm": 1.0, "optim.warmup_steps": 0,
+            "optim.weight_decay": 0.0, "optim.fused": False, "run.save_steps": 0, **changes,
+        },
+    )  # fmt: skip
+
+
+def rows_of(config: TrainConfig) -> list[dict[str, str]]:
+    """The texts of our loop's micro-batches, in its order."""
+    train_set = load_train_set(config.data.train, "train", config.data.hard_negatives)
+    encoder = DualEncoder.load(config.model.name)
+    batches = setup.build_batches(config, Engine(device="cpu", seed=config.seed), encoder, train_set)
+    texts = dict(zip(train_set.queries["id"], train_set.queries["text"], strict=True))
+    names = ["query", "positive", "negative"][: 2 + config.data.hard_negatives]
+    passages = [f"{row['title']} {row['text']}" for row in train_set.passages]
+    found = []
+    for step in range(config.optim.max_steps):
+        for batch in batches.step(step):
+            for query, columns in zip(batch.query_ids, batch.ids.columns.tolist(), strict=True):
+                found.append(dict(zip(names, [texts[query], *(passages[each] for each in columns)], strict=True)))
+    return found
+
+
+def weights_apart(left: DualEncoder, right: DualEncoder) -> float:
+    ours, theirs = left.state_dict(), right.state_dict()
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return write_beir(tmp_path_factory.mktemp("data") / "beir")
+
+
+@dataclass
+class Taken:
+    """What a trainer ended with."""
+
+    losses: np.ndarray  # (steps, micro-batches)
+    encoder: DualEncoder
+    trainer: SentenceTransformerTrainer
+
+
+def take(model: Path, rows: list[dict[str, str]], output: Path, resume: str | None = None, **options) -> Taken:
+    trainer, losses = make_trainer(str(model), rows, str(output), **options)
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.model.save(str(output / "model"), create_model_card=False)
+    accumulated = options.get("accumulate", N // B)
+    return Taken(np.array(losses).reshape(-1, accumulated), DualEncoder.load(output / "model"), trainer)
+
+
+@pytest.mark.parametrize(
+    ("method", "similarity", "temperature", "hard", "options"),
+    [
+        ("cont_accum", "cosine", 0.05, 0, {}),
+        pytest.param("cont_accum", "dot", 1.0, 1, {}, marks=pytest.mark.acceptance),
+        pytest.param("passage_bank", "cosine", 0.05, 0, {"queries": False}, marks=pytest.mark.acceptance),
+        pytest.param("cont_cache", "cosine", 0.05, 0, {"mini_batch_size": B}, marks=pytest.mark.acceptance),
+    ],
+)
+def test_the_trainer_takes_the_steps_of_our_loop(method, similarity, temperature, hard, options, data, tmp_path):
+    model = start(tmp_path / "start", data, similarity)
+    changes = {"data.hard_negatives": hard, "model.temperature": temperature}
+    config = own_config(model, data, tmp_path / "own", method=method, **changes)
+    rows = rows_of(config)
+    train(config)
+    own = np.array([line["loss"] for line in read_log(tmp_path / "own")])
+    loss = {"temperature": temperature, **options}
+    shape = {"batch": N, "accumulate": 1} if "mini_batch_size" in options else {}  # then a step is one batch, in pieces
+    found = take(model, rows, tmp_path / "theirs", loss=loss, **shape)
+    means = found.losses.mean(1)
+    assert np.abs(means - own).max() < 1e-5
+    assert weights_apart(DualEncoder.load(tmp_path / "own" / "model"), found.encoder) < 1e-5
+    logged = [entry["loss"] for entry in found.trainer.state.log_history if "loss" in entry]
+    np.testing.assert_allclose(logged, means, rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def plain(data, tmp_path_factory) -> tuple[Path, list[dict[str, str]], Taken]:
+    """A model, rows, and eight steps over them that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("plain")
+    model = start(folder / "start", data)
+    rows = rows_of(own_config(model, data, folder / "own", **{"optim.max_steps": 8}))
+    return model, rows, take(model, rows, folder / "plain", steps=8)
+
+
+def test_without_the_bank_the_steps_are_others(plain, tmp_path):
+    """Negative control."""
+    model, rows, whole = plain
+    without = take(model, rows, tmp_path / "none", steps=8, loss={"bank_size": 0})
+    assert abs(without.losses[0, 0] - whole.losses[0, 0]) < 1e-6  # nothing is banked yet
+    assert np.abs(without.losses - whole.losses)[1:].min() > 0.01
+    assert weights_apart(without.encoder, whole.encoder) > 1e-3
+    late = take(model, rows, tmp_path / "late", steps=8, loss={"visibility": "on_step"})
+    assert np.abs(late.losses - whole.losses)[0, 1:].min() > 0.01
+
+
+def test_evaluation_leaves_the_bank_alone(plain, tmp_path):
+    model, rows, whole = plain
+    seen = take(model, rows, tmp_path / "seen", steps=8, eval_rows=rows[:8], eval_strategy="steps", eval_steps=2)
+    evaluations = [entry["eval_loss"] for entry in seen.trainer.state.log_history if "eval_loss" in entry]
+    assert len(evaluations) == 4
+    assert weights_apart(seen.encoder, whole.encoder) == 0
+    banks = [taken.trainer.loss.bank_loss.bank for taken in (seen, whole)]
+    assert banks[0].fingerprint() == banks[1].fingerprint()
+    assert banks[0].fill == 24
+    assert banks[0].step == 8
+    halves = []
+    for part in (rows[:4], rows[4:8]):
+        queries = torch.from_numpy(seen.encoder.encode_queries([row["query"] for row in part]))
+        passages = torch.from_numpy(seen.encoder.encode_passages([row["positive"] for row in part]))
+        halves.append(torch.nn.functional.cross_entropy(queries @ passages.T / 0.05, torch.arange(4)).item())
+    assert evaluations[-1] == pytest.approx(np.mean(halves), abs=1e-4)
+
+
+def test_a_resumed_run_has_its_bank_back(data, plain, tmp_path):
+    _, rows, _ = plain
+    model = start(tmp_path / "start", data, dropout=0.1)
+    saving = {"steps": 8, "save_strategy": "steps", "save_steps": 4}
+    whole = take(model, rows, tmp_path / "run", **saving)
+    checkpoint = tmp_path / "run" / "checkpoint-4"
+    again = take(model, rows, tmp_path / "run", str(checkpoint), **saving)
+    assert weights_apart(again.encoder, whole.encoder) == 0
+    np.testing.assert_array_equal(again.losses, whole.losses[4:])
+    moved = checkpoint.rename(tmp_path / "moved")
+    other = take(model, rows, tmp_path / "other", str(moved), **saving, resume_from_checkpoint=str(moved))
+    assert weights_apart(other.encoder, whole.encoder) == 0
+    tensors, numbers = read_bank(moved)
+    write_bank(moved, (tensors, {**numbers, "stored": 4}))  # negative control: most rows forgotten
+    poorer = take(model, rows, tmp_path / "poorer", str(moved), **saving, resume_from_checkpoint=str(moved))
+    assert weights_apart(poorer.encoder, whole.encoder) > 1e-4
+    with pytest.raises(InputError, match="another configuration"):
+        take(
+            model, rows, tmp_path / "x", str(moved), **saving, resume_from_checkpoint=str(moved), loss={"bank_size": 32}
+        )
+    (moved / BANK_FILE).unlink()
+    with pytest.raises(InputError, match="holds no bank"):
+        take(model, rows, tmp_path / "x", str(moved), **saving, resume_from_checkpoint=str(moved))
+
+
+@pytest.mark.acceptance
+def test_half_precision_banks_full_precision(data, plain, tmp_path):
+    model, rows, whole = plain
+    half = take(model, rows, tmp_path / "half", steps=8, bf16=True)
+    config = own_config(model, data, tmp_path / "own", **{"optim.max_steps": 8, "run.precision": "bf16"})
+    train(config)
+    own = np.array([line["loss"] for line in read_log(tmp_path / "own")])
+    assert np.abs(half.losses.mean(1) - own).max() < 1e-4
+    assert np.abs(half.losses - whole.losses).max() > 1e-5  # negative control: something was rounded
+    bank = half.trainer.loss.bank_loss.bank
+    assert bank.queries.dtype == torch.float32
+    assert torch.isfinite(bank.passages).all()
+
+
+@pytest.mark.acceptance
+def test_two_processes_are_one(plain, tmp_path):
+    model, rows, whole = plain
+    cached = take(model, rows, tmp_path / "one", steps=8, batch=N, accumulate=1, loss={"mini_batch_size": 4})
+    jobs, ways = (
+        {},
+        {
+            "pairs": {"batch": 2, "ddp_find_unused_parameters": False},
+            "cached": {"batch": 8, "accumulate": 1, "loss": {"mini_batch_size": 4}},
+            "searched": {"batch": 2},
+        },
+    )
+    for name, way in ways.items():
+        options = {"model": str(model), "rows": rows, "output": str(tmp_path / name), "steps": 8, **way}
+        (tmp_path / f"{name}.json").write_text(json.dumps(options))
+        jobs[name] = Job([str(tmp_path / f"{name}.json")], processes=2, worker="st_worker")
+    outcomes = run_jobs(jobs, tmp_path / "jobs")
+    assert "a Router in several processes with ddp_find_unused_parameters True" in outcomes["searched"].err[0]
+    for name, one in (("pairs", whole), ("cached", cached)):
+        outcomes[name].check()
+        losses = np.array(json.loads((tmp_path / name / "losses.json").read_text())).reshape(one.losses.shape)
+        assert np.abs(losses - one.losses).max() < 1e-5, name
+        assert weights_apart(DualEncoder.load(tmp_path / name / "model"), one.encoder) < 1e-5, name
+    banks = [json.loads((tmp_path / "pairs" / f"bank-{rank}.json").read_text()) for rank in (0, 1)]
+    assert banks[0] == banks[1]
+    assert banks[0][1] == 24
+
+
+def test_equal_passages_are_no_negatives(plain):
+    """By hand: two rows with one passage, in one batch and over the bank."""
+    model, rows, _ = plain
+    encoder = SentenceTransformer(str(model), device="cpu")
+    twice = [rows[0], {"query": "another question", "positive": rows[0]["positive"]}, rows[1]]
+    features = [
+        encoder.preprocess([row[name] for row in twice], task=task)
+        for name, task in (("query", "query"), ("positive", "document"))
+    ]
+    queries, passages = (encoder(each)["sentence_embedding"] for each in features)
+    logits = (queries @ passages.T / 0.05).detach()
+    expected = {True: logits.clone(), False: logits}
+    expected[True][0, 1] = expected[True][1, 0] = -torch.inf
+    for mask, matrix in expected.items():
+        encoder.train()
+        for module in encoder.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        loss = ContAccumLoss(encoder, bank_size=8, mask_false_negatives=mask)
+        loss.bank_loss.begin()
+        right = torch.nn.functional.cross_entropy(matrix, torch.arange(3)).item()
+        assert loss(features).item() == pytest.approx(right, abs=1e-5)
+        columns = torch.cat([matrix, matrix], 1)  # the bank holds the same rows again
+        if mask:
+            columns[torch.arange(3), torch.arange(3, 6)] = -torch.inf
+        right = torch.nn.functional.cross_entropy(columns, torch.arange(3)).item()  # bank rows mirror the current ones
+        assert loss(features).item() == pytest.approx(right, abs=1e-5)
+
+
+def test_refusals(plain, tmp_path):
+    model, rows, _ = plain
+    with pytest.raises(InputError, match="was called in training before begin"):
+        take(model, rows, tmp_path / "a", callback=False)
+    with pytest.raises(InputError, match="bank_size is 2, expected 0 or at least the 4 pairs"):
+        take(model, rows, tmp_path / "b", loss={"bank_size": 2})
+    with pytest.raises(InputError, match="the data has 1 text columns"):
+        take(model, [{"query": row["query"]} for row in rows], tmp_path / "c")
+    with pytest.raises(InputError, match="similarity is 'euclidean', expected cosine or dot"):
+        ContAccumLoss(SentenceTransformer(str(model), device="cpu"), similarity="euclidean")
+    trainer, _ = make_trainer(str(model), rows, str(tmp_path / "d"))
+    with torch.no_grad():
+        next(trainer.model.parameters()).fill_(torch.nan)
+    with pytest.raises(InputError, match="the loss is nan, expected a finite number"):
+        trainer.train()
+    assert trainer.loss.bank_loss.bank.fill == 0
+
+
+@pytest.mark.acceptance
+def test_the_example_runs_as_it_stands(data, tmp_path):
+    encoder = DualEncoder.load(start(tmp_path / "start", data))
+    tower = encoder.query_tower
+    settings = EncoderSettings(max_query_length=16, max_passage_length=16, tie_towers=True)
+    DualEncoder(tower, tower, settings).save(tmp_path / "one")
+    rows = rows_of(own_config(tmp_path / "start", data, tmp_path / "own", **{"optim.max_steps": 40}))
+    (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    script = ROOT / "examples" / "sentence_transformers_contaccum.py"
+    arguments = {
+        "model": tmp_path / "one" / "query_encoder",
+        "data": tmp_path / "pairs.jsonl",
+        "output": tmp_path / "run",
+    }
+    call = [sys.executable, str(script), "--max_steps", "4"]
+    call += [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
+    paths = {"PYTHONPATH": str(ROOT), "HF_DATASETS_CACHE": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(call, env={**os.environ, **paths}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == f"{tmp_path}/run/final"
+    assert len(DualEncoder.load(tmp_path / "run" / "final").encode_queries(["where is the red fox"])) == 1
