@@ -1,8 +1,11 @@
 """The verbs of the command line as functions: from paths to results. ``train`` is contaccum.training.loop.train."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from contaccum.data.convert import Form, open_examples
 from contaccum.data.formats import read_questions
 from contaccum.data.hub import PREFIX as HUB
 from contaccum.data.tables import RetrievalSet, load_corpus, load_grades, load_queries, load_retrieval_set
@@ -13,18 +16,35 @@ from contaccum.evaluation.answers import evaluate_answers
 from contaccum.evaluation.beir import CUTS, Metrics, cuts_within, drop_own, evaluate_run, retrieve_others
 from contaccum.evaluation.download import is_published, resolve_dataset
 from contaccum.files import write_json
-from contaccum.options import ModelChoice, SearchSettings
+from contaccum.options import MineSettings, ModelChoice, SearchSettings
 from contaccum.processes import ALONE, Processes, joined
 from contaccum.retrieval.bm25 import bm25_search
+from contaccum.retrieval.candidates import Dense, Lexical, Search
 from contaccum.retrieval.encode import Texts, encode_texts
+from contaccum.retrieval.mine import Asked, Mining, render_mined
+from contaccum.retrieval.mine import mine as write_mined
+from contaccum.retrieval.negatives import check as check_mining
+from contaccum.retrieval.rerank import CrossEncoder
 from contaccum.retrieval.runs import Run, read_run, write_run
 from contaccum.retrieval.search import Hit, top_passages
 
 BM25 = "bm25"
 """The model name that stands for the lexical baseline."""
 DEFAULTS = SearchSettings()
+MINING = MineSettings()
 
-__all__ = ["encode", "evaluate", "evaluate_questions", "evaluate_run_file", "joined", "look", "search", "write_run"]
+__all__ = [
+    "encode",
+    "evaluate",
+    "evaluate_questions",
+    "evaluate_run_file",
+    "joined",
+    "look",
+    "mine",
+    "render_mined",
+    "search",
+    "write_run",
+]
 
 
 def load_encoder(choice: ModelChoice) -> DualEncoder:
@@ -160,6 +180,46 @@ def evaluate_run_file(run: str, qrels: str, output: str | None = None) -> Metric
     hits = read_run(run)
     cuts = cuts_within(CUTS, max(map(len, hits.values())))
     return _keep(evaluate_run(load_grades(qrels), hits, cuts=cuts), output, {"run": run, "data": qrels})
+
+
+def mine(
+    choice: ModelChoice,
+    data: str,
+    output: str,
+    *,
+    split: str = "train",
+    corpus: str | None = None,
+    to: Form = "jsonl",
+    mining: MineSettings = MINING,
+    settings: SearchSettings = DEFAULTS,
+    strict: bool = False,
+    repair: bool = False,
+    group: Processes = ALONE,
+) -> dict[str, Any]:
+    """Write training examples with hard negatives that a search finds; returns what stands in ``about.json`` beside them.
+
+    data: a BEIR folder or name, or a file of training examples; their own negatives are replaced. corpus: passages to mine
+    from instead of those of ``data``: a BEIR folder or name, a corpus.jsonl or a passages TSV. group: as in ``search``.
+    """
+    check_mining(mining)
+    if Path(output).exists():
+        raise InputError(f"{output}: exists already, expected a new path")
+    with group.main_first():
+        path, repaired = _open(data, repair)
+        asked = Asked(
+            open_examples(path, split, strict, repaired), load_corpus(*_open(corpus, repair)) if corpus else None
+        )
+    found: Search
+    if choice.model == BM25:
+        found = Lexical(asked.pool)
+    else:
+        found = Dense(load_encoder(choice), asked.pool, replace(settings, seed=mining.seed), group)
+    rerank = None
+    if mining.cross_encoder is not None:
+        device, size = str(encoding_device(choice.device)), mining.cross_encoder_batch_size
+        rerank = CrossEncoder(mining.cross_encoder, device, size, choice.trust_remote_code)
+    about = {"model": choice.model, "data": data, "split": split, "corpus": corpus}
+    return write_mined(Mining(asked, found, mining, to, rerank), output, about, group)
 
 
 def load_judged(data: str, split: str, strict: bool = False, repair: bool = False) -> RetrievalSet:

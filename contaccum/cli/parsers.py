@@ -6,7 +6,7 @@ from jsonargparse import ActionConfigFile, ArgumentParser, set_parsing_settings
 
 from contaccum.config import GROUPS, TrainConfig
 from contaccum.config.file import check_config_file
-from contaccum.options import ModelChoice, SearchSettings, StudyOptions
+from contaccum.options import MineSettings, ModelChoice, SearchSettings, StudyOptions
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -18,6 +18,7 @@ def make_parser() -> ArgumentParser:
     verbs.add_subcommand("encode", _encode_parser(), help="turn a corpus or queries into shards of vectors")
     verbs.add_subcommand("search", _search_parser(), help="find passages for a split's queries, or for one query")
     verbs.add_subcommand("evaluate", _evaluate_parser(), help="score a retriever, or a run file")
+    verbs.add_subcommand("mine", _mine_parser(), help="write training data with mined hard negatives")
     verbs.add_subcommand("compare", _compare_parser(), help="train methods, settings and seeds, and weigh them")
     verbs.add_subcommand("plan", plan_parser(), help="predict what fits into memory, and what a corpus costs")
     verbs.add_subcommand(
@@ -170,6 +171,34 @@ def _evaluate_parser() -> ArgumentParser:
     parser.add_argument("--k", type=int, default=100, help="passages per query")
     parser.add_argument("--output", help="metrics.json to write, with the values of every query")
     parser.add_class_arguments(SearchSettings, None)
+    _add_strict(parser)
+    _add_repair(parser)
+    return parser
+
+
+def _mine_parser() -> ArgumentParser:
+    parser = _new(
+        "contaccum mine",
+        "Search for every training query by BM25 or an encoder, and write the training data anew with hard negatives from what "
+        "was found, with scores. Passages known to be relevant, by id or by text, are never taken. Started again, it goes on "
+        "behind the blocks of queries that are finished.",
+        "%(prog)s --model DIR|bm25 --data DATA --output FILE [--range_min N] [--relative_margin X] [options]",
+    )
+    parser.add_class_arguments(ModelChoice, None)
+    parser.add_argument("--data", required=True, help="BEIR folder or name, or a file of training examples")
+    parser.add_argument("--split", default="train", help="which qrels of the folder")
+    parser.add_argument(
+        "--corpus",
+        help="passages to mine from, instead of the data's own: BEIR folder or name, corpus.jsonl, passages TSV",
+    )
+    parser.add_argument(
+        "--output",
+        required=True,
+        help="file to write; must not exist. What was mined stands beside it in NAME.about.json",
+    )
+    parser.add_argument("--to", choices=["jsonl", "dpr", "tevatron"], default="jsonl", help="form of the file")
+    parser.add_class_arguments(MineSettings, None)
+    parser.add_class_arguments(SearchSettings, None, skip={"seed"})
     _add_strict(parser)
     _add_repair(parser)
     return parser

@@ -14,9 +14,9 @@ from contaccum.cli.parsers import plan_parser, train_parser
 from contaccum.config import TrainConfig, validate
 from contaccum.errors import InputError
 from contaccum.launch import is_main, process_place
-from contaccum.options import ModelChoice, SearchSettings, StudyOptions
+from contaccum.options import MineSettings, ModelChoice, SearchSettings, StudyOptions
 
-Options = TypeVar("Options", ModelChoice, SearchSettings, StudyOptions)
+Options = TypeVar("Options", MineSettings, ModelChoice, SearchSettings, StudyOptions)
 
 
 def _train(options: Namespace) -> None:
@@ -101,6 +101,18 @@ def _evaluate(options: Namespace) -> None:
     _show(api.render_metrics(metrics))
 
 
+def _mine(options: Namespace) -> None:
+    from contaccum import api
+
+    choice, rest = _take(ModelChoice, options.as_dict())
+    mining, rest = _take(MineSettings, rest)
+    settings, rest = _take(SearchSettings, rest)
+    with api.joined(choice.timeout_minutes) as group:
+        report = api.mine(choice, mining=mining, settings=settings, group=group, **rest)
+    if is_main():
+        print(api.render_mined(report, rest["output"]))
+
+
 def _compare(options: Namespace) -> None:
     from contaccum.study.compare import compare
 
@@ -160,6 +172,7 @@ VERBS: dict[str, Callable[[Namespace], None]] = {
     "encode": _encode,
     "search": _search,
     "evaluate": _evaluate,
+    "mine": _mine,
     "compare": _compare,
     "verify": _verify,
     "plan": _plan,
