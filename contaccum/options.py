@@ -94,6 +94,18 @@ class MineSettings:
 
 
 @dataclass(frozen=True)
+class RoundsOptions:
+    """How often `contaccum rounds` trains and mines."""
+
+    count: int = 1
+    """Rounds after the first training, each of mining with the model before and training with what was mined."""
+    first: Literal["data", "bm25"] = "data"
+    """Hard negatives of the first training: those of the data (random passages where it lists too few), or mined by BM25."""
+    start: Literal["base", "previous"] = "base"
+    """Whether each training starts from `model.name`, or from the model of the round before."""
+
+
+@dataclass(frozen=True)
 class StudyOptions:
     """What `contaccum compare` runs, and what it weighs."""
 

@@ -6,7 +6,7 @@ from jsonargparse import ActionConfigFile, ArgumentParser, set_parsing_settings
 
 from contaccum.config import GROUPS, TrainConfig
 from contaccum.config.file import check_config_file
-from contaccum.options import MineSettings, ModelChoice, SearchSettings, StudyOptions
+from contaccum.options import MineSettings, ModelChoice, RoundsOptions, SearchSettings, StudyOptions
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -19,6 +19,7 @@ def make_parser() -> ArgumentParser:
     verbs.add_subcommand("search", _search_parser(), help="find passages for a split's queries, or for one query")
     verbs.add_subcommand("evaluate", _evaluate_parser(), help="score a retriever, or a run file")
     verbs.add_subcommand("mine", _mine_parser(), help="write training data with mined hard negatives")
+    verbs.add_subcommand("rounds", rounds_parser(), help="train, mine with the model, train again")
     verbs.add_subcommand("compare", _compare_parser(), help="train methods, settings and seeds, and weigh them")
     verbs.add_subcommand("plan", plan_parser(), help="predict what fits into memory, and what a corpus costs")
     verbs.add_subcommand(
@@ -201,6 +202,21 @@ def _mine_parser() -> ArgumentParser:
     parser.add_class_arguments(SearchSettings, None, skip={"seed"})
     _add_strict(parser)
     _add_repair(parser)
+    return parser
+
+
+def rounds_parser() -> ArgumentParser:
+    parser = _new(
+        "contaccum rounds",
+        "Train, mine hard negatives from data.train with the model, train with them, as often as rounds.count says. "
+        "output_dir gets round-0/ (a run), mined-1.jsonl, round-1/ and so on; the last round's model/ is the result. Started "
+        "again, it goes on where it stopped; more rounds may be asked for. Every setting of `contaccum train` can be given.",
+        "%(prog)s --config FILE --output_dir DIR [--rounds.count N] [--mine.FIELD VALUE ...] [--GROUP.FIELD VALUE ...]",
+    )
+    parser.add_argument("--config", action=_ConfigFile, help="YAML file with any of the settings below")
+    parser.add_class_arguments(RoundsOptions, "rounds")
+    parser.add_class_arguments(MineSettings, "mine")
+    parser.add_class_arguments(TrainConfig, None, skip={"resume", "allow_changes"})
     return parser
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from jsonargparse import Namespace
 
-from contaccum.cli.parsers import plan_parser, train_parser
+from contaccum.cli.parsers import plan_parser, rounds_parser, train_parser
 from contaccum.config import TrainConfig, validate
 from contaccum.errors import InputError
 from contaccum.launch import is_main, process_place
@@ -113,6 +113,15 @@ def _mine(options: Namespace) -> None:
         print(api.render_mined(report, rest["output"]))
 
 
+def _rounds(options: Namespace) -> None:
+    values = rounds_parser().instantiate(options).as_dict()
+    values.pop("config")
+    mining, rounds = values.pop("mine"), values.pop("rounds")
+    from contaccum.study.rounds import run_rounds
+
+    _show(run_rounds(TrainConfig(**values), mining, rounds))
+
+
 def _compare(options: Namespace) -> None:
     from contaccum.study.compare import compare
 
@@ -173,6 +182,7 @@ VERBS: dict[str, Callable[[Namespace], None]] = {
     "search": _search,
     "evaluate": _evaluate,
     "mine": _mine,
+    "rounds": _rounds,
     "compare": _compare,
     "verify": _verify,
     "plan": _plan,

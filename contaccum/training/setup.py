@@ -118,9 +118,9 @@ def write_config(config: TrainConfig) -> None:
     write_text(Path(config.output_dir) / CONFIG_FILE, to_yaml(config))
 
 
-def read_config(run: Path) -> dict[str, Any]:
+def read_config(run: Path, name: str = CONFIG_FILE) -> dict[str, Any]:
     """The settings of a run, as nested mappings."""
-    path = run / CONFIG_FILE
+    path = run / name
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
