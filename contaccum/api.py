@@ -7,14 +7,13 @@ from typing import Any
 
 from contaccum.data.convert import Form, open_examples
 from contaccum.data.formats import read_questions
-from contaccum.data.hub import PREFIX as HUB
+from contaccum.data.sources import resolve
 from contaccum.data.tables import RetrievalSet, load_corpus, load_grades, load_queries, load_retrieval_set
 from contaccum.encoder import DualEncoder
 from contaccum.engine import encoding_device, torch_dtype
 from contaccum.errors import InputError
 from contaccum.evaluation.answers import evaluate_answers
 from contaccum.evaluation.beir import CUTS, Metrics, cuts_within, drop_own, evaluate_run, retrieve_others
-from contaccum.evaluation.download import is_published, resolve_dataset
 from contaccum.files import write_json
 from contaccum.options import MineSettings, ModelChoice, SearchSettings
 from contaccum.processes import ALONE, Processes, joined
@@ -81,7 +80,7 @@ def encode(
     Started by torchrun, each process makes its own shards. Started again, finished shards are kept.
     """
     with joined(choice.timeout_minutes) as group, group.main_first():  # from here on, none waits for another
-        path, repair = _open(source, repair)
+        path, repair = resolve(source, repair=repair)
         texts = (
             Texts.of_corpus(load_corpus(path, repair))
             if kind == "passage"
@@ -124,7 +123,7 @@ def look(
 ) -> list[Hit]:
     """The k best passages of a corpus for one query text, with their texts; ``group`` as in ``search``."""
     with group.main_first():
-        path, repair = _open(data, repair)
+        path, repair = resolve(data, repair=repair)
         corpus = load_corpus(path, repair)
     return top_passages(load_encoder(choice), query, corpus, k, settings, group)
 
@@ -168,7 +167,8 @@ def evaluate_questions(
 ) -> Metrics:
     """Answer accuracy (top1, top5, top20, top100) of a DPR question file over a passages file; ``group`` as in ``search``."""
     with group.main_first():
-        asked, corpus = list(read_questions(questions)), load_corpus(passages, repair)
+        asked = list(read_questions(resolve(questions)[0]))
+        corpus = load_corpus(*resolve(passages, repair=repair))
     metrics = evaluate_answers(
         load_encoder(choice), asked, corpus, k, settings, match=match, processes=processes, group=group
     )
@@ -205,10 +205,8 @@ def mine(
     if Path(output).exists():
         raise InputError(f"{output}: exists already, expected a new path")
     with group.main_first():
-        path, repaired = _open(data, repair)
-        asked = Asked(
-            open_examples(path, split, strict, repaired), load_corpus(*_open(corpus, repair)) if corpus else None
-        )
+        given = load_corpus(*resolve(corpus, repair=repair)) if corpus else None
+        asked = Asked(open_examples(data, split, strict, repair), given)
     found: Search
     if choice.model == BM25:
         found = Lexical(asked.pool)
@@ -224,15 +222,7 @@ def mine(
 
 def load_judged(data: str, split: str, strict: bool = False, repair: bool = False) -> RetrievalSet:
     """A split of a BEIR folder or name, or a file of training examples."""
-    path, repair = _open(data, repair)
-    return load_retrieval_set(path, split, strict, repair)
-
-
-def _open(data: str, repair: bool) -> tuple[Any, bool]:
-    """The path of a data set, fetched by name where there is none; a published set is read as BEIR's own loader reads it."""
-    if data.startswith(HUB):
-        return data, repair
-    return resolve_dataset(data), repair or is_published(data)
+    return load_retrieval_set(data, split, strict, repair)
 
 
 def _search(

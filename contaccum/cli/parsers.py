@@ -31,7 +31,7 @@ def make_parser() -> ArgumentParser:
     forms = data.add_subcommands(metavar="VERB")
     forms.add_subcommand("check", _check_parser(), help="validate a data set and print its statistics")
     forms.add_subcommand("convert", _convert_parser(), help="write a data set in another format")
-    forms.add_subcommand("fetch", _fetch_parser(), help="download a BEIR data set by its name")
+    forms.add_subcommand("fetch", _fetch_parser(), help="download a data set by its name")
     forms.add_subcommand("demo", _demo_parser(), help="write the demo data set")
     return parser
 
@@ -268,10 +268,15 @@ def _convert_parser() -> ArgumentParser:
 def _fetch_parser() -> ArgumentParser:
     parser = _new(
         "contaccum data fetch",
-        "Download a BEIR data set into the cache, unless it is there, and print its folder.",
-        "%(prog)s NAME",
+        "Download a data set into the cache, unless it is there, and print where it lies. Names work wherever data is asked for.",
+        "%(prog)s NAME [--split NAME]",
     )
-    parser.add_argument("name", help="BEIR's name, such as scifact or cqadupstack/android; a path is printed as it is")
+    parser.add_argument(
+        "name",
+        help="BEIR's name (scifact, cqadupstack/android), nanobeir/scifact, a file of DPR's (dpr/nq-train, dpr/psgs_w100, "
+        "dpr/nq-test-questions), or hub:owner/name; a path is printed as it is",
+    )
+    parser.add_argument("--split", default="train", help="which split of a set of the Hub")
     return parser
 
 

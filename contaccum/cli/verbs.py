@@ -164,9 +164,9 @@ def _convert(options: Namespace) -> None:
 
 
 def _fetch(options: Namespace) -> None:
-    from contaccum.evaluation.download import resolve_dataset
+    from contaccum.data.sources import resolve
 
-    print(resolve_dataset(options.name))
+    print(resolve(options.name, options.split)[0])
 
 
 def _demo(options: Namespace) -> None:

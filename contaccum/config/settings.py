@@ -97,7 +97,8 @@ class DataConfig:
     """What is learned from, and what progress is measured on."""
 
     train: str = ""
-    """Training data: BEIR folder, DPR JSON, JSONL of query/pos/neg, or Tevatron JSONL; gzipped or not."""
+    """Training data: BEIR folder, DPR JSON, JSONL of query/pos/neg, or Tevatron JSONL, gzipped or not; or a name: scifact,
+    dpr/nq-train, hub:owner/name:configuration:split?query=COLUMN&pos=COLUMN&neg=COLUMN."""
     split: str = "train"
     """Which qrels of a BEIR folder to train on."""
     dev: str | None = None

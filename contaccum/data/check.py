@@ -11,7 +11,7 @@ from datasets import Dataset
 from contaccum.data.arrow import PASSAGE_COLUMNS, column_batches
 from contaccum.data.examples import load_examples
 from contaccum.data.formats import kind_of_data, read_qrels, read_questions
-from contaccum.data.hub import local_path
+from contaccum.data.sources import resolve
 from contaccum.data.tables import (
     keep_answerable,
     load_corpus,
@@ -31,7 +31,8 @@ def check(path: str | Path, split: str | None = None, strict: bool = False, repa
     Whatever training or evaluation would refuse raises the same InputError here, whatever they would warn of gives the
     same warning; ``strict`` and ``repair`` as in ``load_retrieval_set``. Lengths are in words (between white space).
     """
-    source, path = path, local_path(path, split or "train")
+    source = path
+    path, repair = resolve(path, split or "train", repair)
     kind = kind_of_data(path)
     if kind == "beir":
         about = _beir(path, split, strict, repair)

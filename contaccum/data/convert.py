@@ -18,7 +18,7 @@ from tqdm import tqdm
 from contaccum.data.arrow import PASSAGE_COLUMNS, Ragged, column_batches
 from contaccum.data.examples import load_examples
 from contaccum.data.formats import Example, Passage, Query, kind_of_data
-from contaccum.data.hub import local_path
+from contaccum.data.sources import resolve
 from contaccum.data.tables import answerable_split
 from contaccum.errors import InputError
 from contaccum.files import whole_file, whole_folder
@@ -91,7 +91,7 @@ class Examples:
 
 def open_examples(source: str | Path, split: str = "train", strict: bool = False, repair: bool = False) -> Examples:
     """The examples of a data set in any form, ``split`` being one of a BEIR folder; errors as in ``load_train_set``."""
-    source = local_path(source, split)
+    source, repair = resolve(source, split, repair)
     if kind_of_data(source) != "beir":
         table = load_examples(source, strict, repair)
         return Examples(table.passages, table.queries, table.positives, table.negatives, table.further)

@@ -14,7 +14,7 @@ from contaccum.batch import NO_PASSAGE
 from contaccum.data.arrow import Ragged
 from contaccum.data.examples import load_examples
 from contaccum.data.formats import kind_of_data
-from contaccum.data.hub import local_path
+from contaccum.data.sources import resolve
 from contaccum.data.tables import answerable_split
 from contaccum.errors import InputError
 
@@ -47,8 +47,7 @@ class StepRows(NamedTuple):
 def load_train_set(
     path: str | Path, split: str = "train", hard_negatives: int = 0, strict: bool = False, repair: bool = False
 ) -> TrainSet:
-    """Open a BEIR folder's split, a split of a Hub data set (``hub:owner/name``), or a file of training examples, which
-    has no splits.
+    """Open a BEIR folder's split, a file of training examples, which has no splits, or a set by its name (sources.py).
 
     In a BEIR folder a grade above 0 makes a positive, any other a hard negative. Hard negatives are kept where
     ``hard_negatives``, the number a step will draw per query, is above 0; a query with fewer is filled up from its
@@ -57,7 +56,7 @@ def load_train_set(
     Queries without a positive are left out with a warning that counts them, and refused when ``strict``; ``repair`` as
     in ``load_corpus``. Raises InputError for whatever else is wrong with the files.
     """
-    path = local_path(path, split)
+    path, repair = resolve(path, split, repair)
     if kind_of_data(path) == "beir":
         return _from_judgements(path, split, hard_negatives, strict, repair)
     return _from_examples(path, hard_negatives, strict, repair)

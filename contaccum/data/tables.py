@@ -19,8 +19,8 @@ from tqdm import tqdm
 from contaccum.data.arrow import PASSAGE_COLUMNS, TableWriter, cached_folder, file_key, open_table
 from contaccum.data.examples import load_examples
 from contaccum.data.formats import beir_file, kind_of_data, numbered_corpus, numbered_queries, read_qrels
-from contaccum.data.hub import local_path
 from contaccum.data.lines import Place
+from contaccum.data.sources import resolve
 from contaccum.errors import InputError
 from contaccum.files import read_json, write_json
 
@@ -224,7 +224,7 @@ def load_retrieval_set(
     there). Queries without a positive are left out with a warning that counts them, and refused when ``strict``.
     ``repair`` as in ``load_corpus`` and ``load_queries``; it has no effect on examples.
     """
-    path = local_path(path, split)
+    path, repair = resolve(path, split, repair)
     if kind_of_data(path) != "beir":
         return _examples_as_retrieval(path, strict, repair)
     judged = answerable_split(path, split, strict, repair)
