@@ -3,10 +3,12 @@
     python benchmarks/mining.py --data MEDQUAD --model MODEL --json OUT.json
 
 Both trainings of a seed have equal steps, pairs and hard negatives a query (one); the first draws them from all passages,
-the second from those that `contaccum rounds` mined with the first's model. Scored on the test split over the whole corpus.
-`--runs DIR` keeps the rounds, and goes on with them.
+the second from those that `contaccum rounds` mined with the first's model. ``--train_queries`` and ``--passages`` cut the data:
+queries drawn from the train split, and of the corpus every passage that is judged for these or for a test query, and others
+drawn at random; both trainings and both scores see the same cut. `--runs DIR` keeps the rounds, and goes on with them.
 """
 
+import json
 import statistics
 import tempfile
 import warnings
@@ -14,11 +16,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from common import make_parser, publish, table
 
 from contaccum import api
 from contaccum.config import TrainConfig
+from contaccum.data.tables import judged_split
 from contaccum.evaluation.significance import compare
+from contaccum.files import whole_folder, write_text
 from contaccum.options import MineSettings, ModelChoice, RoundsOptions
 from contaccum.study.rounds import run_rounds
 
@@ -37,17 +42,51 @@ def main() -> None:
     parser.add_argument("--num_negatives", type=int, default=5, help="mined for a query, of which a step draws one")
     parser.add_argument("--max_query_length", type=int, default=32)
     parser.add_argument("--max_passage_length", type=int, default=64)
+    parser.add_argument("--train_queries", type=int, help="train on so many queries; on all when not given")
+    parser.add_argument("--passages", type=int, help="search and mine so many passages; all when not given")
     parser.add_argument("--runs", type=Path, help="folder that keeps the runs")
     given = parser.parse_args()
     if given.quick:
         given.seeds, given.steps = 2, 2
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as temporary:
-        rows = [measure(given, seed, given.runs or Path(temporary)) for seed in range(given.seeds)]
+        runs = given.runs or Path(temporary)
+        if given.train_queries or given.passages:
+            given.data = str(cut(given, runs / "data"))
+        rows = [measure(given, seed, runs) for seed in range(given.seeds)]
+        base = score(given, ModelChoice(given.model, device=given.device, **lengths(given)))["mean"][METRIC]
     before, after = ({row["seed"]: row[name]["per_query"] for row in rows} for name in ("before", "after"))
     tested = compare(after, before, METRIC)
-    base = score(given, ModelChoice(given.model, device=given.device, **lengths(given)))["mean"][METRIC]
     show(given, rows, base, asdict(tested))
+
+
+def cut(given: Any, folder: Path) -> Path:
+    """A smaller set of the same layout, the same at every call."""
+    if folder.is_dir():
+        return folder
+    random = np.random.default_rng(0)
+    splits = {name: judged_split(given.data, name, repair=True) for name in ("train", "test")}
+    train = list(splits["train"].queries)
+    if given.train_queries:
+        train = sorted(random.choice(train, min(given.train_queries, len(train)), replace=False).tolist())
+    asked = {"train": train, "test": list(splits["test"].queries)}
+    corpus = splits["test"].corpus
+    ids = dict.fromkeys(key for name in asked for query in asked[name] for key in splits[name].qrels[query])
+    others = random.permutation([key for key in corpus["id"] if key not in ids]).tolist()
+    ids |= dict.fromkeys(others[: max(0, given.passages - len(ids))] if given.passages else others)
+    with whole_folder(folder) as part:
+        rows = ({"_id": row["id"], "title": row["title"], "text": row["text"]} for row in corpus if row["id"] in ids)
+        texts = {query: splits[name].queries[query] for name in asked for query in asked[name]}
+        for file, records in (
+            ("corpus", rows),
+            ("queries", ({"_id": key, "text": text} for key, text in texts.items())),
+        ):
+            write_text(part / f"{file}.jsonl", "".join(json.dumps(record) + "\n" for record in records))
+        for name, queries in asked.items():
+            judged = ((query, key, grade) for query in queries for key, grade in splits[name].qrels[query].items())
+            lines = [f"{query}\t{key}\t{grade}\n" for query, key, grade in judged]
+            write_text(part / "qrels" / f"{name}.tsv", "".join(["query-id\tcorpus-id\tscore\n", *lines]))
+    return folder
 
 
 def lengths(given: Any) -> dict[str, int]:
@@ -76,6 +115,11 @@ def score(given: Any, choice: ModelChoice) -> Any:
     return api.evaluate(choice, given.data, repair=True)
 
 
+def sizes(given: Any) -> str:
+    queries = f"{given.train_queries} drawn train queries" if given.train_queries else "all train queries"
+    return f"{queries}, {f'{given.passages} passages' if given.passages else 'the whole corpus'}"
+
+
 def show(given: Any, rows: list[dict[str, Any]], base: float, tested: dict[str, Any]) -> None:
     means = {name: [row[name]["mean"][METRIC] for row in rows] for name in ("before", "after")}
     changes = [after - before for before, after in zip(means["before"], means["after"], strict=True)]
@@ -88,7 +132,7 @@ def show(given: Any, rows: list[dict[str, Any]], base: float, tested: dict[str, 
     )
     parts = [
         table(["seed", "random negatives", "mined negatives", "change"], lines),
-        f"{METRIC} on {tested['queries']} test queries; `{given.method}`, {given.steps} steps of N = "
+        f"{METRIC} on {tested['queries']} test queries, {sizes(given)}; `{given.method}`, {given.steps} steps of N = "
         f"{given.global_batch_size}, one hard negative a query, mined with a relative margin of {given.relative_margin}. The "
         f"encoder without training has {base:.4f}. Over queries the change of the mean of the seeds is "
         f"{tested['difference']:+.4f} (95 % interval {tested['low']:+.4f} to {tested['high']:+.4f}), p = "

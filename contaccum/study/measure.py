@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from contaccum.config import TrainConfig, from_mapping
-from contaccum.data.dataset import TrainSet, load_train_set, narrowed
+from contaccum.data.dataset import TrainSet, load_training, narrowed
 from contaccum.engine import Engine, out_of_memory
 from contaccum.errors import InputError
 from contaccum.methods import METHODS
@@ -67,7 +67,7 @@ class Probe:
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
         data = config.data
-        everything = load_train_set(data.train, data.split, data.hard_negatives, data.strict, data.repair)
+        everything = load_training(data)
         self.pairs = len(everything.queries)
         self.longest = narrowed(everything, _longest(everything, most=4 * config.batch.global_batch_size))
         random = np.random.default_rng(config.seed)

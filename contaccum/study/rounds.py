@@ -55,6 +55,8 @@ def _check(config: TrainConfig, mining: MineSettings, options: RoundsOptions) ->
     check_mining(mining)
     if options.count < 1:
         raise InputError(f"rounds.count is {options.count}, expected at least 1")
+    if config.data.mixture:
+        raise InputError("data.mixture is given, expected data.train: rounds mine one data set")
     wanted = config.data.hard_negatives
     if wanted < 1:
         raise InputError("data.hard_negatives is 0, expected at least 1: training would not read what is mined")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from contaccum import api
 from contaccum.config import TrainConfig, from_mapping
-from contaccum.data.dataset import load_train_set
+from contaccum.data.dataset import load_training
 from contaccum.encoder import DualEncoder
 from contaccum.engine import encoding_device
 from contaccum.errors import InputError, Interrupted
@@ -66,7 +66,7 @@ def _model(kind: str, config: TrainConfig) -> ModelChoice | DualEncoder:
         return ModelChoice(api.BM25)
     if kind == "untrained":
         data = config.data
-        train_set = load_train_set(data.train, data.split, data.hard_negatives, data.strict, data.repair)
+        train_set = load_training(data)
         return build_encoder(config.model, train_set, config.seed).to(encoding_device(config.run.device))
     choice = ModelChoice(
         str(Path(config.output_dir) / "model"),

@@ -10,7 +10,7 @@ import torch
 
 from contaccum.batch import MicroBatch
 from contaccum.config import METRIC_CUTS, TrainConfig, check_total, parse_bytes, to_yaml, validate
-from contaccum.data.dataset import TrainSet, load_train_set
+from contaccum.data.dataset import TrainSet, load_training
 from contaccum.data.tables import RetrievalSet, load_retrieval_set
 from contaccum.encoder import DualEncoder
 from contaccum.engine import Engine, SharedEncoder
@@ -112,7 +112,7 @@ class Training:
 
     def _load_train(self) -> TrainSet:
         data = self.config.data
-        return load_train_set(data.train, data.split, data.hard_negatives, data.strict, data.repair)
+        return load_training(data)
 
     def _load_dev(self) -> RetrievalSet | None:
         data = self.config.data

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from transformers import PreTrainedTokenizerBase
 
 from contaccum.config import ModelConfig, TrainConfig, to_yaml
 from contaccum.data.collate import BatchSource
-from contaccum.data.dataset import StepSampler, TrainSet
-from contaccum.data.tokens import build_token_table, tokenizer_hash
-from contaccum.encoder import DualEncoder, make_settings
+from contaccum.data.dataset import TrainSet, make_sampler
+from contaccum.data.tokens import JoinedTokens, TokenTable, build_token_table, tokenizer_hash
+from contaccum.encoder import DualEncoder, EncoderSettings, make_settings
 from contaccum.encoder.tiny import tiny_tower
 from contaccum.engine import Engine
 from contaccum.errors import InputError
@@ -204,23 +205,12 @@ def build_batches(config: TrainConfig, engine: Engine, encoder: DualEncoder, tra
     settings = encoder.settings
     query, passage = encoder.query_tower.tokenizer, encoder.passage_tower.tokenizer
     with engine.main_first():
-        query_tokens = build_token_table(
-            train_set.queries,
-            ["text"],
-            query,
-            max_length=settings.max_query_length,
-            prefix=settings.query_prefix,
-            fingerprint=f"{train_set.fingerprint}/queries",
-        )
-        passage_tokens = build_token_table(
-            train_set.passages,
-            ["title", "text"],
-            passage,
-            max_length=settings.max_passage_length,
-            prefix=settings.passage_prefix,
-            fingerprint=f"{train_set.fingerprint}/passages",
-        )
-    sampler = StepSampler(train_set, config.seed, config.batch.global_batch_size, config.data.hard_negatives)
+        query_tokens = _tokens(train_set, "query", settings, query)
+        passage_tokens = _tokens(train_set, "passage", settings, passage)
+    data = config.data
+    sampler = make_sampler(
+        train_set, config.seed, config.batch.global_batch_size, data.hard_negatives, data.mixture_batches
+    )
     return BatchSource(
         train_set,
         sampler,
@@ -233,6 +223,23 @@ def build_batches(config: TrainConfig, engine: Engine, encoder: DualEncoder, tra
         rank=engine.rank,
         world=engine.world,
     )
+
+
+def _tokens(
+    train_set: TrainSet, side: str, settings: EncoderSettings, tokenizer: PreTrainedTokenizerBase
+) -> TokenTable | JoinedTokens:
+    """The tokens of all queries or all passages, each set of a mixture with its own prefix."""
+    table, columns = {"query": ("queries", ["text"]), "passage": ("passages", ["title", "text"])}[side]
+    usual, length = getattr(settings, f"{side}_prefix"), getattr(settings, f"max_{side}_length")
+    tables = []
+    for member in train_set.members:
+        own = getattr(member, f"{side}_prefix")
+        texts, fingerprint = getattr(member.set, table), f"{member.set.fingerprint}/{table}"
+        prefix = usual if own is None else own
+        tables.append(
+            build_token_table(texts, columns, tokenizer, max_length=length, prefix=prefix, fingerprint=fingerprint)
+        )
+    return tables[0] if len(tables) == 1 else JoinedTokens(tables)
 
 
 def build_size(config: TrainConfig, engine: Engine, batches: BatchSource) -> MicroBatchSize:
