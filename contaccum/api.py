@@ -14,6 +14,9 @@ from contaccum.engine import encoding_device, torch_dtype
 from contaccum.errors import InputError
 from contaccum.evaluation.answers import evaluate_answers
 from contaccum.evaluation.beir import CUTS, Metrics, cuts_within, drop_own, evaluate_run, retrieve_others
+from contaccum.evaluation.benchmark import Part, parts_of, render_benchmark, run_benchmark
+from contaccum.evaluation.significance import Comparison
+from contaccum.evaluation.significance import compare as compare_systems
 from contaccum.files import write_json
 from contaccum.options import MineSettings, ModelChoice, SearchSettings
 from contaccum.processes import ALONE, Processes, joined
@@ -40,6 +43,7 @@ __all__ = [
     "joined",
     "look",
     "mine",
+    "render_benchmark",
     "render_mined",
     "search",
     "write_run",
@@ -137,19 +141,57 @@ def evaluate(
     settings: SearchSettings = DEFAULTS,
     strict: bool = False,
     repair: bool = False,
+    relevance_level: int = 1,
     output: str | None = None,
     group: Processes = ALONE,
 ) -> Metrics:
     """Encode, search and score a split of a BEIR folder or name, or a file of training examples.
 
     choice: what to load, the name of an encoder, or one that is loaded. output: a file for the metrics, with the values of
-    every query. group: as in ``search``.
+    every query. relevance_level: as in ``evaluate_run``. group: as in ``search``.
     """
     with group.main_first():
         judged = load_judged(data, split, strict, repair)
-    metrics = evaluate_run(judged.qrels, _search(choice, judged, k, settings, group), cuts=cuts_within(CUTS, k))
+    run = _search(choice, judged, k, settings, group)
+    metrics = evaluate_run(judged.qrels, run, cuts=cuts_within(CUTS, k), relevance_level=relevance_level)
     model = choice if isinstance(choice, str) else getattr(choice, "model", None)
     return _keep(metrics, output, {"model": model, "data": data, "split": split})
+
+
+def is_benchmark(data: str) -> bool:
+    """Whether ``data`` names several sets."""
+    return len(parts_of(data, "test")) > 1
+
+
+def evaluate_benchmark(
+    choice: ModelChoice,
+    data: str,
+    split: str = "test",
+    *,
+    k: int = 100,
+    settings: SearchSettings = DEFAULTS,
+    strict: bool = False,
+    repair: bool = False,
+    relevance_level: int = 1,
+    output: str | None = None,
+    group: Processes = ALONE,
+) -> dict[str, Any]:
+    """Score several sets: ``beir``, ``nanobeir``, or names and folders joined by commas; see ``run_benchmark``.
+
+    output: a folder for the metrics of each set and the table. Embeddings and indexes of a set get folders of their own in those
+    that ``settings`` name. group: as in ``search``.
+    """
+    encoder = None if choice.model == BM25 else load_encoder(choice)
+    print_of = f"{encoder.fingerprint('query')} {encoder.fingerprint('passage')}" if encoder else BM25
+
+    def score(part: Part) -> Metrics:
+        folders = [value and str(Path(value) / part.name) for value in (settings.embeddings, settings.index_dir)]
+        inner = replace(settings, embeddings=folders[0], index_dir=folders[1])
+        how = {"k": k, "settings": inner, "strict": strict, "repair": repair, "relevance_level": relevance_level}
+        return evaluate(encoder or choice, part.data, part.split, group=group, **how)  # type: ignore[arg-type]
+
+    about = {"model": choice.model, "encoder": print_of, "k": k, "relevance_level": relevance_level}
+    return run_benchmark(parts_of(data, split), about, output, score, group.is_main)
 
 
 def evaluate_questions(
@@ -175,11 +217,26 @@ def evaluate_questions(
     return _keep(metrics, output, {"model": choice.model, "data": questions, "passages": passages})
 
 
-def evaluate_run_file(run: str, qrels: str, output: str | None = None) -> Metrics:
+def evaluate_run_file(run: str, qrels: str, output: str | None = None, relevance_level: int = 1) -> Metrics:
     """Score a TREC run file against a qrels file, at the cuts that its longest list can answer."""
     hits = read_run(run)
     cuts = cuts_within(CUTS, max(map(len, hits.values())))
-    return _keep(evaluate_run(load_grades(qrels), hits, cuts=cuts), output, {"run": run, "data": qrels})
+    metrics = evaluate_run(load_grades(qrels), hits, cuts=cuts, relevance_level=relevance_level)
+    return _keep(metrics, output, {"run": run, "data": qrels})
+
+
+def compare_metrics(ours: Metrics, theirs: Metrics, measure: str = "ndcg@10") -> Comparison:
+    """One run less another, query by query, with the tests of ``contaccum report``."""
+    return compare_systems({0: ours["per_query"]}, {0: theirs["per_query"]}, measure)
+
+
+def render_comparison(found: Comparison, measure: str, against: str) -> str:
+    """The difference for the eye, in one line."""
+    return (
+        f"{measure} {found.difference:+.4f} against {against} (95 % interval {found.low:+.4f} to {found.high:+.4f}; better on "
+        f"{found.wins} and worse on {found.losses} of {found.queries} queries; p = {found.p_permutation:.4f} by permutation, "
+        f"{found.p_t:.4f} by t-test)"
+    )
 
 
 def mine(

@@ -154,13 +154,25 @@ def _evaluate_parser() -> ArgumentParser:
     parser = _new(
         "contaccum evaluate",
         "Score a retriever on a BEIR folder or name (ndcg, map, recall, precision, mrr), on a DPR question file (top-k answer "
-        "accuracy), or score a run file.",
+        "accuracy), or score a run file. --data beir and --data nanobeir score all their sets, --data A,B those named, and print "
+        "a table with the mean over sets.",
         "%(prog)s (--model DIR (--data DIR_OR_NAME | --questions FILE --passages FILE) | --run FILE --qrels FILE) [options]",
     )
     parser.add_class_arguments(ModelChoice, None, skip={"model"})
     parser.add_argument("--model", help="folder that we trained, any encoder folder, a hub name, or bm25")
-    parser.add_argument("--data", help="BEIR folder or name, or a file of training examples")
-    parser.add_argument("--split", default="test", help="which qrels of the folder")
+    parser.add_argument(
+        "--data",
+        help="BEIR folder or name, or a file of training examples; several with commas; or beir (15 sets) or nanobeir (13)",
+    )
+    parser.add_argument(
+        "--split", default="test", help="which qrels of the folder; of beir's msmarco always dev, as it is quoted"
+    )
+    parser.add_argument(
+        "--relevance_level",
+        type=int,
+        default=1,
+        help="lowest grade that counts for map, recall, precision and mrr; 2 for TREC's deep learning tracks. ndcg is graded",
+    )
     parser.add_argument("--questions", help="DPR question file: question, tab, list of answers")
     parser.add_argument("--passages", help="DPR passages file: id, tab, text, tab, title; or any corpus")
     parser.add_argument(
@@ -169,8 +181,13 @@ def _evaluate_parser() -> ArgumentParser:
     parser.add_argument("--processes", type=int, default=1, help="processes that look for answers")
     parser.add_argument("--run", help="TREC run file to score")
     parser.add_argument("--qrels", help="judgements for --run: a qrels file")
+    parser.add_argument("--against", help="another run file, which --run is tested against, query by query")
+    parser.add_argument("--metric", default="ndcg@10", help="which metric is tested")
     parser.add_argument("--k", type=int, default=100, help="passages per query")
-    parser.add_argument("--output", help="metrics.json to write, with the values of every query")
+    parser.add_argument(
+        "--output",
+        help="metrics.json to write, with the values of every query; for several sets a folder, where what is finished stays",
+    )
     parser.add_class_arguments(SearchSettings, None)
     _add_strict(parser)
     _add_repair(parser)

@@ -84,21 +84,39 @@ def _evaluate(options: Namespace) -> None:
         raise InputError("evaluate was given no --model, expected one (or --run and --qrels)")
     if rest["processes"] < 1:
         raise InputError(f"--processes is {rest['processes']}, expected at least 1")
-    shared = {name: rest[name] for name in ("k", "repair")} | {"settings": settings}
-    output = rest["output"] if is_main() else None
+    if rest["against"] is not None and "run" not in given:
+        raise InputError(f"--against {rest['against']} was given without --run, expected two run files")
+    rest["output"] = rest["output"] if is_main() or api.is_benchmark(given.get("data", "")) else None
     with api.joined(choice.timeout_minutes) as group:
-        if given.keys() == {"data"}:
-            how = {"split": rest["split"], "strict": rest["strict"]}
-            metrics = api.evaluate(choice, output=output, group=group, **given, **how, **shared)
-        elif given.keys() == {"questions", "passages"}:
-            how = {"match": rest["match"], "processes": rest["processes"]}
-            metrics = api.evaluate_questions(choice, output=output, group=group, **given, **how, **shared)
-        elif given.keys() == {"run", "qrels"}:
-            metrics = api.evaluate_run_file(output=output, **given)
-        else:
-            found = ", ".join(f"--{name}" for name in given) or "none of them"
-            raise InputError(f"expected --data, or --questions and --passages, or --run and --qrels; found {found}")
-    _show(api.render_metrics(metrics))
+        text = _scores(choice, given, settings, group, rest)
+    _show(text)
+
+
+def _scores(
+    choice: ModelChoice, given: Mapping[str, Any], settings: SearchSettings, group: Any, rest: Mapping[str, Any]
+) -> str:
+    """What ``evaluate`` prints of the sources that were given."""
+    from contaccum import api
+
+    searched = {name: rest[name] for name in ("k", "repair", "output")} | {"settings": settings, "group": group}
+    level = rest["relevance_level"]
+    if given.keys() == {"data"}:
+        how = {"split": rest["split"], "strict": rest["strict"], "relevance_level": level}
+        if api.is_benchmark(given["data"]):
+            return api.render_benchmark(api.evaluate_benchmark(choice, **given, **how, **searched))
+        return api.render_metrics(api.evaluate(choice, **given, **how, **searched))
+    if given.keys() == {"questions", "passages"}:
+        how = {"match": rest["match"], "processes": rest["processes"]}
+        return api.render_metrics(api.evaluate_questions(choice, **given, **how, **searched))
+    if given.keys() != {"run", "qrels"}:
+        found = ", ".join(f"--{name}" for name in given) or "none of them"
+        raise InputError(f"expected --data, or --questions and --passages, or --run and --qrels; found {found}")
+    metrics = api.evaluate_run_file(output=rest["output"], relevance_level=level, **given)
+    if rest["against"] is None:
+        return api.render_metrics(metrics)
+    other = api.evaluate_run_file(rest["against"], given["qrels"], relevance_level=level)
+    tested = api.compare_metrics(metrics, other, rest["metric"])
+    return api.render_metrics(metrics) + "\n" + api.render_comparison(tested, rest["metric"], rest["against"])
 
 
 def _mine(options: Namespace) -> None:
