@@ -1,30 +1,53 @@
 """The verbs of the command line as functions: from paths to results. ``train`` is contaccum.training.loop.train."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from contaccum.data.convert import Form, open_examples
 from contaccum.data.corpus import load_corpus, load_queries, load_questions, open_corpus
-from contaccum.data.hub import PREFIX as HUB
+from contaccum.data.sources import resolve
 from contaccum.data.tables import RetrievalSet, load_retrieval_set, open_grades
 from contaccum.encoder import DualEncoder
 from contaccum.engine import encoding_device, torch_dtype
 from contaccum.errors import InputError
 from contaccum.evaluation.answers import evaluate_answers
 from contaccum.evaluation.beir import CUTS, Metrics, cuts_within, drop_own, evaluate_run, noting, retrieve_others
-from contaccum.evaluation.download import is_published, resolve_dataset
+from contaccum.evaluation.benchmark import Part, parts_of, render_benchmark, run_benchmark
+from contaccum.evaluation.significance import Comparison
+from contaccum.evaluation.significance import compare as compare_systems
 from contaccum.files import write_json
-from contaccum.options import ModelChoice, SearchSettings
+from contaccum.options import MineSettings, ModelChoice, SearchSettings
 from contaccum.processes import ALONE, Processes, joined
 from contaccum.retrieval.bm25 import bm25_search
+from contaccum.retrieval.candidates import Dense, Lexical, Search
 from contaccum.retrieval.encode import Texts, encode_texts
+from contaccum.retrieval.mine import Asked, Mining, render_mined
+from contaccum.retrieval.mine import mine as write_mined
+from contaccum.retrieval.negatives import check as check_mining
+from contaccum.retrieval.rerank import CrossEncoder
 from contaccum.retrieval.runs import Run, read_run, write_run
 from contaccum.retrieval.search import Hit, top_passages
 
 BM25 = "bm25"
 """The model name that stands for the lexical baseline."""
 DEFAULTS = SearchSettings()
+MINING = MineSettings()
 
-__all__ = ["encode", "evaluate", "evaluate_questions", "evaluate_run_file", "joined", "look", "search", "write_run"]
+__all__ = [
+    "encode",
+    "evaluate",
+    "evaluate_questions",
+    "evaluate_run_file",
+    "joined",
+    "look",
+    "mine",
+    "render_benchmark",
+    "render_mined",
+    "search",
+    "write_run",
+]
 
 
 def load_encoder(choice: ModelChoice) -> DualEncoder:
@@ -62,7 +85,7 @@ def encode(
     Started by torchrun, each process makes its own shards. Started again, finished shards are kept.
     """
     with joined(choice.timeout_minutes) as group, group.main_first():  # from here on, none waits for another
-        path, repair = _open(source, repair)
+        path, repair = resolve(source, repair=repair)
         texts = (
             Texts.of_corpus(load_corpus(path, repair, max_bad_records))
             if kind == "passage"
@@ -107,7 +130,7 @@ def look(
 ) -> list[Hit]:
     """The k best passages of a corpus for one query text, with their texts; ``group`` as in ``search``."""
     with group.main_first():
-        path, repair = _open(data, repair)
+        path, repair = resolve(data, repair=repair)
         corpus = load_corpus(path, repair, max_bad_records)
     return top_passages(load_encoder(choice), query, corpus, k, settings, group)
 
@@ -122,20 +145,60 @@ def evaluate(
     strict: bool = False,
     repair: bool = False,
     max_bad_records: int = 0,
+    relevance_level: int = 1,
     output: str | None = None,
     group: Processes = ALONE,
 ) -> Metrics:
     """Encode, search and score a split of a BEIR folder or name, or a file of training examples.
 
     choice: what to load, the name of an encoder, or one that is loaded. output: a file for the metrics, with the values of
-    every query. group: as in ``search``.
+    every query. relevance_level: as in ``evaluate_run``. group: as in ``search``.
     """
     with group.main_first():
         judged = load_judged(data, split, strict, repair, max_bad_records)
     run = _search(choice, judged, k, settings, group)
-    metrics = noting(judged.left_out, evaluate_run(judged.qrels, run, cuts=cuts_within(CUTS, k)))
+    found = evaluate_run(judged.qrels, run, cuts=cuts_within(CUTS, k), relevance_level=relevance_level)
+    metrics = noting(judged.left_out, found)
     model = choice if isinstance(choice, str) else getattr(choice, "model", None)
     return _keep(metrics, output, {"model": model, "data": data, "split": split})
+
+
+def is_benchmark(data: str) -> bool:
+    """Whether ``data`` names several sets."""
+    return len(parts_of(data, "test")) > 1
+
+
+def evaluate_benchmark(
+    choice: ModelChoice,
+    data: str,
+    split: str = "test",
+    *,
+    k: int = 100,
+    settings: SearchSettings = DEFAULTS,
+    strict: bool = False,
+    repair: bool = False,
+    max_bad_records: int = 0,
+    relevance_level: int = 1,
+    output: str | None = None,
+    group: Processes = ALONE,
+) -> dict[str, Any]:
+    """Score several sets: ``beir``, ``nanobeir``, or names and folders joined by commas; see ``run_benchmark``.
+
+    output: a folder for the metrics of each set and the table. Embeddings and indexes of a set get folders of their own in those
+    that ``settings`` name. group: as in ``search``.
+    """
+    encoder = None if choice.model == BM25 else load_encoder(choice)
+    print_of = f"{encoder.fingerprint('query')} {encoder.fingerprint('passage')}" if encoder else BM25
+
+    def score(part: Part) -> Metrics:
+        folders = [value and str(Path(value) / part.name) for value in (settings.embeddings, settings.index_dir)]
+        inner = replace(settings, embeddings=folders[0], index_dir=folders[1])
+        reading = {"strict": strict, "repair": repair, "max_bad_records": max_bad_records}
+        how = {"k": k, "settings": inner, "relevance_level": relevance_level, **reading}
+        return evaluate(encoder or choice, part.data, part.split, group=group, **how)  # type: ignore[arg-type]
+
+    about = {"model": choice.model, "encoder": print_of, "k": k, "relevance_level": relevance_level}
+    return run_benchmark(parts_of(data, split), about, output, score, group.is_main)
 
 
 def evaluate_questions(
@@ -154,8 +217,8 @@ def evaluate_questions(
 ) -> Metrics:
     """Answer accuracy (top1, top5, top20, top100) of a DPR question file over a passages file; ``group`` as in ``search``."""
     with group.main_first():
-        asked, without = load_questions(questions, max_bad_records)
-        corpus = open_corpus(passages, repair, max_bad_records)
+        asked, without = load_questions(resolve(questions)[0], max_bad_records)
+        corpus = open_corpus(*resolve(passages, repair=repair), max_bad_records)
     metrics = evaluate_answers(
         load_encoder(choice), asked, corpus.table, k, settings, match=match, processes=processes, group=group
     )
@@ -164,27 +227,75 @@ def evaluate_questions(
     return _keep(metrics, output, {"model": choice.model, "data": questions, "passages": passages})
 
 
-def evaluate_run_file(run: str, qrels: str, output: str | None = None, max_bad_records: int = 0) -> Metrics:
+def evaluate_run_file(
+    run: str, qrels: str, output: str | None = None, relevance_level: int = 1, max_bad_records: int = 0
+) -> Metrics:
     """Score a TREC run file against a qrels file, at the cuts that its longest list can answer."""
     hits = read_run(run)
     cuts = cuts_within(CUTS, max(map(len, hits.values())))
     grades, left_out = open_grades(qrels, max_bad_records)
-    return _keep(noting(left_out, evaluate_run(grades, hits, cuts=cuts)), output, {"run": run, "data": qrels})
+    metrics = noting(left_out, evaluate_run(grades, hits, cuts=cuts, relevance_level=relevance_level))
+    return _keep(metrics, output, {"run": run, "data": qrels})
+
+
+def compare_metrics(ours: Metrics, theirs: Metrics, measure: str = "ndcg@10") -> Comparison:
+    """One run less another, query by query, with the tests of ``contaccum report``."""
+    return compare_systems({0: ours["per_query"]}, {0: theirs["per_query"]}, measure)
+
+
+def render_comparison(found: Comparison, measure: str, against: str) -> str:
+    """The difference for the eye, in one line."""
+    return (
+        f"{measure} {found.difference:+.4f} against {against} (95 % interval {found.low:+.4f} to {found.high:+.4f}; better on "
+        f"{found.wins} and worse on {found.losses} of {found.queries} queries; p = {found.p_permutation:.4f} by permutation, "
+        f"{found.p_t:.4f} by t-test)"
+    )
+
+
+def mine(
+    choice: ModelChoice,
+    data: str,
+    output: str,
+    *,
+    split: str = "train",
+    corpus: str | None = None,
+    to: Form = "jsonl",
+    mining: MineSettings = MINING,
+    settings: SearchSettings = DEFAULTS,
+    strict: bool = False,
+    repair: bool = False,
+    max_bad_records: int = 0,
+    group: Processes = ALONE,
+) -> dict[str, Any]:
+    """Write training examples with hard negatives that a search finds; returns what stands in ``about.json`` beside them.
+
+    data: a BEIR folder or name, or a file of training examples; their own negatives are replaced. corpus: passages to mine
+    from instead of those of ``data``: a BEIR folder or name, a corpus.jsonl or a passages TSV. group: as in ``search``.
+    """
+    check_mining(mining)
+    if Path(output).exists():
+        raise InputError(f"{output}: exists already, expected a new path")
+    with group.main_first():
+        given = load_corpus(*resolve(corpus, repair=repair), max_bad_records) if corpus else None
+        asked = Asked(open_examples(data, split, strict, repair, max_bad_records), given)
+    found: Search
+    if choice.model == BM25:
+        found = Lexical(asked.pool)
+    else:
+        found = Dense(load_encoder(choice), asked.pool, replace(settings, seed=mining.seed), group)
+    rerank = None
+    if mining.cross_encoder is not None:
+        device, size = str(encoding_device(choice.device)), mining.cross_encoder_batch_size
+        rerank = CrossEncoder(mining.cross_encoder, device, size, choice.trust_remote_code)
+    about = {"model": choice.model, "data": data, "split": split, "corpus": corpus}
+    return write_mined(Mining(asked, found, mining, to, rerank), output, about, group)
 
 
 def load_judged(
     data: str, split: str, strict: bool = False, repair: bool = False, max_bad_records: int = 0
 ) -> RetrievalSet:
     """A split of a BEIR folder or name, or a file of training examples."""
-    path, repair = _open(data, repair)
-    return load_retrieval_set(path, split, strict, repair, max_bad_records)
-
-
-def _open(data: str, repair: bool) -> tuple[Any, bool]:
-    """The path of a data set, fetched by name where there is none; a published set is read as BEIR's own loader reads it."""
-    if data.startswith(HUB):
-        return data, repair
-    return resolve_dataset(data), repair or is_published(data)
+    return load_retrieval_set(data, split, strict, repair, max_bad_records)
 
 
 def _search(

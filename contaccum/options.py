@@ -57,6 +57,55 @@ class SearchSettings:
 
 
 @dataclass(frozen=True)
+class MineSettings:
+    """Which of the passages that a search finds for a query become its hard negatives.
+
+    Candidates are the best `range_max` passages for a query without its known positives, passages of the same text as one of
+    those or as the query, and passages whose text stood higher. Filters leave some of them; of these the first `range_min` are
+    passed over, and `num_negatives` of the rest are taken. The names are those of sentence-transformers' mine_hard_negatives.
+    """
+
+    num_negatives: int = 5
+    """Negatives for each query; one for which the filters leave fewer gets fewer."""
+    range_min: int = 0
+    """How many of the best candidates that the filters leave are passed over."""
+    range_max: int = 100
+    """Candidates for each query."""
+    relative_margin: float | None = None
+    """A candidate must score lower than the positive by this share of the positive's score: 0.05 keeps what scores at most 95 %
+    of it. Of several positives the one that scores lowest counts."""
+    absolute_margin: float | None = None
+    """A candidate must score lower than the positive by at least this."""
+    max_score: float | None = None
+    """Highest score of a negative."""
+    min_score: float | None = None
+    """Lowest score of a negative."""
+    sampling_strategy: Literal["top", "random"] = "top"
+    """Which of the candidates that are left: the best, or as many drawn at random, all equally likely."""
+    cross_encoder: str | None = None
+    """Cross-encoder (folder or hub name) that scores candidates and positives anew, before the filters and in place of the
+    search's scores. Needs the package sentence-transformers (extra `mine`)."""
+    cross_encoder_batch_size: int = 32
+    """Pairs of query and passage in one forward pass of the cross-encoder."""
+    seed: int = 0
+    """Draws the negatives of `sampling_strategy random`, and the rows that an approximate index is trained on."""
+    block_size: int = 16_384
+    """Queries searched at a time: memory holds their candidates, and a kill loses no more than one block."""
+
+
+@dataclass(frozen=True)
+class RoundsOptions:
+    """How often `contaccum rounds` trains and mines."""
+
+    count: int = 1
+    """Rounds after the first training, each of mining with the model before and training with what was mined."""
+    first: Literal["data", "bm25"] = "data"
+    """Hard negatives of the first training: those of the data (random passages where it lists too few), or mined by BM25."""
+    start: Literal["base", "previous"] = "base"
+    """Whether each training starts from `model.name`, or from the model of the round before."""
+
+
+@dataclass(frozen=True)
 class StudyOptions:
     """What `contaccum compare` runs, and what it weighs."""
 

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from contaccum.config import GROUPS
 from contaccum.config.file import check_config_file
+from contaccum.data.download import unpack
 from contaccum.data.formats import (
     kind_of_data,
     read_corpus,
@@ -32,7 +33,6 @@ from contaccum.data.formats import (
     read_questions,
 )
 from contaccum.errors import InputError
-from contaccum.evaluation.download import unpack
 from contaccum.files import read_json
 from contaccum.retrieval.runs import read_run
 from contaccum.retrieval.shards import ShardFolder

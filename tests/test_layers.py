@@ -31,7 +31,7 @@ HOMES = {
     "bitsandbytes": {"training/optimizer.py"},
     "scipy": {"evaluation/significance.py"},
     "matplotlib": {"study/plots.py"},
-    "sentence_transformers": {"integrations/sentence_transformers.py"},
+    "sentence_transformers": {"integrations/sentence_transformers.py", "retrieval/rerank.py"},
     "lightning": {"integrations/lightning.py"},
     "huggingface_hub": {"publish/hub.py"},
 }

@@ -3,8 +3,15 @@
 import hashlib
 import re
 import time
+from functools import lru_cache
 
 import numpy as np
+
+
+@lru_cache(maxsize=10_000)
+def _vector(word: str, dim: int) -> np.ndarray:
+    digest = hashlib.blake2b(word.encode(), digest_size=8).digest()
+    return np.random.default_rng(int.from_bytes(digest, "big")).standard_normal(dim)
 
 
 class WordEncoder:
@@ -25,8 +32,7 @@ class WordEncoder:
         vectors = np.zeros((len(texts), self.dim), dtype=np.float32)
         for row, text in enumerate(texts):
             for word in re.findall(r"\w+", text.lower()):
-                digest = hashlib.blake2b(word.encode(), digest_size=8).digest()
-                vectors[row] += np.random.default_rng(int.from_bytes(digest, "big")).standard_normal(self.dim)
+                vectors[row] += _vector(word, self.dim)
         return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-9)
 
     encode_passages = encode_queries

@@ -7,7 +7,7 @@ from jsonargparse import ActionConfigFile, ArgumentParser, set_parsing_settings
 from contaccum.config import GROUPS, TrainConfig
 from contaccum.config.file import check_config_file
 from contaccum.errors import InputError
-from contaccum.options import ModelChoice, SearchSettings, StudyOptions
+from contaccum.options import MineSettings, ModelChoice, RoundsOptions, SearchSettings, StudyOptions
 
 set_parsing_settings(
     docstring_parse_attribute_docstrings=True,
@@ -22,6 +22,8 @@ def make_parser() -> ArgumentParser:
     verbs.add_subcommand("encode", _encode_parser(), help="turn a corpus or queries into shards of vectors")
     verbs.add_subcommand("search", _search_parser(), help="find passages for a split's queries, or for one query")
     verbs.add_subcommand("evaluate", _evaluate_parser(), help="score a retriever, or a run file")
+    verbs.add_subcommand("mine", _mine_parser(), help="write training data with mined hard negatives")
+    verbs.add_subcommand("rounds", rounds_parser(), help="train, mine with the model, train again")
     verbs.add_subcommand("compare", _compare_parser(), help="train methods, settings and seeds, and weigh them")
     verbs.add_subcommand("plan", plan_parser(), help="predict what fits into memory, and what a corpus costs")
     verbs.add_subcommand(
@@ -34,7 +36,7 @@ def make_parser() -> ArgumentParser:
     forms = data.add_subcommands(metavar="VERB")
     forms.add_subcommand("check", _check_parser(), help="validate a data set and print its statistics")
     forms.add_subcommand("convert", _convert_parser(), help="write a data set in another format")
-    forms.add_subcommand("fetch", _fetch_parser(), help="download a BEIR data set by its name")
+    forms.add_subcommand("fetch", _fetch_parser(), help="download a data set by its name")
     forms.add_subcommand("demo", _demo_parser(), help="write the demo data set")
     return parser
 
@@ -168,13 +170,25 @@ def _evaluate_parser() -> ArgumentParser:
     parser = _new(
         "contaccum evaluate",
         "Score a retriever on a BEIR folder or name (ndcg, map, recall, precision, mrr), on a DPR question file (top-k answer "
-        "accuracy), or score a run file.",
+        "accuracy), or score a run file. --data beir and --data nanobeir score all their sets, --data A,B those named, and print "
+        "a table with the mean over sets.",
         "%(prog)s (--model DIR (--data DIR_OR_NAME | --questions FILE --passages FILE) | --run FILE --qrels FILE) [options]",
     )
     parser.add_class_arguments(ModelChoice, None, skip={"model"})
     parser.add_argument("--model", help="folder that we trained, any encoder folder, a hub name, or bm25")
-    parser.add_argument("--data", help="BEIR folder or name, or a file of training examples")
-    parser.add_argument("--split", default="test", help="which qrels of the folder")
+    parser.add_argument(
+        "--data",
+        help="BEIR folder or name, or a file of training examples; several with commas; or beir (15 sets) or nanobeir (13)",
+    )
+    parser.add_argument(
+        "--split", default="test", help="which qrels of the folder; of beir's msmarco always dev, as it is quoted"
+    )
+    parser.add_argument(
+        "--relevance_level",
+        type=int,
+        default=1,
+        help="lowest grade that counts for map, recall, precision and mrr; 2 for TREC's deep learning tracks. ndcg is graded",
+    )
     parser.add_argument("--questions", help="DPR question file: question, tab, list of answers")
     parser.add_argument("--passages", help="DPR passages file: id, tab, text, tab, title; or any corpus")
     parser.add_argument(
@@ -183,12 +197,61 @@ def _evaluate_parser() -> ArgumentParser:
     parser.add_argument("--processes", type=int, default=1, help="processes that look for answers")
     parser.add_argument("--run", help="TREC run file to score")
     parser.add_argument("--qrels", help="judgements for --run: a qrels file")
+    parser.add_argument("--against", help="another run file, which --run is tested against, query by query")
+    parser.add_argument("--metric", default="ndcg@10", help="which metric is tested")
     parser.add_argument("--k", type=int, default=100, help="passages per query")
-    parser.add_argument("--output", help="metrics.json to write, with the values of every query")
+    parser.add_argument(
+        "--output",
+        help="metrics.json to write, with the values of every query; for several sets a folder, where what is finished stays",
+    )
     parser.add_class_arguments(SearchSettings, None)
     _add_strict(parser)
     _add_repair(parser)
     _add_max_bad_records(parser)
+    return parser
+
+
+def _mine_parser() -> ArgumentParser:
+    parser = _new(
+        "contaccum mine",
+        "Search for every training query by BM25 or an encoder, and write the training data anew with hard negatives from what "
+        "was found, with scores. Passages known to be relevant, by id or by text, are never taken. Started again, it goes on "
+        "behind the blocks of queries that are finished.",
+        "%(prog)s --model DIR|bm25 --data DATA --output FILE [--range_min N] [--relative_margin X] [options]",
+    )
+    parser.add_class_arguments(ModelChoice, None)
+    parser.add_argument("--data", required=True, help="BEIR folder or name, or a file of training examples")
+    parser.add_argument("--split", default="train", help="which qrels of the folder")
+    parser.add_argument(
+        "--corpus",
+        help="passages to mine from, instead of the data's own: BEIR folder or name, corpus.jsonl, passages TSV",
+    )
+    parser.add_argument(
+        "--output",
+        required=True,
+        help="file to write; must not exist. What was mined stands beside it in NAME.about.json",
+    )
+    parser.add_argument("--to", choices=["jsonl", "dpr", "tevatron"], default="jsonl", help="form of the file")
+    parser.add_class_arguments(MineSettings, None)
+    parser.add_class_arguments(SearchSettings, None, skip={"seed"})
+    _add_strict(parser)
+    _add_repair(parser)
+    _add_max_bad_records(parser)
+    return parser
+
+
+def rounds_parser() -> ArgumentParser:
+    parser = _new(
+        "contaccum rounds",
+        "Train, mine hard negatives from data.train with the model, train with them, as often as rounds.count says. "
+        "output_dir gets round-0/ (a run), mined-1.jsonl, round-1/ and so on; the last round's model/ is the result. Started "
+        "again, it goes on where it stopped; more rounds may be asked for. Every setting of `contaccum train` can be given.",
+        "%(prog)s --config FILE --output_dir DIR [--rounds.count N] [--mine.FIELD VALUE ...] [--GROUP.FIELD VALUE ...]",
+    )
+    parser.add_argument("--config", action=_ConfigFile, help="YAML file with any of the settings below")
+    parser.add_class_arguments(RoundsOptions, "rounds")
+    parser.add_class_arguments(MineSettings, "mine")
+    parser.add_class_arguments(TrainConfig, None, skip={"resume", "allow_changes"})
     return parser
 
 
@@ -263,10 +326,15 @@ def _convert_parser() -> ArgumentParser:
 def _fetch_parser() -> ArgumentParser:
     parser = _new(
         "contaccum data fetch",
-        "Download a BEIR data set into the cache, unless it is there, and print its folder.",
-        "%(prog)s NAME",
+        "Download a data set into the cache, unless it is there, and print where it lies. Names work wherever data is asked for.",
+        "%(prog)s NAME [--split NAME]",
     )
-    parser.add_argument("name", help="BEIR's name, such as scifact or cqadupstack/android; a path is printed as it is")
+    parser.add_argument(
+        "name",
+        help="BEIR's name (scifact, cqadupstack/android), nanobeir/scifact, a file of DPR's (dpr/nq-train, dpr/psgs_w100, "
+        "dpr/nq-test-questions), or hub:owner/name; a path is printed as it is",
+    )
+    parser.add_argument("--split", default="train", help="which split of a set of the Hub")
     return parser
 
 

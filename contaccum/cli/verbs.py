@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 
 from jsonargparse import Namespace
 
-from contaccum.cli.parsers import plan_parser, train_parser
+from contaccum.cli.parsers import plan_parser, rounds_parser, train_parser
 from contaccum.config import TrainConfig, validate
 from contaccum.errors import InputError
 from contaccum.launch import is_main, process_place
-from contaccum.options import ModelChoice, SearchSettings, StudyOptions
+from contaccum.options import MineSettings, ModelChoice, SearchSettings, StudyOptions
 
-Options = TypeVar("Options", ModelChoice, SearchSettings, StudyOptions)
+Options = TypeVar("Options", MineSettings, ModelChoice, SearchSettings, StudyOptions)
 
 
 def _train(options: Namespace) -> None:
@@ -84,21 +84,64 @@ def _evaluate(options: Namespace) -> None:
         raise InputError("evaluate was given no --model, expected one (or --run and --qrels)")
     if rest["processes"] < 1:
         raise InputError(f"--processes is {rest['processes']}, expected at least 1")
-    shared = {name: rest[name] for name in ("k", "repair", "max_bad_records")} | {"settings": settings}
-    output = rest["output"] if is_main() else None
+    if rest["against"] is not None and "run" not in given:
+        raise InputError(f"--against {rest['against']} was given without --run, expected two run files")
+    rest["output"] = rest["output"] if is_main() or api.is_benchmark(given.get("data", "")) else None
     with api.joined(choice.timeout_minutes) as group:
-        if given.keys() == {"data"}:
-            how = {"split": rest["split"], "strict": rest["strict"]}
-            metrics = api.evaluate(choice, output=output, group=group, **given, **how, **shared)
-        elif given.keys() == {"questions", "passages"}:
-            how = {"match": rest["match"], "processes": rest["processes"]}
-            metrics = api.evaluate_questions(choice, output=output, group=group, **given, **how, **shared)
-        elif given.keys() == {"run", "qrels"}:
-            metrics = api.evaluate_run_file(output=output, max_bad_records=rest["max_bad_records"], **given)
-        else:
-            found = ", ".join(f"--{name}" for name in given) or "none of them"
-            raise InputError(f"expected --data, or --questions and --passages, or --run and --qrels; found {found}")
-    _show(api.render_metrics(metrics))
+        text = _scores(choice, given, settings, group, rest)
+    _show(text)
+
+
+def _scores(
+    choice: ModelChoice, given: Mapping[str, Any], settings: SearchSettings, group: Any, rest: Mapping[str, Any]
+) -> str:
+    """What ``evaluate`` prints of the sources that were given."""
+    from contaccum import api
+
+    searched = {name: rest[name] for name in ("k", "repair", "output", "max_bad_records")} | {
+        "settings": settings,
+        "group": group,
+    }
+    level = rest["relevance_level"]
+    if given.keys() == {"data"}:
+        how = {"split": rest["split"], "strict": rest["strict"], "relevance_level": level}
+        if api.is_benchmark(given["data"]):
+            return api.render_benchmark(api.evaluate_benchmark(choice, **given, **how, **searched))
+        return api.render_metrics(api.evaluate(choice, **given, **how, **searched))
+    if given.keys() == {"questions", "passages"}:
+        how = {"match": rest["match"], "processes": rest["processes"]}
+        return api.render_metrics(api.evaluate_questions(choice, **given, **how, **searched))
+    if given.keys() != {"run", "qrels"}:
+        found = ", ".join(f"--{name}" for name in given) or "none of them"
+        raise InputError(f"expected --data, or --questions and --passages, or --run and --qrels; found {found}")
+    how = {"relevance_level": level, "max_bad_records": rest["max_bad_records"]}
+    metrics = api.evaluate_run_file(output=rest["output"], **how, **given)
+    if rest["against"] is None:
+        return api.render_metrics(metrics)
+    other = api.evaluate_run_file(rest["against"], given["qrels"], **how)
+    tested = api.compare_metrics(metrics, other, rest["metric"])
+    return api.render_metrics(metrics) + "\n" + api.render_comparison(tested, rest["metric"], rest["against"])
+
+
+def _mine(options: Namespace) -> None:
+    from contaccum import api
+
+    choice, rest = _take(ModelChoice, options.as_dict())
+    mining, rest = _take(MineSettings, rest)
+    settings, rest = _take(SearchSettings, rest)
+    with api.joined(choice.timeout_minutes) as group:
+        report = api.mine(choice, mining=mining, settings=settings, group=group, **rest)
+    if is_main():
+        print(api.render_mined(report, rest["output"]))
+
+
+def _rounds(options: Namespace) -> None:
+    values = rounds_parser().instantiate(options).as_dict()
+    values.pop("config")
+    mining, rounds = values.pop("mine"), values.pop("rounds")
+    from contaccum.study.rounds import run_rounds
+
+    _show(run_rounds(TrainConfig(**values), mining, rounds))
 
 
 def _compare(options: Namespace) -> None:
@@ -149,9 +192,9 @@ def _convert(options: Namespace) -> None:
 
 
 def _fetch(options: Namespace) -> None:
-    from contaccum.evaluation.download import resolve_dataset
+    from contaccum.data.sources import resolve
 
-    print(resolve_dataset(options.name))
+    print(resolve(options.name, options.split)[0])
 
 
 def _demo(options: Namespace) -> None:
@@ -166,6 +209,8 @@ VERBS: dict[str, Callable[[Namespace], None]] = {
     "encode": _encode,
     "search": _search,
     "evaluate": _evaluate,
+    "mine": _mine,
+    "rounds": _rounds,
     "compare": _compare,
     "verify": _verify,
     "plan": _plan,

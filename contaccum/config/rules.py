@@ -12,6 +12,7 @@ from contaccum.config.settings import (
     METRIC_MEASURES,
     TRAITS,
     BatchConfig,
+    DataConfig,
     ModelConfig,
     OptimConfig,
     RunConfig,
@@ -116,13 +117,29 @@ def _check_given(values: Any, prefix: str = "") -> None:
 def _check_names(config: TrainConfig) -> None:
     if config.method not in TRAITS:
         raise InputError(f"method is {config.method!r}, expected one of {', '.join(TRAITS)}")
-    for name, value in (("data.train", config.data.train), ("output_dir", config.output_dir)):
+    _check_mixture(config)
+    needed = {"output_dir": config.output_dir} | ({} if config.data.mixture else {"data.train": config.data.train})
+    for name, value in needed.items():
         if not value:
             raise InputError(f"{name} is not set, expected a path")
     if config.model.tie_towers and config.model.passage_name:
         raise InputError(
             f"model.passage_name is {config.model.passage_name!r} with model.tie_towers, expected one or the other"
         )
+
+
+def _check_mixture(config: TrainConfig) -> None:
+    sets = config.data.mixture
+    if sets and config.data.train:
+        raise InputError(f"data.train is {config.data.train!r} with data.mixture, expected one or the other")
+    for number, each in enumerate(sets):
+        _check_given(each, f"data.mixture[{number}].")
+        if not each.train:
+            raise InputError(f"data.mixture[{number}].train is not set, expected a path")
+        if each.weight is not None and not each.weight > 0:
+            raise InputError(f"data.mixture[{number}].weight is {each.weight}, expected more than 0")
+    if len({each.weight is None for each in sets}) > 1:
+        raise InputError("data.mixture has sets with a weight and sets without, expected one or the other")
 
 
 def _check_batch(config: TrainConfig, world: int) -> None:
@@ -188,6 +205,10 @@ def _without_effect(config: TrainConfig) -> Iterator[str]:
     model, optim, run = config.model, config.optim, config.run
     if config.allow_changes and not config.resume:
         yield "allow_changes has no effect without resume"
+    if config.data.mixture and config.data.split != DataConfig.split:
+        yield "data.split has no effect with data.mixture, whose sets have splits of their own"
+    if config.data.mixture_batches != DataConfig.mixture_batches and not config.data.mixture:
+        yield "data.mixture_batches has no effect without data.mixture"
     if run.eval_steps and not config.data.dev:
         yield "run.eval_steps has no effect without data.dev"
     if run.metric != RunConfig.metric and not config.data.dev:

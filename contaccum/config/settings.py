@@ -93,13 +93,35 @@ class ModelConfig:
 
 
 @dataclass
+class MixtureConfig:
+    """One of several data sets that are learned from together."""
+
+    train: str = ""
+    """Training data, in any form that `data.train` takes."""
+    split: str = "train"
+    """Which qrels of a BEIR folder, or split of a Hub set."""
+    weight: float | None = None
+    """Share of the examples, against the other sets' weights. Not given for any set: the number of its queries."""
+    query_prefix: str | None = None
+    """Text put before this set's queries in training. Not given: the model's."""
+    passage_prefix: str | None = None
+    """Text put before this set's passages in training. Not given: the model's."""
+
+
+@dataclass
 class DataConfig:
     """What is learned from, and what progress is measured on."""
 
     train: str = ""
-    """Training data: BEIR folder, DPR JSON, JSONL of query/pos/neg, or Tevatron JSONL; gzipped or not."""
+    """Training data: BEIR folder, DPR JSON, JSONL of query/pos/neg, or Tevatron JSONL, gzipped or not; or a name: scifact,
+    dpr/nq-train, hub:owner/name:configuration:split?query=COLUMN&pos=COLUMN&neg=COLUMN."""
     split: str = "train"
     """Which qrels of a BEIR folder to train on."""
+    mixture: list[MixtureConfig] = field(default_factory=list)
+    """Several data sets instead of `train`: a list of `train`, `split`, `weight`, `query_prefix`, `passage_prefix`. An epoch is
+    as many examples as all of them have queries."""
+    mixture_batches: Literal["mixed", "one_set"] = "mixed"
+    """Whether a step takes its examples from all sets, or from one of them, drawn by weight."""
     dev: str | None = None
     """Data for evaluation during training, in any of the same forms. Not given: no evaluation, the last model is kept."""
     dev_split: str = "dev"
@@ -334,7 +356,9 @@ def value_at(config: Any, name: str) -> Any:
 def from_mapping(values: Mapping[str, Any]) -> TrainConfig:
     """The config of nested mappings, as ``asdict`` gives them."""
     groups = {f.name: f.default_factory for f in fields(TrainConfig) if f.default_factory is not MISSING}
-    return TrainConfig(**{k: groups[k](**v) if k in groups else v for k, v in values.items()})
+    config = TrainConfig(**{k: groups[k](**v) if k in groups else v for k, v in values.items()})
+    config.data.mixture = [MixtureConfig(**each) for each in values.get("data", {}).get("mixture", [])]
+    return config
 
 
 def to_yaml(config: TrainConfig) -> str:

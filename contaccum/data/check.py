@@ -12,7 +12,7 @@ from contaccum.data.arrow import PASSAGE_COLUMNS, column_batches
 from contaccum.data.corpus import load_questions, open_corpus, open_queries
 from contaccum.data.examples import ExampleTable, load_examples
 from contaccum.data.formats import kind_of_data
-from contaccum.data.hub import local_path
+from contaccum.data.sources import resolve
 from contaccum.data.tables import JudgedSplit, judged_split, keep_answerable, qrels_file, splits_of
 from contaccum.errors import InputError
 
@@ -28,7 +28,8 @@ def check(
     same warning; ``strict``, ``repair`` and ``max_bad_records`` as in ``load_retrieval_set``. Lengths are in words
     (between white space).
     """
-    source, path = path, local_path(path, split or "train")
+    source = path
+    path, repair = resolve(path, split or "train", repair)
     kind = kind_of_data(path, max_bad_records)
     if kind == "beir":
         about = _beir(path, split, strict, repair, max_bad_records)

@@ -9,8 +9,8 @@ import torch
 
 from contaccum.batch import MicroBatch, RowIds, Tokens
 from contaccum.data.cut import cut_by_pairs, cut_by_tokens
-from contaccum.data.dataset import StepRows, StepSampler, TrainSet
-from contaccum.data.tokens import TokenTable
+from contaccum.data.dataset import MixtureSampler, StepRows, StepSampler, TrainSet
+from contaccum.data.tokens import JoinedTokens, TokenTable
 from contaccum.errors import InputError
 
 Side = Literal["right", "left"]
@@ -38,9 +38,9 @@ class BatchSource:
     def __init__(
         self,
         train_set: TrainSet,
-        sampler: StepSampler,
-        query_tokens: TokenTable,
-        passage_tokens: TokenTable,
+        sampler: StepSampler | MixtureSampler,
+        query_tokens: TokenTable | JoinedTokens,
+        passage_tokens: TokenTable | JoinedTokens,
         micro_batch_size: int,
         *,
         micro_batch_tokens: int | None = None,

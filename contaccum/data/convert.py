@@ -6,23 +6,25 @@ not hard (DPR's ``negative_ctxs``) go into a BEIR corpus and another DPR file; J
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from datasets import Dataset
 from tqdm import tqdm
 
-from contaccum.data.arrow import PASSAGE_COLUMNS, QUERY_COLUMNS, Ragged, column_batches
+from contaccum.data.arrow import PASSAGE_COLUMNS, Ragged, column_batches
 from contaccum.data.examples import load_examples
 from contaccum.data.formats import Example, Passage, Query, kind_of_data
-from contaccum.data.hub import local_path
+from contaccum.data.sources import resolve
 from contaccum.data.tables import answerable_split
 from contaccum.errors import InputError
 from contaccum.files import whole_file, whole_folder
 
 Form = Literal["beir", "dpr", "jsonl", "tevatron"]
+_BATCH = 1000  # queries read at a time
 
 
 def convert(
@@ -50,40 +52,68 @@ def convert(
     target = Path(target)
     if target.exists() and not (to == "beir" and target.is_dir() and not any(target.iterdir())):
         raise InputError(f"{target}: exists already, expected a new path")
-    corpus, examples = _open(source, split, strict, repair, max_bad_records)
+    found = open_examples(source, split, strict, repair, max_bad_records)
+    examples = tqdm(found, desc="converting", unit=" examples", disable=None)
     if to == "beir":
         with whole_folder(target) as folder:
-            _write_beir(folder, corpus, examples, split)
+            _write_beir(folder, found.corpus, examples, split)
     else:
         with whole_file(target) as file:
-            file.writelines(_WRITERS[to](examples))
+            file.writelines(framed((record_line(example_record(example, to)) for example in examples), to))
 
 
-def _open(
-    source: str | Path, split: str, strict: bool, repair: bool, max_bad_records: int
-) -> tuple[Dataset, Iterator[Example]]:
-    """The corpus and the examples that have a positive."""
-    source = local_path(source, split)
+class Scores(NamedTuple):
+    """What a search gave an example's passages."""
+
+    positives: Sequence[float]
+    negatives: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Those examples of a data set that have a positive, in its order; read anew, with their passages, at each iteration."""
+
+    corpus: Dataset  # columns id, title, text
+    queries: Dataset  # columns id, text
+    positives: Ragged  # rows of the corpus, a list a query, as the next two
+    negatives: Ragged
+    further: Ragged
+
+    def __len__(self) -> int:
+        return int(np.count_nonzero(self.positives.lengths))
+
+    def __iter__(self) -> Iterator[Example]:
+        return self.part(0, len(self))
+
+    def part(self, start: int, stop: int) -> Iterator[Example]:
+        """The examples from ``start`` to before ``stop``."""
+        kept = np.flatnonzero(self.positives.lengths)[start:stop]
+        for first in range(0, len(kept), _BATCH):
+            numbers = kept[first : first + _BATCH]
+            batch = self.queries[numbers]
+            for number, *query in zip(numbers, batch["id"], batch["text"], strict=True):
+                lists = (self.positives, self.negatives, self.further)
+                yield Example(Query(*query), *(_passages(self.corpus, ragged.row(number)) for ragged in lists))
+
+
+def open_examples(
+    source: str | Path, split: str = "train", strict: bool = False, repair: bool = False, max_bad_records: int = 0
+) -> Examples:
+    """The examples of a data set in any form, ``split`` being one of a BEIR folder; errors as in ``load_train_set``."""
+    source, repair = resolve(source, split, repair)
     if kind_of_data(source, max_bad_records) != "beir":
         table = load_examples(source, strict, repair, max_bad_records)
-        queries = map(Query._make, _rows(table.queries, QUERY_COLUMNS))
-        return table.passages, _examples(queries, table.passages, table.positives, table.negatives, table.further)
+        return Examples(table.passages, table.queries, table.positives, table.negatives, table.further)
     judged = answerable_split(source, split, strict, repair, max_bad_records)
     none: list[list[int]] = [[] for _ in judged.queries]
     lists = [Ragged.of(rows) for rows in (*judged.graded_rows(), none)]
-    return judged.corpus, _examples(map(Query._make, judged.queries.items()), judged.corpus, *lists)
+    queries = Dataset.from_dict({"id": list(judged.queries), "text": list(judged.queries.values())})
+    return Examples(judged.corpus, queries, *lists)
 
 
 def _rows(table: Dataset, columns: Sequence[str]) -> Iterator[tuple[str, ...]]:
     for batch in column_batches(table, columns):
         yield from zip(*(batch[column] for column in columns), strict=True)
-
-
-def _examples(queries: Iterable[Query], corpus: Dataset, *lists: Ragged) -> Iterator[Example]:
-    for number, query in enumerate(tqdm(queries, desc="converting", unit=" examples", disable=None)):
-        positives, negatives, further = (_passages(corpus, ragged.row(number)) for ragged in lists)
-        if positives:
-            yield Example(query, positives, negatives, further)
 
 
 def _passages(corpus: Dataset, rows: np.ndarray) -> list[Passage]:
@@ -95,11 +125,11 @@ def _write_beir(folder: Path, corpus: Dataset, examples: Iterable[Example], spli
     (folder / "qrels").mkdir()
     with open(folder / "corpus.jsonl", "wb") as file:
         for key, title, text in _rows(corpus, PASSAGE_COLUMNS):
-            file.write(_line({"_id": _plain(key), "title": title, "text": text}))
+            file.write(record_line({"_id": _plain(key), "title": title, "text": text}))
     with open(folder / "queries.jsonl", "wb") as queries, open(folder / "qrels" / f"{split}.tsv", "wb") as qrels:
         qrels.write(b"query-id\tcorpus-id\tscore\n")
         for (key, text), positives, negatives, _ in examples:
-            queries.write(_line({"_id": _plain(key), "text": text}))
+            queries.write(record_line({"_id": _plain(key), "text": text}))
             for grade, passages in ((1, positives), (0, negatives)):
                 for passage in passages:
                     qrels.write(f"{key}\t{passage.id}\t{grade}\n".encode())
@@ -111,42 +141,47 @@ def _plain(key: str) -> str:
     return key
 
 
-def _line(record: dict[str, Any]) -> bytes:
+def record_line(record: dict[str, Any]) -> bytes:
+    """A JSON object as one line."""
     return json.dumps(record, ensure_ascii=False).encode("utf-8") + b"\n"
 
 
-def _dpr(examples: Iterable[Example]) -> Iterator[bytes]:
-    def contexts(passages: Iterable[Passage]) -> list[dict[str, str]]:
-        return [{"title": title, "text": text, "passage_id": key} for key, title, text in passages]
-
-    start = b"[\n"
-    for (key, text), positives, negatives, further in examples:
-        record = {"query_id": key, "question": text, "answers": [], "positive_ctxs": contexts(positives)}
-        record |= {"negative_ctxs": contexts(further), "hard_negative_ctxs": contexts(negatives)}
-        yield start + _line(record)
-        start = b","
-    yield b"]\n"
-
-
-def _jsonl(examples: Iterable[Example]) -> Iterator[bytes]:
-    for (key, text), positives, negatives, _ in examples:
-        record: dict[str, Any] = {"query_id": key, "query": text}
-        for name, passages in (("pos", positives), ("neg", negatives)):
+def example_record(example: Example, to: Form, scores: Scores | None = None) -> dict[str, Any]:
+    """An example as a JSON object of DPR, JSONL or Tevatron; scores of its passages stand where peers look for them."""
+    (key, text), positives, negatives, further = example
+    record: dict[str, Any] = {"query_id": key, "question" if to == "dpr" else "query": text}
+    if to == "dpr":
+        record |= {"answers": [], "positive_ctxs": _contexts(positives), "negative_ctxs": _contexts(further)}
+        record["hard_negative_ctxs"] = _contexts(negatives)
+        names = "positive_ctxs", "hard_negative_ctxs"
+    elif to == "tevatron":
+        names = "positive_passages", "negative_passages"
+        for name, passages in zip(names, (positives, negatives), strict=True):
+            record[name] = [{"docid": key, "title": title, "text": text} for key, title, text in passages]
+    else:
+        names = "pos", "neg"
+        for name, passages in zip(names, (positives, negatives), strict=True):
             record[name] = [passage.content for passage in passages]
             record[f"{name}_id"] = [passage.id for passage in passages]
-        yield _line(record)
+    for name, values in zip(names, scores or (), strict=scores is not None):
+        if to == "jsonl":
+            record[f"{name}_scores"] = list(values)
+        else:
+            record[name] = [{**passage, "score": value} for passage, value in zip(record[name], values, strict=True)]
+    return record
 
 
-def _tevatron(examples: Iterable[Example]) -> Iterator[bytes]:
-    for (key, text), positives, negatives, _ in examples:
-        record: dict[str, Any] = {"query_id": key, "query": text}
-        for name, passages in (("positive_passages", positives), ("negative_passages", negatives)):
-            record[name] = [{"docid": key, "title": title, "text": text} for key, title, text in passages]
-        yield _line(record)
+def _contexts(passages: Iterable[Passage]) -> list[dict[str, str]]:
+    return [{"title": title, "text": text, "passage_id": key} for key, title, text in passages]
 
 
-_WRITERS: dict[Form, Callable[[Iterable[Example]], Iterator[bytes]]] = {
-    "dpr": _dpr,
-    "jsonl": _jsonl,
-    "tevatron": _tevatron,
-}
+def framed(lines: Iterable[bytes], to: Form) -> Iterator[bytes]:
+    """Records, a line each, as the lines of a file: DPR's is one JSON list."""
+    if to != "dpr":
+        yield from lines
+        return
+    start = b"[\n"
+    for line in lines:
+        yield start + line
+        start = b","
+    yield b"]\n" if start == b"," else b"[]\n"

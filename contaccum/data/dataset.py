@@ -3,26 +3,27 @@
 import hashlib
 import json
 import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 
 from contaccum.batch import NO_PASSAGE
+from contaccum.config import DataConfig
 from contaccum.data.arrow import Ragged
 from contaccum.data.examples import ExampleTable, load_examples
 from contaccum.data.formats import kind_of_data
-from contaccum.data.hub import local_path
+from contaccum.data.sources import resolve
 from contaccum.data.tables import JudgedSplit, answerable_split
 from contaccum.errors import InputError
 
 __all__ = ["Ragged", "StepRows", "StepSampler", "TrainSet", "load_train_set"]
 
-_ORDER, _POSITIVES, _NEGATIVES = range(
-    3
-)  # independent random streams: more hard negatives leave the positives as they were
+# independent random streams: more hard negatives leave the positives as they were
+_ORDER, _POSITIVES, _NEGATIVES, _SETS, _SHUFFLE, _MEMBER = range(6)
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,31 @@ class TrainSet:
     negatives: Ragged  # n lists of hard negatives; all empty where none were asked for
     fingerprint: str  # of everything above, in hex; the same wherever the files lie
 
+    @property
+    def members(self) -> "tuple[Member, ...]":
+        """The sets that it consists of, in the order of its rows."""
+        return (Member(self),)
+
+
+class Member(NamedTuple):
+    """One set of a mixture."""
+
+    set: TrainSet
+    weight: float = 1.0
+    query_prefix: str | None = None  # None: the model's
+    passage_prefix: str | None = None
+
+
+@dataclass(frozen=True)
+class Mixture(TrainSet):
+    """Several sets as one: their queries and passages one behind the other, none merged."""
+
+    parts: tuple[Member, ...]
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        return self.parts
+
 
 class StepRows(NamedTuple):
     """One optimizer step in numbers: N queries, each with its positive and H hard negatives."""
@@ -42,6 +68,44 @@ class StepRows(NamedTuple):
     queries: np.ndarray  # (N,) int64, rows of TrainSet.queries
     passages: np.ndarray  # (N, 1 + H) int64, rows of TrainSet.passages, the positive first
     positives: np.ndarray  # (N, P) int64, every known positive, padded with NO_PASSAGE
+
+
+def load_training(data: DataConfig) -> TrainSet:
+    """What a config says to train on: one data set, or a mixture. Raises InputError as ``load_train_set``."""
+    how = data.hard_negatives, data.strict, data.repair, data.max_bad_records
+    if not data.mixture:
+        return load_train_set(data.train, data.split, *how)
+    sets = [load_train_set(each.train, each.split, *how) for each in data.mixture]
+    only = data.mixture[0]
+    if len(sets) == 1 and only.query_prefix is None and only.passage_prefix is None:
+        return sets[0]
+    return mixture_of(
+        [
+            Member(loaded, each.weight or len(loaded.queries), each.query_prefix, each.passage_prefix)
+            for loaded, each in zip(sets, data.mixture, strict=True)
+        ]
+    )
+
+
+def mixture_of(members: Sequence[Member]) -> Mixture:
+    """Several sets as one; a passage that stands in two of them stays two, since its prefix may differ."""
+    sets = [member.set for member in members]
+    starts = np.cumsum([0, *(len(each.passages) for each in sets)])
+    positives, negatives = (
+        Ragged.of(
+            row + start for each, start in zip(sets, starts, strict=False) for row in _rows_of(getattr(each, name))
+        )
+        for name in ("positives", "negatives")
+    )
+    queries, passages = (
+        concatenate_datasets([getattr(each, name) for each in sets]) for name in ("queries", "passages")
+    )
+    digest = hashlib.blake2b(" ".join(each.fingerprint for each in sets).encode(), digest_size=16).hexdigest()
+    return Mixture(queries, passages, positives, negatives, digest, tuple(members))
+
+
+def _rows_of(lists: Ragged) -> Iterator[np.ndarray]:
+    return (lists.row(number) for number in range(len(lists)))
 
 
 def load_train_set(
@@ -52,8 +116,7 @@ def load_train_set(
     repair: bool = False,
     max_bad_records: int = 0,
 ) -> TrainSet:
-    """Open a BEIR folder's split, a split of a Hub data set (``hub:owner/name``), or a file of training examples, which
-    has no splits.
+    """Open a BEIR folder's split, a file of training examples, which has no splits, or a set by its name (sources.py).
 
     In a BEIR folder a grade above 0 makes a positive, any other a hard negative. Hard negatives are kept where
     ``hard_negatives``, the number a step will draw per query, is above 0; a query with fewer is filled up from its
@@ -63,7 +126,7 @@ def load_train_set(
     in ``load_corpus``; ``max_bad_records`` as in ``judged_split`` and ``load_examples``. Raises InputError for whatever else
     is wrong with the files.
     """
-    path = local_path(path, split)
+    path, repair = resolve(path, split, repair)
     if kind_of_data(path, max_bad_records) == "beir":
         return _from_judgements(answerable_split(path, split, strict, repair, max_bad_records), hard_negatives)
     return _from_examples(load_examples(path, strict, repair, max_bad_records), hard_negatives)
@@ -120,10 +183,14 @@ class StepSampler:
     drawn from the other passages of the set that are not its positives.
     """
 
-    def __init__(self, train_set: TrainSet, seed: int, global_batch_size: int, hard_negatives: int) -> None:
+    def __init__(
+        self, train_set: TrainSet, seed: int, global_batch_size: int, hard_negatives: int, member: int | None = None
+    ) -> None:
+        """member: its number in a mixture, whose sets have random streams of their own."""
         self._positives, self._negatives = train_set.positives, train_set.negatives
         self._passages = len(train_set.passages)
-        self._seed, self.size, self.hard_negatives = seed, global_batch_size, hard_negatives
+        self._seed = [seed] if member is None else [seed, _MEMBER, member]
+        self.size, self.hard_negatives = global_batch_size, hard_negatives
         self._epoch = -1
         self._order = np.empty(0, dtype=np.int64)
         short = int(np.count_nonzero(self._negatives.lengths < hard_negatives))
@@ -147,7 +214,11 @@ class StepSampler:
 
     def __call__(self, step: int) -> StepRows:
         """The rows of optimizer step ``step``, counted from 0."""
-        queries = self._stream(step * self.size, self.size)
+        return self.rows(step, step * self.size, self.size)
+
+    def rows(self, step: int, start: int, count: int) -> StepRows:
+        """Places [start, start + count) of the stream, with what step ``step`` draws for them."""
+        queries = self._stream(start, count)
         known = [self._positives.row(query) for query in queries]
         draw = self._random(_POSITIVES, step).random(len(queries))
         chosen = [rows[int(share * len(rows))] for rows, share in zip(known, draw, strict=True)]
@@ -163,7 +234,7 @@ class StepSampler:
         return StepRows(queries, passages, positives)
 
     def _random(self, *key: int) -> np.random.Generator:
-        return np.random.Generator(np.random.Philox(np.random.SeedSequence([self._seed, *key])))
+        return np.random.Generator(np.random.Philox(np.random.SeedSequence([*self._seed, *key])))
 
     def _stream(self, start: int, count: int) -> np.ndarray:
         """Places [start, start + count) of the endless stream of queries, (count,) int64."""
@@ -193,3 +264,79 @@ class StepSampler:
                 taken.add(row)
                 drawn.append(row)
         return np.array(drawn, dtype=np.int64)
+
+
+class MixtureSampler:
+    """Says which rows make up a step of a mixture; as StepSampler, a pure function of (seed, step).
+
+    A step draws how many of its N examples each set gives, by weight (``mixed``), or which set gives all (``one_set``). Each set
+    has an endless stream of its own, read on where the steps before have left it: that is their draws, taken once more.
+    """
+
+    def __init__(self, mixture: Mixture, seed: int, global_batch_size: int, hard_negatives: int, batches: str) -> None:
+        self._samplers = [
+            StepSampler(member.set, seed, global_batch_size, hard_negatives, number)
+            for number, member in enumerate(mixture.members)
+        ]
+        weights = np.array([member.weight for member in mixture.members], dtype=np.float64)
+        self._shares = weights / weights.sum()
+        self._one_set = batches == "one_set"
+        self._seed, self.size, self.hard_negatives = seed, global_batch_size, hard_negatives
+        sizes = [(len(member.set.queries), len(member.set.passages)) for member in mixture.members]
+        self._starts = np.cumsum([(0, 0), *sizes], axis=0)  # (sets + 1, 2), first row of queries and of passages
+        self._drawn = (
+            0,
+            np.zeros(len(self._shares), dtype=np.int64),
+        )  # a step, and what the ones before it took of each set
+
+    def __call__(self, step: int) -> StepRows:
+        """The rows of optimizer step ``step``, counted from 0."""
+        before, counts = self._before(step), self.counts(step)
+        parts = [
+            _moved(sampler.rows(step, int(start), int(count)), *offsets)
+            for sampler, start, count, offsets in zip(self._samplers, before, counts, self._starts, strict=False)
+            if count
+        ]
+        width = max(part.positives.shape[1] for part in parts)
+        padded = [
+            np.pad(part.positives, ((0, 0), (0, width - part.positives.shape[1])), constant_values=NO_PASSAGE)
+            for part in parts
+        ]
+        order = self._random(_SHUFFLE, step).permutation(self.size)
+        rows = [part.queries for part in parts], [part.passages for part in parts], padded
+        return StepRows(*(np.concatenate(each)[order] for each in rows))
+
+    def counts(self, step: int) -> np.ndarray:
+        """How many examples of each set step ``step`` takes, (sets,) int64; their sum is N."""
+        random = self._random(_SETS, step)
+        if self._one_set:
+            return random.multinomial(1, self._shares) * self.size
+        return random.multinomial(self.size, self._shares)
+
+    def _before(self, step: int) -> np.ndarray:
+        """How many examples of each set the steps before ``step`` took, (sets,)."""
+        known, taken = self._drawn
+        if step < known:
+            known, taken = 0, np.zeros_like(taken)
+        for each in range(known, step):
+            taken = taken + self.counts(each)
+        self._drawn = step, taken
+        return taken
+
+    def _random(self, *key: int) -> np.random.Generator:
+        return np.random.Generator(np.random.Philox(np.random.SeedSequence([self._seed, *key])))
+
+
+def _moved(rows: StepRows, queries: int, passages: int) -> StepRows:
+    """The rows of one set as rows of the mixture."""
+    known = np.where(rows.positives == NO_PASSAGE, NO_PASSAGE, rows.positives + passages)
+    return StepRows(rows.queries + queries, rows.passages + passages, known)
+
+
+def make_sampler(
+    train_set: TrainSet, seed: int, global_batch_size: int, hard_negatives: int, batches: str = "mixed"
+) -> StepSampler | MixtureSampler:
+    """The order of a training set or of a mixture, whose steps are ``mixed`` or of ``one_set``."""
+    if isinstance(train_set, Mixture):
+        return MixtureSampler(train_set, seed, global_batch_size, hard_negatives, batches)
+    return StepSampler(train_set, seed, global_batch_size, hard_negatives)

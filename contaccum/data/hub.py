@@ -1,35 +1,171 @@
-"""Data sets of the Hugging Face Hub by name: fetched once, and from then on a file of examples like any other."""
+"""Data sets of the Hugging Face Hub by name: fetched once, and from then on files like any other.
+
+A name is ``hub:owner/name``, and behind it, each where it is needed: ``@revision``, ``:configuration``, ``:split``, and
+``?query=COLUMN&pos=COLUMN&neg=COLUMN,COLUMN`` where the columns have names of their own. A folder on disk may stand in the place
+of ``owner/name``: ``datasets`` reads both the same way (JSON, Parquet, CSV).
+"""
 
 import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from datasets import load_dataset
+from datasets import Dataset, DatasetDict, get_dataset_config_names, load_dataset
 from datasets.exceptions import DatasetsError
 
 from contaccum.data.arrow import cached_folder
 from contaccum.errors import InputError
 
 PREFIX = "hub:"
+FIELDS = ("query", "pos", "neg", "query_id")
+QRELS = ("qrels", "default")
+"""What the judgements of a retrieval set are called: in NanoBEIR, and in MTEB."""
+_NAME = re.compile(r"(?P<repository>[^:?@]+)(@(?P<revision>[^:?]+))?(:(?P<configuration>[^:?]*))?(:(?P<split>[^:?]+))?")
 
 
-def local_path(path: str | Path, split: str) -> Path:
-    """The path itself, or where the examples of ``hub:owner/name`` (or ``hub:owner/name:configuration``) now lie.
+@dataclass(frozen=True)
+class HubName:
+    """A name taken apart."""
 
-    The set's columns must be those of one of our files of examples: query, pos, neg; or Tevatron's; or DPR's. Raises
-    InputError where the set or the split cannot be had.
-    """
-    if not str(path).startswith(PREFIX):
-        return Path(path)
-    name, _, configuration = str(path).removeprefix(PREFIX).partition(":")
-    try:
-        rows = load_dataset(name, configuration or None, split=split)
-    except (OSError, ValueError, DatasetsError) as error:
+    text: str
+    repository: str
+    revision: str | None = None
+    configuration: str | None = None
+    split: str | None = None
+    columns: dict[str, list[str]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, text: str) -> "HubName":
+        """InputError where it is no such name."""
+        name, mark, mapping = text.removeprefix(PREFIX).partition("?")
+        found = _NAME.fullmatch(name)
+        columns: dict[str, list[str]] = {}
+        for pair in mapping.split("&") if mark else []:
+            key, _, value = pair.partition("=")
+            if key not in FIELDS or not value:
+                raise InputError(f"{text}: found {pair!r}, expected FIELD=COLUMN, FIELD one of {', '.join(FIELDS)}")
+            columns[key] = value.split(",")
+        if found is None or (mark and not {"query", "pos"} <= columns.keys()):
+            raise InputError(
+                f"{text}: expected hub:owner/name[@revision][:configuration][:split][?query=COLUMN&pos=COLUMN]"
+            )
+        revision, configuration, split = (found[part] or None for part in ("revision", "configuration", "split"))
+        return cls(text, found["repository"], revision, configuration, split, columns)
+
+    def load(self, configuration: str | None) -> DatasetDict:
+        """All splits of one configuration; InputError where they cannot be had."""
+        try:
+            return load_dataset(self.repository, configuration, revision=self.revision)
+        except (OSError, ValueError, DatasetsError) as error:
+            raise self._unavailable(error) from error
+
+    def configurations(self) -> list[str]:
+        try:
+            return get_dataset_config_names(self.repository, revision=self.revision)
+        except (OSError, ValueError, DatasetsError) as error:
+            raise self._unavailable(error) from error
+
+    def _unavailable(self, error: Exception) -> InputError:
         reason = " ".join(str(error).split())[:200]
-        raise InputError(f"{path}: split {split!r} could not be loaded from the Hub ({reason})") from error
+        return InputError(f"{self.text}: could not be loaded from the Hub ({reason})")
+
+
+def fetch_hub(text: str, split: str) -> Path:
+    """Where a set by its name now lies: a file of examples, or a BEIR folder with the judgements of ``split``.
+
+    A set with the configurations ``corpus`` and ``queries``, and ``qrels`` or ``default`` for the judgements, is a BEIR folder
+    (NanoBEIR, MTEB's retrieval sets). Any other holds examples: its columns are those of one of our files (query, pos, neg; or
+    Tevatron's; or DPR's) or those that the name says. The name's own split goes before ``split``. Raises InputError.
+    """
+    name = HubName.of(text)
+    if name.configuration is None and not name.columns and {"corpus", "queries"} <= set(name.configurations()):
+        return _retrieval_folder(name, split)
+    rows = _split_of(name, name.load(name.configuration), name.split or split)
+    key = [name.repository, name.configuration, name.columns, rows._fingerprint]  # it follows the content's version
 
     def write(folder: Path) -> None:
-        with open(folder / "examples.jsonl", "w", encoding="utf-8", newline="\n") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        _write_lines(folder / "examples.jsonl", _mapped(name, rows) if name.columns else rows)
 
-    # the fingerprint of a loaded set follows its content's version
-    return cached_folder("hub", [name, configuration, split, rows._fingerprint], write) / "examples.jsonl"
+    return cached_folder("hub", key, write) / "examples.jsonl"
+
+
+def _split_of(name: HubName, found: DatasetDict, split: str, only: bool = False) -> Dataset:
+    """A split; with ``only``, the one that there is where it has another name."""
+    if split in found:
+        return found[split]
+    if only and len(found) == 1:
+        return next(iter(found.values()))
+    raise InputError(f"{name.text}: holds no split {split!r}, found {', '.join(map(str, found))}")
+
+
+def _mapped(name: HubName, rows: Dataset) -> Iterator[dict[str, Any]]:
+    """Rows with our fields; a text stands as it is or in a list, and an empty or absent negative is none."""
+    wanted = [column for columns in name.columns.values() for column in columns]
+    if missing := [column for column in wanted if column not in rows.column_names]:
+        raise InputError(f"{name.text}: holds no column {missing[0]!r}, found {', '.join(rows.column_names)}")
+    for number, row in enumerate(rows, 1):
+        texts = {
+            key: [t for column in columns for t in _texts(name, number, column, row[column])]
+            for key, columns in name.columns.items()
+        }
+        record: dict[str, Any] = {"pos": texts["pos"], "neg": texts.get("neg", [])}
+        for key in ("query", "query_id"):
+            if key in texts:
+                if len(texts[key]) != 1:
+                    raise InputError(
+                        f"{name.text}, row {number}: found {len(texts[key])} values for {key}, expected one"
+                    )
+                record[key] = texts[key][0]
+        yield record
+
+
+def _texts(name: HubName, number: int, column: str, value: Any) -> list[str]:
+    values = value if isinstance(value, list) else [value]
+    kept = [
+        each if isinstance(each, str) else str(each) if isinstance(each, int) else each
+        for each in values
+        if each not in (None, "")
+    ]
+    if not all(isinstance(each, str) for each in kept):
+        raise InputError(
+            f"{name.text}, row {number}: column {column!r} holds {type(value).__name__}, expected text or texts"
+        )
+    return kept
+
+
+def _retrieval_folder(name: HubName, split: str) -> Path:
+    configurations = set(name.configurations())
+    judged = next((each for each in QRELS if each in configurations), None)
+    if judged is None:
+        raise InputError(
+            f"{name.text}: holds corpus and queries, but no configuration {' or '.join(QRELS)} for judgements"
+        )
+    wanted = name.split or split
+    parts = {each: name.load(each) for each in ("corpus", "queries", judged)}
+    corpus = _split_of(name, parts["corpus"], name.split or "corpus", only=True)
+    queries = _split_of(name, parts["queries"], name.split or "queries", only=True)
+    grades = _split_of(name, parts[judged], wanted, only=True)
+    key = [name.repository, split, *(part._fingerprint for part in (corpus, queries, grades))]
+
+    def write(folder: Path) -> None:
+        (folder / "qrels").mkdir()
+        _write_lines(folder / "corpus.jsonl", ({"title": "", **_with_id(row)} for row in corpus))
+        _write_lines(folder / "queries.jsonl", map(_with_id, queries))
+        with open(folder / "qrels" / f"{split}.tsv", "w", encoding="utf-8", newline="\n") as file:
+            file.write("query-id\tcorpus-id\tscore\n")
+            file.writelines(f"{row['query-id']}\t{row['corpus-id']}\t{int(row.get('score', 1))}\n" for row in grades)
+
+    return cached_folder("hub", key, write)
+
+
+def _with_id(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of a corpus or of queries, whose id some sets call ``id``; a title that is not there is empty."""
+    kept = {"_id": row["_id"] if "_id" in row else row["id"], "text": row["text"]}
+    return {**kept, "title": row["title"]} if row.get("title") else kept
+
+
+def _write_lines(path: Path, rows: Any) -> None:
+    with open(path, "w", encoding="utf-8", newline="\n") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

@@ -13,9 +13,9 @@ from contaccum.data.bad_records import BadRecords, Place
 from contaccum.data.corpus import find_rows, load_corpus, load_queries, open_corpus, open_queries, repeated_ids
 from contaccum.data.examples import load_examples
 from contaccum.data.formats import beir_file, kind_of_data, read_qrels
-from contaccum.data.hub import local_path
 from contaccum.data.quarantine import keep_quarantine
 from contaccum.data.records import Judgement
+from contaccum.data.sources import resolve
 from contaccum.errors import InputError
 
 __all__ = [
@@ -207,7 +207,7 @@ def load_retrieval_set(
     ``repair`` as in ``load_corpus`` and ``load_queries``; it has no effect on examples. ``max_bad_records`` as in
     ``judged_split`` and ``load_examples``.
     """
-    path = local_path(path, split)
+    path, repair = resolve(path, split, repair)
     if kind_of_data(path, max_bad_records) != "beir":
         return _examples_as_retrieval(path, strict, repair, max_bad_records)
     judged = answerable_split(path, split, strict, repair, max_bad_records)

@@ -44,6 +44,38 @@ class TokenTable:
         return max(int(np.diff(self._offsets[start : start + _OFFSETS + 1]).max()) for start in starts)
 
 
+class JoinedTokens:
+    """Token tables one behind the other, as one."""
+
+    def __init__(self, tables: Sequence[TokenTable]) -> None:
+        self._tables = tables
+        self._starts = np.cumsum([0, *map(len, tables)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def rows(self, indices: Sequence[int] | np.ndarray) -> list[np.ndarray]:
+        """As TokenTable's."""
+        places = np.searchsorted(self._starts, indices, side="right") - 1
+        return [
+            self._tables[place].rows([index - self._starts[place]])[0]
+            for index, place in zip(indices, places, strict=True)
+        ]
+
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
+        """As TokenTable's."""
+        places = np.searchsorted(self._starts, indices, side="right") - 1
+        found = np.zeros(indices.shape, dtype=np.int64)
+        for number, table in enumerate(self._tables):
+            own = places == number
+            found[own] = table.lengths(indices[own] - self._starts[number])
+        return found
+
+    def longest(self) -> int:
+        """As TokenTable's."""
+        return max(table.longest() for table in self._tables)
+
+
 def build_token_table(
     texts: Dataset,
     columns: Sequence[str],

@@ -37,16 +37,24 @@ class Metrics(Scores, total=False):
 
 
 def evaluate_run(
-    qrels: Mapping[str, Mapping[str, int]], run: Run, *, cuts: Sequence[int] = CUTS, ignore_identical_ids: bool = True
+    qrels: Mapping[str, Mapping[str, int]],
+    run: Run,
+    *,
+    cuts: Sequence[int] = CUTS,
+    ignore_identical_ids: bool = True,
+    relevance_level: int = 1,
 ) -> Metrics:
     """ndcg, map, recall, precision and mrr at every cut, per query and averaged over all queries of ``qrels``.
 
     A query without any result counts 0 in every mean, with one warning that counts them; queries of the run that are
     not judged are left out. A passage whose id is the query's own is dropped first, as BEIR does, unless told
-    otherwise. Grades above 0 are relevant. mrr is BEIR's: over the run's own order. The others are trec_eval's, which
-    orders a run by score (as float32), ties by id, greatest first: the order that our runs have. Raises InputError
-    when nothing was judged, or run and qrels share no query.
+    otherwise. Grades from ``relevance_level`` on are relevant for map, recall, precision and mrr (TREC's deep learning tracks
+    take 2 for passages); ndcg takes the grades as they are. mrr is BEIR's: over the run's own order. The others are
+    trec_eval's, which orders a run by score (as float32), ties by id, greatest first: the order that our runs have.
+    Raises InputError when nothing was judged, or run and qrels share no query.
     """
+    if relevance_level < 1:
+        raise InputError(f"relevance_level is {relevance_level}, expected at least 1")
     if not qrels:
         raise InputError("the qrels judge no query, expected at least one")
     judged: Run = {
@@ -63,7 +71,9 @@ def evaluate_run(
             f"{missing} of {len(qrels)} judged queries have no result and count 0 in every mean", stacklevel=2
         )
     names = {f"{measure}.{','.join(map(str, cuts))}" for measure in MEASURES.values()}
-    evaluator = pytrec_eval.RelevanceEvaluator({query_id: dict(grades) for query_id, grades in qrels.items()}, names)
+    evaluator = pytrec_eval.RelevanceEvaluator(
+        {query_id: dict(grades) for query_id, grades in qrels.items()}, names, relevance_level=relevance_level
+    )
     scores = evaluator.evaluate({query_id: dict(hits) for query_id, hits in judged.items()})
     per_query = {
         query_id: {
@@ -71,17 +81,17 @@ def evaluate_run(
             for name, measure in MEASURES.items()
             for cut in cuts
         }
-        | _reciprocal_ranks(grades, judged.get(query_id, []), cuts)
+        | _reciprocal_ranks(grades, judged.get(query_id, []), cuts, relevance_level)
         for query_id, grades in qrels.items()
     }
     return metrics_of(per_query)
 
 
 def _reciprocal_ranks(
-    grades: Mapping[str, int], hits: list[tuple[str, float]], cuts: Sequence[int]
+    grades: Mapping[str, int], hits: list[tuple[str, float]], cuts: Sequence[int], least: int
 ) -> dict[str, float]:
     """1 / rank of the first relevant passage, 0 where it stands behind the cut."""
-    rank = next((rank for rank, (passage_id, _) in enumerate(hits, 1) if grades.get(passage_id, 0) > 0), None)
+    rank = next((rank for rank, (passage_id, _) in enumerate(hits, 1) if grades.get(passage_id, 0) >= least), None)
     return {f"mrr@{cut}": 1 / rank if rank is not None and rank <= cut else 0.0 for cut in cuts}
 
 

@@ -33,20 +33,23 @@ Top = Callable[[np.ndarray, np.ndarray, int], Hits]
 """From queries (n, d), a block (rows, d) and a number to hits in the block."""
 
 
-def exact_search(queries: np.ndarray, shards: Shards, k: int, backend: str = "auto") -> list[list[tuple[str, float]]]:
+def exact_search(
+    queries: np.ndarray, shards: Shards, k: int, backend: str = "auto", candidates: Candidates | None = None
+) -> list[list[tuple[str, float]]]:
     """The k best passages of each query by inner product, in a run's order; fewer when the corpus is smaller.
 
     queries (n, d) float32. Memory holds one block of a shard, or with faiss on GPUs the whole index, divided over them.
+    ``candidates``: what ``find_candidates`` gave for these shards, where they are searched more than once.
     """
     results: list[list[tuple[str, float]]] = [[] for _ in queries]
     rows = count_rows(shards)
     if not rows:
         return results
-    candidates = _candidates(shards, backend)
+    candidates = candidates or find_candidates(shards, backend)
     todo, width = np.arange(len(queries)), min(k + SLACK, rows)
     while len(todo):
         approximate, found = candidates(queries[todo], width)
-        ids, scores, bound = _rescore(queries[todo], shards, found)
+        ids, scores, bound = rescore(queries[todo], shards, found)
         closed = np.ones(len(todo), dtype=bool)
         if width < rows:
             # whatever was not found scores at most the worst approximate score, give or take the rounding
@@ -71,7 +74,8 @@ def choose_backend(backend: str) -> str:
     return "torch" if not has_faiss() or (torch.cuda.is_available() and not gpu_count()) else "faiss"
 
 
-def _candidates(shards: Shards, backend: str) -> Candidates:
+def find_candidates(shards: Shards, backend: str = "auto") -> Candidates:
+    """How the shards are searched before the scores are computed anew; on GPUs with faiss, the index is built here."""
     if choose_backend(backend) == "torch":
         return lambda queries, k: _stream(queries, shards, k, _torch_top)
     if gpu_count():
@@ -138,7 +142,7 @@ def _full_precision() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _rescore(queries: np.ndarray, shards: Shards, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def rescore(queries: np.ndarray, shards: Shards, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Ids and scores of the candidates, both (n, k), and per query a bound on the rounding of a float32 product, (n,).
 
     rows (n, k) holds row numbers over all shards. Scores are float64 sums rounded to float32; each depends on its own

@@ -45,11 +45,16 @@ def search(
         index = Index.build(shards, Origin(factory, seed))
         index.set_search_params(search_params)
         return search_index(query_ids, query_vectors, index, k)
-    if search_params:
-        raise InputError(f"search_params {search_params!r} have no effect on the exact index 'Flat', expected none")
+    check_exact(search_params)
     dimension = shards[0].vectors.shape[1] if len(shards) else query_vectors.shape[1]
     queries = _checked_queries(query_ids, query_vectors, dimension, k)
     return dict(zip(query_ids, exact_search(queries, shards, k, backend), strict=True))
+
+
+def check_exact(search_params: str) -> None:
+    """InputError where an exact search is told what only an approximate index has."""
+    if search_params:
+        raise InputError(f"search_params {search_params!r} have no effect on the exact index 'Flat', expected none")
 
 
 def _check_approximate(backend: str, factory: str) -> None:
@@ -93,11 +98,7 @@ def retrieve(
 
     Each process of ``group`` encodes and searches every W-th shard; all get the run that one process would have made.
     """
-    if group.world > 1 and settings.factory != "Flat":
-        raise InputError(
-            f"index {settings.factory!r} is built and searched by one process, but {group.world} were started; expected the "
-            "exact index 'Flat', or one process (which can read the embeddings that several have made)"
-        )
+    check_group(settings, group)
     asked = encode_in_memory(encoder, Texts.of_queries(queries), settings.batch_tokens)
     if settings.index_dir is not None:
         return search_index(asked.ids, asked.vectors, kept_index(encoder, corpus, settings), k)
@@ -113,6 +114,15 @@ def retrieve(
         seed=settings.seed,
     )
     return merge_runs(own, k, group)
+
+
+def check_group(settings: SearchSettings, group: Processes) -> None:
+    """InputError where several processes are to share an approximate index."""
+    if group.world > 1 and settings.factory != "Flat":
+        raise InputError(
+            f"index {settings.factory!r} is built and searched by one process, but {group.world} were started; expected the "
+            "exact index 'Flat', or one process (which can read the embeddings that several have made)"
+        )
 
 
 def merge_runs(own: Run, k: int, group: Processes) -> Run:
@@ -162,8 +172,11 @@ class EveryNth:
         return (self.shards[number] for number in self.numbers)
 
 
-def kept_index(encoder: Encoder, corpus: "Dataset", settings: SearchSettings) -> Index:
-    """The corpus's approximate index in the settings' folder; where there is none, it is built, and the corpus encoded."""
+def kept_index(encoder: Encoder, corpus: "Dataset", settings: SearchSettings, shards: Shards | None = None) -> Index:
+    """The corpus's approximate index in the settings' folder; where there is none, it is built from its vectors.
+
+    shards: the corpus's vectors; not given, it is encoded where the index has to be built.
+    """
     if settings.factory == "Flat":
         raise InputError(
             f"index_dir {settings.index_dir!r} has no effect on the exact index 'Flat', expected none: "
@@ -174,7 +187,7 @@ def kept_index(encoder: Encoder, corpus: "Dataset", settings: SearchSettings) ->
     origin = Origin(
         settings.factory, settings.seed, encoder.fingerprint("passage"), Texts.of_corpus(corpus).fingerprint
     )
-    index = Index.kept(settings.index_dir, origin, lambda: passage_shards(encoder, corpus, settings))
+    index = Index.kept(settings.index_dir, origin, lambda: shards or passage_shards(encoder, corpus, settings))
     index.set_search_params(settings.search_params)
     return index
 

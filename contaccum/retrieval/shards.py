@@ -41,6 +41,23 @@ class Shards(Protocol):
     def __iter__(self) -> Iterator[Shard]: ...
 
 
+class Followed:
+    """Shards, and one more behind them."""
+
+    def __init__(self, shards: Shards, last: Shard) -> None:
+        self._shards, self._last = shards, last
+
+    def __len__(self) -> int:
+        return len(self._shards) + 1
+
+    def __getitem__(self, number: int) -> Shard:
+        return self._last if number == len(self._shards) else self._shards[number]
+
+    def __iter__(self) -> Iterator[Shard]:
+        yield from self._shards
+        yield self._last
+
+
 @dataclass(frozen=True)
 class Job:
     """What is encoded, by what, in which form; folders of equal jobs hold the same shards."""

@@ -85,6 +85,8 @@ class Study:
     def _check_data(self) -> None:
         """The test data can be read, and is neither what is tuned by nor, without a warning, what is trained on."""
         data, test = self.base.data, (self.test["data"], self.test["split"])
+        if not test[0]:
+            raise InputError("data.mixture has no test data of its own, expected --test DATA")
         tested = _queries(*test)
         if Path(test[0]).is_file() and self.options.test is None:
             raise InputError(f"{test[0]} is a file of examples, which has no split {test[1]!r}; expected --test DATA")

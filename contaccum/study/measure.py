@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from contaccum.config import TrainConfig, from_mapping
-from contaccum.data.dataset import TrainSet, narrowed
+from contaccum.data.dataset import TrainSet, load_training, narrowed
 from contaccum.engine import Engine, out_of_memory
 from contaccum.errors import InputError
 from contaccum.methods import METHODS
@@ -66,7 +66,7 @@ class Probe:
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
-        everything = setup.load_training_data(config.data)
+        everything = load_training(config.data)
         self.pairs = len(everything.queries)
         self.longest = narrowed(everything, _longest(everything, most=4 * config.batch.global_batch_size))
         random = np.random.default_rng(config.seed)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from contaccum.batch import MicroBatch
 from contaccum.config import TrainConfig, validate
-from contaccum.data.dataset import TrainSet
+from contaccum.data.dataset import TrainSet, load_training
 from contaccum.encoder import DualEncoder
 from contaccum.engine import Engine
 from contaccum.errors import Failed
@@ -117,7 +117,7 @@ class Bench:
 
     def __init__(self, config: TrainConfig, engine: Engine) -> None:
         self.config, self.engine = config, engine
-        self.train_set: TrainSet = setup.load_training_data(config.data)
+        self.train_set: TrainSet = load_training(config.data)
         self.encoder: DualEncoder = setup.build_encoder(config.model, self.train_set, config.seed).to(engine.device)
         if config.model.dropout is not None:
             self.encoder.set_dropout(config.model.dropout)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from contaccum import api
 from contaccum.config import TrainConfig, from_mapping
+from contaccum.data.dataset import load_training
 from contaccum.encoder import DualEncoder
 from contaccum.engine import encoding_device
 from contaccum.errors import InputError, Interrupted
@@ -20,7 +21,7 @@ from contaccum.options import ModelChoice, SearchSettings
 from contaccum.study.grid import identity
 from contaccum.study.runs import METRICS_FILE, TUNED_FILE
 from contaccum.training.loop import DEV_METRICS_FILE, train
-from contaccum.training.setup import build_encoder, load_training_data
+from contaccum.training.setup import build_encoder
 
 
 def main(file: str) -> int:
@@ -65,9 +66,8 @@ def _model(kind: str, config: TrainConfig) -> ModelChoice | DualEncoder:
     if kind == "bm25":
         return ModelChoice(api.BM25)
     if kind == "untrained":
-        return build_encoder(config.model, load_training_data(config.data), config.seed).to(
-            encoding_device(config.run.device)
-        )
+        train_set = load_training(config.data)
+        return build_encoder(config.model, train_set, config.seed).to(encoding_device(config.run.device))
     choice = ModelChoice(
         str(Path(config.output_dir) / "model"),
         device=config.run.device,

@@ -10,6 +10,7 @@ import torch
 
 from contaccum.batch import MicroBatch
 from contaccum.config import METRIC_CUTS, TrainConfig, check_total, parse_bytes, to_yaml, validate
+from contaccum.data.dataset import load_training
 from contaccum.data.tables import RetrievalSet, load_retrieval_set
 from contaccum.encoder import DualEncoder
 from contaccum.engine import Engine, SharedEncoder
@@ -74,7 +75,7 @@ class Training:
         self.folder = Path(config.output_dir)
         checkpoint = newest_checkpoint(self.folder) if config.resume else None
         with engine.main_first():
-            train_set = setup.load_training_data(config.data)
+            train_set = load_training(config.data)
             self.dev = self._load_dev()
         self._require_same(
             checkpoint=str(checkpoint and checkpoint.state["step"]), config=to_yaml(config), data=train_set.fingerprint

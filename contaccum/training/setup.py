@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from transformers import PreTrainedTokenizerBase
 
-from contaccum.config import DataConfig, ModelConfig, TrainConfig, to_yaml
+from contaccum.config import ModelConfig, TrainConfig, to_yaml
 from contaccum.data.collate import BatchSource
-from contaccum.data.dataset import StepSampler, TrainSet, load_train_set
-from contaccum.data.tokens import build_token_table, tokenizer_hash
-from contaccum.encoder import DualEncoder, make_settings
+from contaccum.data.dataset import TrainSet, make_sampler
+from contaccum.data.tokens import JoinedTokens, TokenTable, build_token_table, tokenizer_hash
+from contaccum.encoder import DualEncoder, EncoderSettings, make_settings
 from contaccum.encoder.tiny import tiny_tower
 from contaccum.engine import Engine
 from contaccum.errors import InputError
@@ -118,9 +119,9 @@ def write_config(config: TrainConfig) -> None:
     write_text(Path(config.output_dir) / CONFIG_FILE, to_yaml(config))
 
 
-def read_config(run: Path) -> dict[str, Any]:
+def read_config(run: Path, name: str = CONFIG_FILE) -> dict[str, Any]:
     """The settings of a run, as nested mappings."""
-    path = run / CONFIG_FILE
+    path = run / name
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
@@ -146,11 +147,6 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in values.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return found
-
-
-def load_training_data(data: DataConfig) -> TrainSet:
-    """What training trains on."""
-    return load_train_set(data.train, data.split, data.hard_negatives, data.strict, data.repair, data.max_bad_records)
 
 
 def build_encoder(config: ModelConfig, train_set: TrainSet, seed: int) -> DualEncoder:
@@ -209,23 +205,12 @@ def build_batches(config: TrainConfig, engine: Engine, encoder: DualEncoder, tra
     settings = encoder.settings
     query, passage = encoder.query_tower.tokenizer, encoder.passage_tower.tokenizer
     with engine.main_first():
-        query_tokens = build_token_table(
-            train_set.queries,
-            ["text"],
-            query,
-            max_length=settings.max_query_length,
-            prefix=settings.query_prefix,
-            fingerprint=f"{train_set.fingerprint}/queries",
-        )
-        passage_tokens = build_token_table(
-            train_set.passages,
-            ["title", "text"],
-            passage,
-            max_length=settings.max_passage_length,
-            prefix=settings.passage_prefix,
-            fingerprint=f"{train_set.fingerprint}/passages",
-        )
-    sampler = StepSampler(train_set, config.seed, config.batch.global_batch_size, config.data.hard_negatives)
+        query_tokens = _tokens(train_set, "query", settings, query)
+        passage_tokens = _tokens(train_set, "passage", settings, passage)
+    data = config.data
+    sampler = make_sampler(
+        train_set, config.seed, config.batch.global_batch_size, data.hard_negatives, data.mixture_batches
+    )
     return BatchSource(
         train_set,
         sampler,
@@ -238,6 +223,23 @@ def build_batches(config: TrainConfig, engine: Engine, encoder: DualEncoder, tra
         rank=engine.rank,
         world=engine.world,
     )
+
+
+def _tokens(
+    train_set: TrainSet, side: str, settings: EncoderSettings, tokenizer: PreTrainedTokenizerBase
+) -> TokenTable | JoinedTokens:
+    """The tokens of all queries or all passages, each set of a mixture with its own prefix."""
+    table, columns = {"query": ("queries", ["text"]), "passage": ("passages", ["title", "text"])}[side]
+    usual, length = getattr(settings, f"{side}_prefix"), getattr(settings, f"max_{side}_length")
+    tables = []
+    for member in train_set.members:
+        own = getattr(member, f"{side}_prefix")
+        texts, fingerprint = getattr(member.set, table), f"{member.set.fingerprint}/{table}"
+        prefix = usual if own is None else own
+        tables.append(
+            build_token_table(texts, columns, tokenizer, max_length=length, prefix=prefix, fingerprint=fingerprint)
+        )
+    return tables[0] if len(tables) == 1 else JoinedTokens(tables)
 
 
 def build_size(config: TrainConfig, engine: Engine, batches: BatchSource) -> MicroBatchSize:

@@ -1,14 +1,20 @@
 """Data sets by name, with a folder in the place of the Hub: ``datasets`` loads both the same way."""
 
+from pathlib import Path
+
 import datasets
 import huggingface_hub
 import pytest
+from datasets import Dataset
 from tiny_data import lines, write
 
+from contaccum import evaluate
+from contaccum.data import sources
 from contaccum.data.check import check
 from contaccum.data.convert import convert
 from contaccum.data.dataset import load_train_set
-from contaccum.data.hub import local_path
+from contaccum.data.hub import HubName
+from contaccum.data.sources import resolve
 from contaccum.data.tables import load_retrieval_set
 from contaccum.errors import InputError
 
@@ -31,14 +37,114 @@ def test_every_door_opens_a_set_by_name(name, tmp_path):
 
 
 def test_a_changed_set_is_written_anew(name, tmp_path):
-    before = local_path(name, "train")
-    assert local_path(name, "train") == before
+    before = resolve(name, "train")
+    assert resolve(name, "train") == before
     write(tmp_path / "set" / "train.jsonl", lines({"query": "changed", "pos": ["x"], "neg": ["y"]}))
     assert load_train_set(name).queries["text"][:] == ["changed"]
 
 
-def test_a_path_that_is_no_name_stays_as_it_is(tmp_path):
-    assert local_path(tmp_path, "train") == tmp_path
+def test_a_path_that_is_no_name_stays_as_it_is(tmp_path, monkeypatch):
+    assert resolve(tmp_path) == (tmp_path, False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scifact").mkdir()
+    assert resolve("scifact") == (Path("scifact"), False)
+    for absent in ("./scifact2", "/no/such/place", "train.json"):
+        assert resolve(absent) == (Path(absent), False)
+    with pytest.raises(InputError, match="scifact2: no such folder, and no data set of that name"):
+        resolve("scifact2")
+
+
+@pytest.fixture
+def triplets(tmp_path, name):
+    """Columns as sentence-transformers has them, in Parquet."""
+    rows = {
+        "anchor": ["a", "b", "c"],
+        "positive": ["x", "y", "z"],
+        "negative_1": ["n", "", "m"],
+        "negative_2": ["o", None, "m"],
+        "list": [["x", "y"], ["y"], []],
+        "number": [1, 2, 3],
+        "real": [0.5, 0.5, 0.5],
+    }
+    (tmp_path / "triplets").mkdir()
+    Dataset.from_dict(rows).to_parquet(tmp_path / "triplets" / "train.parquet")
+    return f"hub:{tmp_path / 'triplets'}"
+
+
+def test_columns_of_other_names_are_mapped(triplets):
+    found = load_train_set(f"{triplets}?query=anchor&pos=positive&neg=negative_1,negative_2", hard_negatives=1)
+    assert found.queries["text"][:] == ["a", "b", "c"]
+    texts = found.passages["text"][:]
+    assert [[texts[row] for row in found.positives.row(n)] for n in range(3)] == [["x"], ["y"], ["z"]]
+    assert [[texts[row] for row in found.negatives.row(n)] for n in range(3)] == [["n", "o"], [], ["m"]]
+    with pytest.warns(UserWarning, match="1 queries without a positive are left out"):
+        lists = load_retrieval_set(f"{triplets}::train?query=anchor&pos=list&query_id=number", "no such split")
+    assert {key: len(grades) for key, grades in lists.qrels.items()} == {"1": 2, "2": 1}
+
+
+@pytest.mark.parametrize(
+    ("mapping", "sentence"),
+    [
+        ("?query=anchor", "expected hub:owner/name"),
+        ("?query=anchor&pos=absent", "holds no column 'absent', found anchor, positive"),
+        (
+            "?query=anchor&answer=positive",
+            "found 'answer=positive', expected FIELD=COLUMN, FIELD one of query, pos, neg",
+        ),
+        ("?query=list&pos=positive", "row 1: found 2 values for query, expected one"),
+        ("?query=anchor&pos=real", "row 1: column 'real' holds float, expected text or texts"),
+        ("::dev?query=anchor&pos=positive", "holds no split 'dev', found train"),
+    ],
+)
+def test_a_mapping_that_cannot_be_is_refused_in_one_sentence(mapping, sentence, triplets):
+    with pytest.raises(InputError) as caught:
+        load_train_set(triplets + mapping)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_name_is_taken_apart():
+    name = HubName.of("hub:owner/set@abc:part:dev?query=q&pos=a,b")
+    assert (name.repository, name.revision, name.configuration, name.split) == ("owner/set", "abc", "part", "dev")
+    assert name.columns == {"query": ["q"], "pos": ["a", "b"]}
+    assert HubName.of("hub:owner/set::dev").configuration is None
+
+
+def retrieval(folder: Path, judged: str, splits: dict[str, str], score: bool) -> Path:
+    """A set of corpus, queries and judgements, as the Hub has them: Parquet files and a README that names them."""
+    corpus = {"_id": ["p0", "p1"], "text": ["a fox", "an owl"], **({"title": ["T", ""]} if score else {})}
+    rows = {
+        "corpus": corpus,
+        "queries": {"_id": ["q0", "q1"], "text": ["which fox", "which owl"]},
+        judged: {"query-id": ["q0", "q1"], "corpus-id": ["p0", "p1"], **({"score": [2, 1]} if score else {})},
+    }
+    lines = ["---", "configs:"]
+    for part, columns in rows.items():
+        (folder / part).mkdir(parents=True)
+        Dataset.from_dict(columns).to_parquet(folder / part / "rows.parquet")
+        lines += [
+            f"- config_name: {part}",
+            "  data_files:",
+            f"  - split: {splits[part]}",
+            f"    path: {part}/rows.parquet",
+        ]
+    (folder / "README.md").write_text("\n".join([*lines, "---", ""]))
+    return folder
+
+
+def test_nanobeir_and_mteb_sets_are_beir_folders(tmp_path, name, monkeypatch):
+    nano = retrieval(tmp_path / "nano", "qrels", dict.fromkeys(("corpus", "queries", "qrels"), "NanoSciFact"), False)
+    mteb = retrieval(tmp_path / "mteb", "default", {"corpus": "corpus", "queries": "queries", "default": "test"}, True)
+    monkeypatch.setattr(sources, "NANO_REPOSITORY", f"hub:{nano}")
+    for text, grade, title in (("nanobeir/scifact", 1, ""), (f"hub:{mteb}", 2, "T")):
+        found = load_retrieval_set(text, "test")
+        assert found.qrels == {"q0": {"p0": grade}, "q1": {"p1": 1}}
+        assert found.queries == {"q0": "which fox", "q1": "which owl"}
+        assert found.corpus[0] == {"id": "p0", "title": title, "text": "a fox"}
+    assert evaluate("bm25", "nanobeir/scifact")["mean"]["ndcg@10"] == 1.0
+    assert load_train_set(f"hub:{mteb}", "test").queries["text"][:] == ["which fox", "which owl"]
+    with pytest.raises(InputError, match="nanobeir/scifakt: no set of NanoBEIR has that name, expected nanobeir/ and"):
+        load_retrieval_set("nanobeir/scifakt")
 
 
 def test_an_unknown_split_or_set_is_refused_in_one_sentence(name, monkeypatch):

@@ -1,11 +1,15 @@
-"""BEIR's data sets by name: found in the cache, or fetched from BEIR's server, checked, unpacked safely and kept."""
+"""BEIR's data sets and DPR's files by name: found in the cache, or fetched from their servers, checked where there is a checksum,
+unpacked safely and kept."""
 
+import gzip
 import hashlib
 import os
 import stat
 import zipfile
 import zlib
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
@@ -42,6 +46,33 @@ FORUMS = (
     *("android", "english", "gaming", "gis", "mathematica", "physics"),
     *("programmers", "stats", "tex", "unix", "webmasters", "wordpress"),
 )
+
+DPR_URL = "https://dl.fbaipublicfiles.com/dpr"
+DPR = {
+    "psgs_w100": "wikipedia_split/psgs_w100.tsv.gz",
+    "nq-train": "data/retriever/biencoder-nq-train.json.gz",
+    "nq-dev": "data/retriever/biencoder-nq-dev.json.gz",
+    "nq-adv-hn-train": "data/retriever/biencoder-nq-adv-hn-train.json.gz",
+    "trivia-train": "data/retriever/biencoder-trivia-train.json.gz",
+    "trivia-dev": "data/retriever/biencoder-trivia-dev.json.gz",
+    "webq-train": "data/retriever/biencoder-webquestions-train.json.gz",
+    "webq-dev": "data/retriever/biencoder-webquestions-dev.json.gz",
+    "curatedtrec-train": "data/retriever/biencoder-curatedtrec-train.json.gz",
+    "curatedtrec-dev": "data/retriever/biencoder-curatedtrec-dev.json.gz",
+    "squad1-train": "data/retriever/biencoder-squad1-train.json.gz",
+    "squad1-dev": "data/retriever/biencoder-squad1-dev.json.gz",
+    "nq-train-questions": "data/retriever/nq-train.qa.csv",
+    "nq-dev-questions": "data/retriever/nq-dev.qa.csv",
+    "nq-test-questions": "data/retriever/nq-test.qa.csv",
+    "trivia-train-questions": "data/retriever/trivia-train.qa.csv.gz",
+    "trivia-dev-questions": "data/retriever/trivia-dev.qa.csv.gz",
+    "trivia-test-questions": "data/retriever/trivia-test.qa.csv.gz",
+    "webq-test-questions": "data/retriever/webquestions-test.qa.csv",
+    "curatedtrec-test-questions": "data/retriever/curatedtrec-test.qa.csv",
+    "squad1-test-questions": "data/retriever/squad1-test.qa.csv",
+}
+"""DPR's files: training data, questions with answers, and the Wikipedia passages. No checksum of them is published; a gzipped one
+is tried by its own."""
 
 GIB = 1 << 30
 MAX_DOWNLOAD = 16 * GIB  # the largest archive, cqadupstack's, has 5 GiB
@@ -80,14 +111,16 @@ def resolve_dataset(
     name, _, forum = str(name_or_folder).partition("/")
     folder = Path(cache or cache_folder() / "beir") / _checked_name(name, forum)
     if not folder.is_dir():
-        with one_at_a_time(cache_folder() / "locks" / f"beir-{_digest(folder.parent)}"):
+        with _alone(folder.parent, "beir"):
             if not folder.is_dir():  # another process may have fetched it while this one waited
                 _provide(folder, f"{base_url}/{name}.zip", md5 or MD5.get(name), max_download, max_unpacked)
     return folder / forum
 
 
-def _digest(path: Path) -> str:
-    return hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:32]
+def _alone(folder: Path, kind: str) -> AbstractContextManager[None]:
+    """Inside the block, no other process of this machine fetches into the folder."""
+    digest = hashlib.sha256(os.fsencode(folder.absolute())).hexdigest()[:32]
+    return one_at_a_time(cache_folder() / "locks" / f"{kind}-{digest}")
 
 
 def _provide(folder: Path, url: str, md5: str | None, max_download: int, max_unpacked: int) -> None:
@@ -96,10 +129,40 @@ def _provide(folder: Path, url: str, md5: str | None, max_download: int, max_unp
     if folder.parent.is_dir():
         sweep(folder.parent)
     try:
-        _download(url, archive, md5, max_download, folder)
+        _download(url, archive, partial(_refuse_other, md5) if md5 else None, max_download, folder)
         unpack(archive, folder.name, folder, max_unpacked)
     finally:
         archive.unlink(missing_ok=True)
+
+
+def dpr_file(name: str, cache: str | Path | None = None, *, base_url: str = DPR_URL) -> Path:
+    """The file of DPR's of that name, downloaded into ``cache`` if need be and kept as it came; readers take it gzipped.
+
+    What a broken connection brought is continued by the next call. Raises InputError for a name that is not known, a file that
+    cannot be had, and a gzipped one that its own checksum does not fit.
+    """
+    if name not in DPR:
+        raise InputError(f"dpr/{name}: no file of DPR's has that name, expected dpr/ and one of {', '.join(DPR)}")
+    file = Path(cache or cache_folder() / "dpr") / Path(DPR[name]).name
+    with _alone(file.parent, "dpr"):
+        if not file.is_file():
+            test = _refuse_broken_gzip if file.suffix == ".gz" else None
+            _download(f"{base_url}/{DPR[name]}", file, test, MAX_DOWNLOAD, file)
+    return file
+
+
+def _refuse_broken_gzip(url: str, part: Path) -> None:
+    try:
+        with gzip.open(part) as file:
+            while file.read(_CHUNK):
+                pass
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(f"{url}: the gzip stream is damaged or cut short ({error})") from error
+
+
+def _refuse_other(md5: str, url: str, part: Path) -> None:
+    if (found := _md5_of(part)) != md5:
+        raise InputError(f"{url}: the archive's MD5 is {found}, expected {md5}")
 
 
 def _checked_name(name: str, forum: str) -> str:
@@ -117,23 +180,23 @@ def _checked_name(name: str, forum: str) -> str:
     return name
 
 
-def _download(url: str, archive: Path, expected: str | None, limit: int, folder: Path) -> None:
-    """Download to a part file beside ``archive``, try its checksum, and rename it.
+def _download(url: str, archive: Path, test: Callable[[str, Path], None] | None, limit: int, target: Path) -> None:
+    """Download to a part file beside ``archive``, try it by ``test``, which raises where it is not whole, and rename it.
 
-    What a broken or killed download left is continued where a checksum tells whether the halves belong together.
+    What a broken or killed download left is continued where a test tells whether the halves belong together. ``target`` is what
+    the user is told to put there by hand where nothing can be fetched.
     """
     part = archive.with_name(f".{archive.name}.part")
     keep = False
     try:
         part.parent.mkdir(parents=True, exist_ok=True)
-        with open(part, "ab" if expected else "wb") as file:
-            _fetch(url, file, limit, folder)
-        found = _md5_of(part)
-        if expected and found != expected:
-            raise InputError(f"{url}: the archive's MD5 is {found}, expected {expected}")
+        with open(part, "ab" if test else "wb") as file:
+            _fetch(url, file, limit, target)
+        if test:
+            test(url, part)
         os.replace(part, archive)
     except _Broken:
-        keep = bool(expected and part.stat().st_size)
+        keep = bool(test and part.stat().st_size)
         raise
     except OSError as error:
         raise InputError(f"{archive}: could not be written ({error.strerror or error})") from error
@@ -172,9 +235,10 @@ def _fetch(url: str, file: BinaryIO, limit: int, folder: Path) -> None:
         _fetch(url, file, limit, folder)  # the part, which is not of this archive, is empty now
     except requests.RequestException as error:
         reason = type(error).__name__ if error.response is None else f"HTTP status {error.response.status_code}"
+        what = "the file" if folder.suffix else "its folder (corpus.jsonl, queries.jsonl, qrels/)"
         raise _Broken(
-            f"{folder.name}: not in {folder.parent}, and {url} could not be fetched ({reason}); put its folder "
-            f"(corpus.jsonl, queries.jsonl, qrels/) at {folder}, or give the path of a local copy"
+            f"{folder.name}: not in {folder.parent}, and {url} could not be fetched ({reason}); put {what} at {folder}, or "
+            "give the path of a local copy"
         ) from error
 
 

@@ -1,7 +1,9 @@
 """Data sets by name, from a real server on this machine; hostile archives; no network."""
 
+import gzip
 import hashlib
 import io
+import json
 import random
 import socket
 import stat
@@ -18,10 +20,12 @@ from pathlib import Path
 
 import pytest
 
+from contaccum.data import download
+from contaccum.data.dataset import load_train_set
+from contaccum.data.download import MD5, dpr_file, is_published, resolve_dataset, unpack
+from contaccum.data.formats import read_questions
 from contaccum.data.tables import load_retrieval_set
 from contaccum.errors import InputError
-from contaccum.evaluation import download
-from contaccum.evaluation.download import MD5, is_published, resolve_dataset, unpack
 
 FILES = {
     "corpus.jsonl": '{"_id": "p", "title": "", "text": "some text"}\n',
@@ -202,7 +206,7 @@ def test_what_a_process_killed_while_unpacking_left_is_swept(server, tmp_path):
     md5, cache = beir_archive(server.folder / "nq.zip", "nq"), tmp_path / "cache"
     call = (
         "import os, signal, sys\n"
-        "from contaccum.evaluation import download\n"
+        "from contaccum.data import download\n"
         "download._extract = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "download.resolve_dataset('nq', sys.argv[1], base_url=sys.argv[2], md5=sys.argv[3])\n"
     )
@@ -220,6 +224,49 @@ def test_processes_that_want_the_same_set_fetch_it_once(server, tmp_path):
         folders = {future.result() for future in [pool.submit(want) for _ in range(4)]}
     assert folders == {tmp_path / "cache" / "nq"}
     assert len(server.requests) == 1
+
+
+def test_a_file_of_dpr_is_fetched_whole_and_kept_as_it_came(server, tmp_path, monkeypatch):
+    record = {"question": "q", "answers": ["a"], "positive_ctxs": [{"title": "t", "text": "x", "passage_id": "7"}]}
+    content = gzip.compress(json.dumps([record | {"negative_ctxs": [], "hard_negative_ctxs": []}]).encode())
+    served = server.folder / "data" / "retriever" / "biencoder-nq-train.json.gz"
+    served.parent.mkdir(parents=True)
+    served.write_bytes(content[:-3])
+    for _ in range(2):
+        with pytest.raises(InputError, match=r"biencoder-nq-train.json.gz: the gzip stream is damaged or cut short"):
+            dpr_file("nq-train", tmp_path / "cache", base_url=server.url)
+        assert left(tmp_path / "cache") == []
+    served.write_bytes(content)
+    file = dpr_file("nq-train", tmp_path / "cache", base_url=server.url)
+    assert file.read_bytes() == content
+    server.requests.clear()
+    assert dpr_file("nq-train", tmp_path / "cache", base_url=server.url) == file
+    assert server.requests == []
+    (server.folder / "data" / "retriever" / "nq-test.qa.csv").write_text("who\t['she']\n")
+    questions = dpr_file("nq-test-questions", tmp_path / "cache", base_url=server.url)
+    assert next(read_questions(questions)).answers == ["she"]
+    monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path))  # by name, from the cache: nothing is fetched
+    (tmp_path / "cache").rename(tmp_path / "dpr")
+    assert load_train_set("dpr/nq-train").queries["text"][:] == ["q"]
+    with pytest.raises(
+        InputError, match="dpr/nq-trian: no file of DPR's has that name, expected dpr/ and one of psgs_w100"
+    ):
+        load_train_set("dpr/nq-trian")
+
+
+def test_a_broken_download_of_a_gzipped_file_is_continued(tmp_path, monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(download, "_CHUNK", 16)
+    data = gzip.compress(random.Random(0).randbytes(800))
+    half = len(data) // 32 * 16
+    first = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(data) + data[:half]
+    head = b"HTTP/1.1 206 Partial Content\r\nContent-Length: %d\r\nContent-Range: bytes %d-%d/%d\r\n\r\n"
+    second = head % (len(data) - half, half, len(data) - 1, len(data)) + data[half:]
+    with scripted(first, second) as (url, seen):
+        with pytest.raises(InputError, match=r"nq-dev.json.gz: not in .*; put the file at"):
+            dpr_file("nq-dev", tmp_path, base_url=url)
+        assert dpr_file("nq-dev", tmp_path, base_url=url).read_bytes() == data
+    assert b"Range: bytes=%d-" % half in seen[1]
 
 
 @pytest.mark.parametrize("rest", [b"something else", b"x" * 100_000])

@@ -1,0 +1,182 @@
+"""Several data sets learned from together: shares, order, prefixes, resumption, and what is refused."""
+
+import json
+import shutil
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import yaml
+from helpers import train_config, weights, write_beir
+
+from contaccum.batch import NO_PASSAGE
+from contaccum.cli import main
+from contaccum.config import DataConfig, to_yaml, validate
+from contaccum.config.settings import MixtureConfig, from_mapping
+from contaccum.data.dataset import MixtureSampler, load_training, make_sampler
+from contaccum.engine import Engine
+from contaccum.errors import InputError
+from contaccum.training import setup
+from contaccum.training.loop import train
+
+SIZES = (40, 13)
+
+
+@pytest.fixture
+def sets(tmp_path):
+    """A BEIR folder of 40 queries, and a file of 13 others with two positives each."""
+    beir = write_beir(tmp_path / "beir", SIZES[0])
+    rows = [
+        {
+            "query": f"which bird sings in {n}",
+            "pos": [f"a lark sings in {n}", f"larks of {n}"],
+            "neg": [f"an owl of {n}"],
+        }
+        for n in range(SIZES[1])
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [str(beir), str(tmp_path / "pairs.jsonl")]
+
+
+def mixed(sets, weights=(None, None), **values) -> DataConfig:
+    members = [MixtureConfig(path, weight=weight) for path, weight in zip(sets, weights, strict=True)]
+    return DataConfig(mixture=members, hard_negatives=1, **values)
+
+
+def sampler_of(data: DataConfig, seed: int = 0, size: int = 10) -> tuple:
+    found = load_training(data)
+    return found, make_sampler(found, seed, size, data.hard_negatives, data.mixture_batches)
+
+
+@pytest.mark.parametrize("batches", ["mixed", "one_set"])
+@pytest.mark.parametrize(("given", "share"), [((None, None), SIZES[0] / sum(SIZES)), ((1, 3), 0.25)])
+def test_sets_come_by_weight_each_in_an_order_of_its_own(batches, given, share, sets):
+    found, sampler = sampler_of(mixed(sets, given, mixture_batches=batches))
+    steps = [sampler(step) for step in range(400)]
+    drawn = [np.array([row < SIZES[0] for row in step.queries]) for step in steps]
+    assert all(len(each) == 10 for each in drawn)
+    pure = sum(each.all() or not each.any() for each in drawn)
+    assert (pure == 400) == (batches == "one_set")
+    draws = 400 if batches == "one_set" else 4000
+    assert abs(np.mean(np.concatenate(drawn)) - share) < 5 * np.sqrt(share * (1 - share) / draws)
+    for number, size in enumerate(SIZES):  # each pass over a set meets every query of it once
+        own = [row for step in steps for row in sorted(step.queries) if (row < SIZES[0]) == (number == 0)]
+        order = Counter(own)
+        assert max(order.values()) - min(order.values()) <= 1
+        assert set(order) == set(range(number * SIZES[0], number * SIZES[0] + size))
+    for step in steps[:50]:
+        for query, passages, known in zip(step.queries, step.passages, step.positives, strict=True):
+            positives = set(found.positives.row(query).tolist())
+            assert passages[0] in positives == set(known.tolist()) - {NO_PASSAGE}
+            assert passages[1] in set(found.negatives.row(query).tolist())
+            both = {f"{found.passages[int(row)]['text']}".startswith(("a lark", "larks", "an owl")) for row in passages}
+            assert both == {query >= SIZES[0]}
+
+
+def test_a_step_is_a_function_of_seed_and_step_alone(sets):
+    _, walked = sampler_of(mixed(sets))
+    steps = [walked(step) for step in range(30)]
+    _, jumped = sampler_of(mixed(sets))
+    for step in (29, 3, 17, 0):
+        for one, other in zip(jumped(step), steps[step], strict=True):
+            assert np.array_equal(one, other)
+    _, other = sampler_of(mixed(sets), seed=1)
+    assert not np.array_equal(other(0).queries, steps[0].queries)
+
+
+def test_each_set_has_its_prefixes(sets, tmp_path):
+    data = mixed(sets)
+    data.mixture[1] = replace(data.mixture[1], query_prefix="red ", passage_prefix="")
+    config = train_config(tmp_path, tmp_path, **{"model.query_prefix": "lives ", "model.passage_prefix": "valley "})
+    config.data = data
+    found = load_training(data)
+    encoder = setup.build_encoder(config.model, found, 0)
+    batches = setup.build_batches(config, Engine(device="cpu"), encoder, found)
+    tokenizer = encoder.query_tower.tokenizer
+    seen = Counter()
+    for micro in batches.step(0) + batches.step(1):
+        texts = tokenizer.batch_decode(micro.queries.input_ids, skip_special_tokens=True)
+        passages = tokenizer.batch_decode(micro.passages.input_ids, skip_special_tokens=True)
+        for number, text in enumerate(texts):
+            second = "bird" in text
+            assert text.startswith("red which" if second else "lives where"), text
+            assert passages[2 * number].startswith(("a lark", "larks") if second else "valley "), passages
+            seen[second] += 1
+    assert min(seen.values()) > 1
+    lengths = batches._query_tokens.lengths(np.arange(sum(SIZES)))
+    assert lengths.tolist() == [len(row) for row in batches._query_tokens.rows(range(sum(SIZES)))]
+    assert batches._query_tokens.longest() == max(lengths)
+
+
+def test_a_mixture_resumes_to_the_byte_and_one_set_is_no_mixture(sets, tmp_path):
+    def config(name: str, **values):
+        made = train_config(tmp_path, tmp_path / name, **{"data.train": "", "optim.max_steps": 5})
+        made.data = mixed(sets, **values)
+        return made
+
+    train(config("whole"))
+    shutil.copytree(tmp_path / "whole", tmp_path / "broken")
+    shutil.rmtree(tmp_path / "broken" / "model")
+    for folder in (tmp_path / "broken" / "checkpoints").iterdir():
+        if folder.name != "step-00000002":
+            shutil.rmtree(folder)
+    train(replace(config("broken"), resume=True))
+    assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
+    train(config("other", mixture_batches="one_set"))
+    assert weights(tmp_path / "other") != weights(tmp_path / "whole")
+    one = config("one")
+    one.data.mixture = one.data.mixture[:1]
+    plain = config("plain")
+    plain.data = DataConfig(train=sets[0], hard_negatives=1)
+    for each in (one, plain):
+        train(each)
+    assert weights(tmp_path / "one") == weights(tmp_path / "plain")
+
+
+def test_a_mixture_stands_in_a_config_file(sets, tmp_path, capsys):
+    config = train_config(tmp_path, tmp_path / "run", **{"data.train": "", "optim.max_steps": 1})
+    config.data = mixed(sets, (1.0, 2.0))
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert from_mapping(yaml.safe_load(to_yaml(config))) == config
+    assert main(["train", "--config", str(tmp_path / "config.yaml")]) == 0
+    (tmp_path / "config.yaml").write_text(to_yaml(config).replace("weight: 2.0", "wait: 2.0"))
+    assert main(["train", "--config", str(tmp_path / "config.yaml"), "--output_dir", str(tmp_path / "no")]) == 2
+    assert "wait" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda data: setattr(data, "train", "x"), "data.train is 'x' with data.mixture, expected one or the other"),
+        (lambda data: setattr(data.mixture[0], "weight", 1.0), "has sets with a weight and sets without"),
+        (lambda data: setattr(data.mixture[1], "train", ""), r"data.mixture\[1\].train is not set, expected a path"),
+        (
+            lambda data: [setattr(m, "weight", 0.0) for m in data.mixture],
+            r"data.mixture\[0\].weight is 0.0, expected more",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(change, sentence, sets, tmp_path):
+    config = train_config(tmp_path, tmp_path / "run")
+    config.data = mixed(sets)
+    change(config.data)
+    with pytest.raises(InputError, match=sentence):
+        validate(config)
+
+
+@pytest.mark.filterwarnings("always::UserWarning")
+def test_settings_without_effect_are_named(sets, tmp_path):
+    config = train_config(tmp_path, tmp_path / "run")
+    config.data = mixed(sets, split="dev")
+    with pytest.warns(UserWarning, match="data.split has no effect with data.mixture"):
+        validate(config)
+    config.data = DataConfig(train=sets[0], mixture_batches="one_set")
+    with pytest.warns(UserWarning, match="data.mixture_batches has no effect without data.mixture"):
+        validate(config)
+
+
+def test_the_sampler_of_a_mixture_is_not_that_of_its_sets_joined(sets):
+    """Negative control: the kind of sampler follows the data."""
+    assert isinstance(sampler_of(mixed(sets))[1], MixtureSampler)
+    assert not isinstance(sampler_of(DataConfig(train=sets[0], hard_negatives=1))[1], MixtureSampler)

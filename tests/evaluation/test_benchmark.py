@@ -1,0 +1,133 @@
+"""Several sets in one table, grades that count, and two run files tested against each other."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import write_beir
+from scipy import stats
+
+from contaccum import api
+from contaccum.cli import main
+from contaccum.data.download import FORUMS
+from contaccum.errors import InputError
+from contaccum.evaluation.beir import evaluate_run
+from contaccum.evaluation.benchmark import BEIR, parts_of
+from contaccum.files import cache_folder, read_json
+from contaccum.options import ModelChoice
+from contaccum.retrieval.runs import read_run, write_run
+
+
+def harder(folder: Path, queries: int) -> Path:
+    """A set on which BM25 errs: the first passages, more or fewer of them, have lost their texts."""
+    write_beir(folder, queries)
+    rows = [json.loads(line) for line in (folder / "corpus.jsonl").read_text().splitlines()]
+    for row in rows[: 1 + queries % 7]:
+        row |= {"title": "", "text": "a page without words"}
+    (folder / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_several_folders_are_rows_and_their_mean(tmp_path, capsys):
+    folders = [str(harder(tmp_path / name, size)) for name, size in (("one", 20), ("two", 25), ("three", 30))]
+    call = ["evaluate", "--model", "bm25", "--data", ",".join(folders), "--output", str(tmp_path / "out")]
+    assert main(call) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["ndcg@10", "recall@100", "mrr@10", "map@100", "queries"]
+    alone = [api.evaluate("bm25", folder)["mean"]["ndcg@10"] for folder in folders]
+    assert len(set(alone)) > 1
+    assert [(line[0], line[1]) for line in lines[1:4]] == [
+        (name, f"{score:.4f}") for name, score in zip(("one", "two", "three"), alone, strict=True)
+    ]
+    assert lines[4][:2] == ["mean", f"{np.mean(alone):.4f}"]
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*-*.json")}
+    assert len(files) == 3
+    (Path(folders[0]) / "corpus.jsonl").unlink()  # what is finished is not scored again
+    assert main(call) == 0
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == lines
+    assert {path: path.stat().st_mtime_ns for path in files} == files
+    assert main([*call, "--k", "50"]) == 2
+    assert "was scored with k 100, expected 50 or another --output" in capsys.readouterr().err
+
+
+def test_beir_is_fifteen_sets_of_which_one_has_twelve_forums(capsys):
+    for number, name in enumerate(BEIR):
+        for inner in [f"{name}/{forum}" for forum in FORUMS] if name == "cqadupstack" else [name]:
+            harder(cache_folder() / "beir" / inner, 10 + number)
+    folder = cache_folder() / "beir" / "msmarco"
+    (folder / "qrels" / "test.tsv").unlink()  # its dev split is what is quoted
+    assert main(["evaluate", "--model", "bm25", "--data", "beir", "--output", str(cache_folder() / "out")]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[0] for line in lines[1:16]] == list(BEIR)
+    assert lines[9][-1] == str(12 * 10)
+    table = read_json(cache_folder() / "out" / "benchmark.json")
+    scores = {name: row["ndcg@10"] for name, row in table["rows"].items()}
+    assert len(set(scores.values())) > 3
+    assert table["mean"]["ndcg@10"] == pytest.approx(np.mean(list(scores.values())))
+    others = [score for name, score in scores.items() if name != "msmarco"]
+    assert table["mean_without_msmarco"]["ndcg@10"] == pytest.approx(np.mean(others))
+    assert lines[16][0] == "mean"
+    assert lines[17][:3] == ["without", "msmarco", f"{np.mean(others):.4f}"]
+    forums = [api.evaluate("bm25", f"cqadupstack/{forum}")["mean"]["ndcg@10"] for forum in FORUMS[:2]]
+    assert scores["cqadupstack"] == pytest.approx(np.mean(forums))
+
+
+def test_nanobeir_and_lists_are_taken_apart(tmp_path, monkeypatch):
+    assert [part.data for part in parts_of("nanobeir", "test")][::12] == [
+        "nanobeir/arguana",
+        "nanobeir/webis-touche2020",
+    ]
+    assert len(parts_of("beir,nanobeir", "test")) == 14 + 12 + 13
+    assert [part.split for part in parts_of("scifact,fiqa", "dev")] == ["dev", "dev"]
+    monkeypatch.chdir(tmp_path)
+    for folder in ("a/data", "b/data"):
+        (tmp_path / folder).mkdir(parents=True)
+    assert [part.row for part in parts_of("a/data,b/data", "test")] == ["a/data", "b/data"]
+    (tmp_path / "with,comma").mkdir()
+    assert len(parts_of("with,comma", "test")) == 1
+
+
+def test_a_relevance_level_cuts_all_measures_but_ndcg():
+    random = np.random.default_rng(0)
+    qrels = {f"q{n}": {f"p{p}": int(grade) for p, grade in enumerate(random.integers(0, 4, 30))} for n in range(20)}
+    run = {
+        query: sorted(((p, float(random.random())) for p in grades), key=lambda hit: -hit[1])
+        for query, grades in qrels.items()
+    }
+    found = evaluate_run(qrels, run, cuts=[1, 10], relevance_level=2)
+    binary = {query: {p: int(grade >= 2) for p, grade in grades.items()} for query, grades in qrels.items()}
+    cut, graded = evaluate_run(binary, run, cuts=[1, 10]), evaluate_run(qrels, run, cuts=[1, 10])
+    for name, value in found["mean"].items():
+        assert value == pytest.approx((graded if name.startswith("ndcg") else cut)["mean"][name])
+        assert graded["mean"][name] != pytest.approx(cut["mean"][name])
+    with pytest.raises(InputError, match="relevance_level is 0, expected at least 1"):
+        evaluate_run(qrels, run, relevance_level=0)
+
+
+def test_two_run_files_are_tested_query_by_query(tmp_path, capsys):
+    data = harder(tmp_path / "data", 40)
+    one, two = tmp_path / "one.trec", tmp_path / "two.trec"
+    run = api.search(ModelChoice("bm25"), str(data), "train", k=10)
+    write_run(one, run)
+    write_run(
+        two,
+        {
+            query: [(key, 1 / rank) for rank, (key, _) in enumerate(hits[1:] + hits[:1], 1)]
+            for query, hits in run.items()
+        },
+    )
+    qrels = str(data / "qrels" / "train.tsv")
+    call = ["evaluate", "--run", str(one), "--qrels", qrels]
+    assert main([*call, "--against", str(two), "--metric", "mrr@10"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    values = [api.evaluate_run_file(str(path), qrels)["per_query"] for path in (one, two)]
+    pairs = [[each[query]["mrr@10"] for query in sorted(run)] for each in values]
+    difference = np.mean(np.subtract(*pairs))
+    assert last.startswith(f"mrr@10 {difference:+.4f} against {two}")
+    assert f"{stats.ttest_rel(*pairs).pvalue:.4f} by t-test" in last
+    assert int(re.search(r"of (\d+) queries", last)[1]) == 40
+    assert read_run(one).keys() == run.keys()
+    assert main(["evaluate", "--model", "bm25", "--data", str(data), "--against", str(two)]) == 2
+    assert "--against" in capsys.readouterr().err

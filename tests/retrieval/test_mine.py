@@ -1,0 +1,366 @@
+"""Mined negatives against a slow, plain version and against sentence-transformers' own; files, resumption, refusals."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from helpers import write_beir
+from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
+from word_encoder import WordEncoder
+
+from contaccum import DualEncoder
+from contaccum.api import mine as mine_data
+from contaccum.cli import main
+from contaccum.data.convert import convert, open_examples
+from contaccum.data.formats import read_examples
+from contaccum.data.tables import load_corpus
+from contaccum.encoder import EncoderSettings
+from contaccum.encoder.tiny import tiny_tower
+from contaccum.errors import InputError
+from contaccum.options import MineSettings, ModelChoice, SearchSettings
+from contaccum.retrieval.bm25 import BM25
+from contaccum.retrieval.candidates import Dense, Lexical
+from contaccum.retrieval.mine import Asked, Mining, about_path, mine
+from contaccum.retrieval.negatives import choose
+from contaccum.retrieval.rerank import CrossEncoder
+
+SETTINGS = {
+    "top": {},
+    "window": {"range_min": 2, "range_max": 9},
+    "percentage of the positive": {"relative_margin": 0.3},
+    "margin": {"absolute_margin": 0.1, "num_negatives": 4},
+    "window behind a margin": {"absolute_margin": 0.1, "range_min": 1, "range_max": 12},
+    "band": {"max_score": 0.6, "min_score": 0.3},
+    "all that fit": {"num_negatives": 50, "range_max": 50},
+}
+
+
+@pytest.fixture
+def data(tmp_path):
+    """40 passages and more with texts that stand already: of positives, of a query, of each other."""
+    folder = write_beir(tmp_path / "data")
+    with (folder / "qrels" / "train.tsv").open("a") as file:
+        file.write("q0\tp7\t1\nq1\tp9\t2\n")
+    with (folder / "corpus.jsonl").open("a") as file:
+        for key, title, text in (
+            ("twin", "", "fox a red fox lives in valley 0"),
+            ("other", "fox a red", "fox lives in valley 0"),
+            ("self", "a title", "where is the white bear of valley 3"),
+            ("again", "cat", "a blue cat lives in valley 1"),
+            ("double", "", "owl a green owl lives in valley 2"),
+        ):
+            file.write(json.dumps({"_id": key, "title": title, "text": text}) + "\n")
+    return folder
+
+
+@pytest.fixture
+def asked(data):
+    return Asked(open_examples(data))
+
+
+def content(row: dict) -> str:
+    return f"{row['title']} {row['text']}".strip()
+
+
+def mined(asked: Asked, search, folder, rerank=None, to="jsonl", **settings) -> list[dict]:
+    output = folder / f"{time.monotonic_ns()}.jsonl"
+    mine(Mining(asked, search, MineSettings(**settings), to, rerank), output, {})
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def slowly(asked: Asked, scores: dict[str, dict[str, float]], settings: MineSettings) -> list[tuple]:
+    """Every passage looked at for every query, one rule after the other: ids and scores of the negatives."""
+    found = []
+    for example in asked.examples:
+        own = scores[example.query.text]
+        texts = {example.query.text, *(passage.content for passage in example.positives)}
+        lowest = min(own[passage.id] for passage in example.positives)
+        ranking = sorted(((own[row["id"]], row["id"], row) for row in asked.passages), key=lambda hit: hit[:2])[::-1]
+        ranking = [hit for hit in ranking if hit[1] not in {passage.id for passage in example.positives}]
+        ranking = [hit for hit in ranking if not texts & {content(hit[2]), hit[2]["text"]}][: settings.range_max]
+        earlier: list[str] = []
+        left = []
+        for score, key, row in ranking:
+            if content(row) in earlier:
+                continue
+            earlier.append(content(row))
+            if settings.absolute_margin is not None and score > lowest - settings.absolute_margin:
+                continue
+            if settings.relative_margin is not None and score > lowest * (1 - settings.relative_margin):
+                continue
+            if settings.max_score is not None and score > settings.max_score:
+                continue
+            if settings.min_score is not None and score < settings.min_score:
+                continue
+            left.append((key, score))
+        found.append(left[settings.range_min :][: settings.num_negatives])
+    return found
+
+
+def all_inner_products(asked: Asked) -> dict[str, dict[str, float]]:
+    queries = [example.query.text for example in asked.examples]
+    texts = [content(row) for row in asked.passages]
+    vectors = [WordEncoder().encode_queries(each).astype(np.float64) for each in (queries, texts)]
+    ids = asked.passages["id"]
+    return {
+        query: dict(zip(ids, map(float, row.astype(np.float32)), strict=True))
+        for query, row in zip(queries, vectors[0] @ vectors[1].T, strict=True)
+    }
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_dense_mining_is_the_slow_version(name, asked, tmp_path):
+    settings = MineSettings(**{"num_negatives": 3, "range_max": 30, **SETTINGS[name]})
+    expected = slowly(asked, all_inner_products(asked), settings)
+    assert sum(map(len, expected)) > 40
+    for block, backend in ((7, "torch"), (1000, "faiss")):
+        search = Dense(WordEncoder(), asked.pool, SearchSettings(backend=backend))
+        found = mined(asked, search, tmp_path, **vars(replace(settings, block_size=block)))
+        assert [row["query_id"] for row in found] == [f"q{n}" for n in range(40)]
+        for row, hits in zip(found, expected, strict=True):
+            assert row["neg_id"] == [key for key, _ in hits]
+            assert row["neg_scores"] == pytest.approx([score for _, score in hits], abs=1e-6)
+    assert slowly(asked, all_inner_products(asked), replace(settings, range_min=settings.range_min + 1)) != expected
+
+
+def test_lexical_mining_is_the_slow_version(asked, tmp_path):
+    settings = MineSettings(num_negatives=4, range_max=25, relative_margin=0.05)
+    index = BM25(asked.passages)
+    queries = [example.query.text for example in asked.examples]
+    scores = {
+        query: dict(zip(index.ids, map(float, row), strict=True))
+        for query, row in zip(queries, index.scores(queries), strict=True)
+    }
+    found = mined(asked, Lexical(asked.pool), tmp_path, **vars(settings))
+    expected = slowly(asked, scores, settings)
+    assert [list(zip(row["neg_id"], row["neg_scores"], strict=True)) for row in found] == expected
+    assert found[0]["pos_scores"] == [scores[found[0]["query"]][key] for key in ("p0", "p7")]
+
+
+def test_what_is_known_is_never_mined(asked, tmp_path):
+    """By id, by the text of a positive or of the query itself, and no text twice."""
+    found = mined(asked, Dense(WordEncoder(), asked.pool), tmp_path, num_negatives=45, range_max=45)
+    ids = [set(row["neg_id"]) for row in found]
+    assert {"p0", "p7", "twin", "other"} & ids[0] == set()
+    assert {"p1", "p9", "again"} & ids[1] == set()
+    assert "self" not in ids[3]
+    for row in found:
+        assert len(set(row["neg"])) == len(row["neg"])
+    # the negative control: by ids alone the copies are found, and high
+    asked.known = lambda example: {passage.id for passage in example.positives}
+    copied = mined(asked, Dense(WordEncoder(), asked.pool), tmp_path, num_negatives=3)
+    assert {"twin", "other"} & set(copied[0]["neg_id"])
+    assert "self" in copied[3]["neg_id"]
+
+
+def test_random_negatives_are_a_function_of_seed_and_query():
+    scores, positives = np.linspace(0.9, 0.1, 30), np.array([0.8], dtype=np.float32)
+    settings = MineSettings(num_negatives=4, range_min=2, relative_margin=0.1, sampling_strategy="random")
+    drawn = [choose(scores, positives, settings, number).places for number in range(2000)]
+    window = np.flatnonzero(scores <= 0.8 * 0.9)[2:]
+    assert all(list(places) == sorted(set(places)) and len(places) == 4 for places in drawn)
+    counts = Counter(place for places in drawn for place in places)
+    assert set(counts) == set(window)
+    expected = 2000 * 4 / len(window)
+    assert max(abs(count - expected) for count in counts.values()) < 5 * np.sqrt(expected)
+    again = [choose(scores, positives, settings, number).places for number in range(2000)]
+    assert all(np.array_equal(one, other) for one, other in zip(drawn, again, strict=True))
+    other = [choose(scores, positives, replace(settings, seed=1), number).places for number in range(2000)]
+    assert not all(np.array_equal(one, two) for one, two in zip(drawn, other, strict=True))
+
+
+def test_a_margin_under_a_negative_positive_lies_below_it():
+    """5 % less of a negative score would be more; as in sentence-transformers the margin is taken off."""
+    scores, positives = np.array([-0.39, -0.41, -0.43]), np.array([-0.4], dtype=np.float32)
+    assert list(choose(scores, positives, MineSettings(relative_margin=0.05), 0).places) == [2]
+    assert choose(scores, positives, MineSettings(relative_margin=0.05), 0).removed == {"relative_margin": 2}
+    assert list(choose(scores, positives, MineSettings(absolute_margin=0), 0).places) == [1, 2]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A tiny encoder with tied towers and a tiny cross-encoder, with random weights, as folders; and texts for them."""
+    folder = tmp_path_factory.mktemp("models")
+    data = write_beir(folder / "data")
+    texts = [content(row) for row in load_corpus(data)]
+    tower = tiny_tower(texts, "mean", layers=1, width=32, vocabulary=200, max_length=64, seed=0)
+    DualEncoder(tower, tower, EncoderSettings(max_query_length=32, max_passage_length=64, tie_towers=True)).save(
+        folder / "encoder"
+    )
+    config = BertConfig.from_dict({**tower.backbone.config.to_dict(), "num_labels": 1, "initializer_range": 0.5})
+    torch.manual_seed(1)
+    BertForSequenceClassification(config).save_pretrained(folder / "cross")
+    tower.tokenizer.save_pretrained(folder / "cross")
+    return folder
+
+
+PEER = {
+    "top": {},
+    "relative_margin": {"relative_margin": 0.02, "num_negatives": 3},
+    "absolute_margin": {"absolute_margin": 0.01, "num_negatives": 3},
+    "window": {"range_min": 4, "range_max": 40},
+    "window behind a margin": {"range_min": 2, "relative_margin": 0.02, "num_negatives": 2},
+    "scores": {"max_score": 0.9, "min_score": 0.6},
+    "cross-encoder": {"cross_encoder": True, "absolute_margin": 0.02},
+}
+
+
+@pytest.mark.parametrize("name", PEER)
+def test_it_mines_what_sentence_transformers_mines(name, models, tmp_path):
+    """Where both look at the whole corpus, as here; each of these settings gives something of its own."""
+    from sentence_transformers import CrossEncoder as PeerCrossEncoder
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.util import mine_hard_negatives
+
+    options = {"num_negatives": 5, "range_max": 40, **PEER[name]}
+    asked = Asked(open_examples(models / "data"))
+    pairs = [(example.query.text, passage.content) for example in asked.examples for passage in example.positives]
+    cross = options.pop("cross_encoder", None) and str(models / "cross")
+    peer = mine_hard_negatives(
+        Dataset.from_dict({"query": [pair[0] for pair in pairs], "positive": [pair[1] for pair in pairs]}),
+        SentenceTransformer(str(models / "encoder" / "query_encoder"), device="cpu"),
+        corpus=[content(row) for row in asked.passages],
+        cross_encoder=PeerCrossEncoder(cross, device="cpu") if cross else None,
+        output_scores=True,
+        verbose=False,
+        **options,
+    )
+    expected: dict[str, dict[str, list[float]]] = {}
+    for row in peer:
+        expected.setdefault(row["query"], {})[row["negative"]] = row["scores"]
+    rerank = CrossEncoder(cross, "cpu", 7) if cross else None
+    search = Dense(DualEncoder.load(models / "encoder"), asked.pool)
+    found = mined(asked, search, tmp_path, rerank, **options)
+    assert 20 < sum(map(len, expected.values())) <= 40 * options["num_negatives"]
+    for row in found:
+        negatives = expected.get(row["query"], {})
+        assert row["neg"] == list(negatives)
+        for score, scores in zip(row["neg_scores"], negatives.values(), strict=True):
+            assert [min(row["pos_scores"]), score] == pytest.approx([min(row["pos_scores"]), scores[1]], abs=1e-5)
+            assert any(scores[0] == pytest.approx(positive, abs=1e-5) for positive in row["pos_scores"])
+    plain = mined(asked, search, tmp_path, num_negatives=5, range_max=40)
+    assert ([row["neg"] for row in plain] == [row["neg"] for row in found]) == (name == "top")
+
+
+def test_a_model_that_is_no_cross_encoder_is_refused(models, tmp_path):
+    config = BertConfig.from_pretrained(models / "cross", num_labels=3)
+    BertForSequenceClassification(config).save_pretrained(tmp_path / "three")
+    AutoTokenizer.from_pretrained(models / "cross").save_pretrained(tmp_path / "three")
+    with pytest.raises(InputError, match="three: gives 3 numbers for a query and a passage, expected"):
+        CrossEncoder(str(tmp_path / "three"), "cpu", 7)
+    with pytest.raises(InputError, match="absent: no cross-encoder could be loaded"):
+        CrossEncoder(str(tmp_path / "absent"), "cpu", 7)
+
+
+def test_an_approximate_index_is_scored_exactly(asked, tmp_path):
+    settings = {"num_negatives": 3, "relative_margin": 0.3}
+    exact = mined(asked, Dense(WordEncoder(), asked.pool), tmp_path, **settings)
+    rough = Dense(WordEncoder(), asked.pool, SearchSettings(factory="SQ4"))
+    found = mined(asked, rough, tmp_path, **settings)
+    scores = all_inner_products(asked)
+    for row in found:
+        assert row["neg_scores"] == pytest.approx([scores[row["query"]][key] for key in row["neg_id"]], abs=1e-6)
+    assert [row["pos_scores"] for row in found] == [row["pos_scores"] for row in exact]
+    few = Dense(WordEncoder(), asked.pool, SearchSettings(factory="IVF4,Flat", search_params="nprobe=1"))
+    assert mined(asked, few, tmp_path, **settings) != exact
+    kept = SearchSettings(factory="IVF4,Flat", search_params="nprobe=4", index_dir=str(tmp_path / "index"))
+    for _ in range(2):
+        assert mined(asked, Dense(WordEncoder(), asked.pool, kept), tmp_path, **settings) == exact
+
+
+@pytest.mark.parametrize("form", ["jsonl", "dpr", "tevatron"])
+def test_every_form_is_training_data_with_scores(form, data, tmp_path):
+    output = tmp_path / "mined.file"
+    options = MineSettings(num_negatives=3, range_max=20)
+    report = mine_data(ModelChoice("bm25"), str(data), str(output), to=form, mining=options)
+    assert json.loads(about_path(output).read_text()) == report
+    found = list(read_examples(output))
+    asked = Asked(open_examples(data))
+    plain = mined(asked, Lexical(asked.pool), tmp_path, **vars(options))
+    assert [[p.id for p in example.negatives] for example in found] == [row["neg_id"] for row in plain]
+    assert [[p.content for p in example.positives] for example in found] == [row["pos"] for row in plain]
+    assert report["queries"] == 40
+    assert report["negatives"] == sum(len(row["neg"]) for row in plain)
+    margins = [min(row["pos_scores"]) - score for row in plain for score in row["neg_scores"]]
+    assert report["scores"]["margins"]["mean"] == pytest.approx(np.mean(margins))
+    assert report["scores"]["margins"]["25%"] == pytest.approx(np.quantile(margins, 0.25))
+    if form != "jsonl":
+        records = json.loads(output.read_text()) if form == "dpr" else map(json.loads, output.read_text().splitlines())
+        name = "hard_negative_ctxs" if form == "dpr" else "negative_passages"
+        assert [[p["score"] for p in record[name]] for record in records] == [row["neg_scores"] for row in plain]
+    assert not (tmp_path / "mined.file.mining").exists()
+
+
+def test_a_corpus_beside_the_data_gets_the_positives_that_it_lacks(data, tmp_path):
+    convert(data, tmp_path / "train.jsonl", "jsonl")
+    lines = (data / "corpus.jsonl").read_text().splitlines()
+    extra = [json.dumps({"_id": f"x{n}", "title": "", "text": f"a red fox lives in valley {n}"}) for n in range(60, 70)]
+    (tmp_path / "corpus.jsonl").write_text("\n".join([*lines[:20], *extra]) + "\n")
+    asked = Asked(open_examples(tmp_path / "train.jsonl"), load_corpus(tmp_path / "corpus.jsonl"))
+    assert sorted(asked.passages["id"]) == sorted([f"p{n}" for n in range(40)] + [f"x{n}" for n in range(60, 70)])
+    settings = MineSettings(num_negatives=4)
+    found = mined(asked, Dense(WordEncoder(), asked.pool), tmp_path, **vars(settings))
+    expected = slowly(asked, all_inner_products(asked), settings)
+    assert [row["neg_id"] for row in found] == [[key for key, _ in hits] for hits in expected]
+    assert any(key.startswith("x") for key in found[0]["neg_id"])
+    lexical = mined(asked, Lexical(asked.pool), tmp_path, **vars(settings))
+    assert all(len(row["pos_scores"]) == len(row["pos"]) and min(row["pos_scores"]) > 0 for row in lexical)
+
+
+def test_killed_and_started_again_it_writes_the_same_bytes(data, tmp_path, capsys):
+    call = ["mine", "--model", "bm25", "--data", str(data), "--num_negatives", "3", "--relative_margin", "0.05"]
+    assert main([*call, "--output", str(tmp_path / "whole.jsonl")]) == 0
+    call += ["--block_size", "2"]
+    output, work = tmp_path / "mined.jsonl", tmp_path / "mined.jsonl.mining"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "contaccum", *call, "--output", str(output)], stderr=subprocess.DEVNULL
+    )
+    while not (work / "00002.json").exists():
+        assert process.poll() is None, "it ended before it could be killed"
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not output.exists()
+    assert 3 <= len(list(work.glob("[0-9]*.json"))) < 20
+    capsys.readouterr()
+    assert main([*call, "--output", str(output), "--num_negatives", "4"]) == 2
+    assert f"{work}: holds an unfinished mining with another num_negatives" in capsys.readouterr().err
+    (work / "00001.lines").write_bytes(b"marked\n")  # a finished block made again would lose the mark
+    assert main([*call, "--output", str(output)]) == 0
+    expected = (tmp_path / "whole.jsonl").read_bytes().splitlines(True)
+    assert output.read_bytes().splitlines(True) == [*expected[:2], b"marked\n", *expected[4:]]
+    reports = [json.loads(about_path(tmp_path / name).read_text()) for name in ("whole.jsonl", "mined.jsonl")]
+    assert [report["settings"].pop("block_size") for report in reports] == [MineSettings.block_size, 2]
+    assert reports[0] == reports[1]
+    assert not work.exists()
+    assert main([*call, "--output", str(output)]) == 2
+    assert "exists already, expected a new path" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--num_negatives", "0"], "num_negatives is 0, expected at least 1"),
+        (["--range_min", "98"], "range_max is 100, expected at least the 98 of range_min and the 5 of num_negatives together"),
+        (["--relative_margin", "5"], "relative_margin is 5.0, expected a share between 0 and 1"),
+        (["--max_score", "0.1", "--min_score", "0.2"], "min_score is 0.2 and max_score 0.1, expected them the other way round"),
+        (["--absolute_margin", "1.0e+999"], "absolute_margin is inf, expected a finite number"),
+        (["--cross_encoder", "./absent"], "./absent: no cross-encoder could be loaded"),
+        (["--corpus", "absent"], "absent: no such folder"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_in_one_sentence(options, sentence, data, tmp_path, capsys):
+    output = tmp_path / "out" / "mined.jsonl"
+    assert main(["mine", "--model", "bm25", "--data", str(data), "--output", str(output), *options]) == 2
+    err = capsys.readouterr().err
+    assert sentence in err
+    assert err.count("contaccum: ") == 1
+    assert not output.parent.exists()
