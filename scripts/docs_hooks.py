@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import PurePosixPath
 from typing import Any, Literal, get_args, get_origin
 
 from jsonargparse import ArgumentParser
@@ -19,11 +20,24 @@ HIDDEN = ("--help", "--print_config", "--print_completion")
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, COMMANDS, content=command_reference()))
-    named = set(_pages(config.nav))
-    other = sorted(file.src_uri for file in files.documentation_pages() if file.src_uri not in named)
-    if other:
-        config.nav.append({OTHER: other})
+    config.nav = with_all(config.nav, sorted(file.src_uri for file in files.documentation_pages()))
     return files
+
+
+def with_all(nav: list[Any], pages: list[str]) -> list[Any]:
+    """The navigation with the pages that it does not name: each in the section that names another page of its folder, the rest
+    in a section at the end."""
+    named = set(_pages(nav))
+    missing = [page for page in pages if page not in named]
+    sections = [
+        section for entry in nav if isinstance(entry, dict) for section in entry.values() if isinstance(section, list)
+    ]
+    other = []
+    for page in missing:
+        folder = PurePosixPath(page).parent
+        homes = [s for s in sections if folder.name and any(PurePosixPath(p).parent == folder for p in _pages(s))]
+        (homes[0] if homes else other).append(page)
+    return [*nav, {OTHER: other}] if other else nav
 
 
 def _pages(nav: Any) -> Iterator[str]:

@@ -71,6 +71,11 @@ def workspace(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def parser():
+    return make_parser()
+
+
 @pytest.fixture
 def place(workspace, monkeypatch) -> Path:
     monkeypatch.chdir(workspace)
@@ -113,8 +118,6 @@ def run_here(command: Command) -> None:
 def run_outside(command: Command) -> None:
     if command.arguments:
         make_way(command.arguments)
-    if command.words[:2] == ["bash", "scripts/train.sh"]:
-        subprocess.run(["rm", "-rf", command.words[3]], check=True)
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     variables = {"VIRTUAL_ENV": sys.prefix, "PYTHONPATH": path, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}
     call = ["bash", "-c", command.text]
@@ -136,7 +139,8 @@ def test_commands_are_found():
 def test_the_finder_reads_what_a_page_can_hold(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
-        "Text\n\n    contaccum train --config a \\\n        --seed 1  # why\n    LAUNCH='a b' bash scripts/nq.sh x\n    no command\n\n"
+        "Text\n\n    contaccum train --config a \\\n        --seed 1  # why\n"
+        "    LAUNCH='a b' bash scripts/nq.sh x\n    no command\n\n"
         '```json title="a.json"\n{}\n```\n\n<!-- not run: it takes days -->\n\n```bash\ntorchrun -m contaccum train ...\n```\n\n'
         "- entry\n\n    contaccum belongs to the entry\n"
     )
@@ -159,7 +163,7 @@ def parsed(command: Command, parser) -> str | None:
         word for word in command.arguments if re.fullmatch(r"FILE|RUN|METHOD|DIR|SOURCE|TARGET|PATH|NAME|VERB", word)
     ]
     if placeholders or command.abbreviated:
-        return options_of(command)
+        return options_of(command, parser)
     if "--print_completion" in command.arguments:
         parser = make_parser()  # one that has made a completion takes no more arguments
     try:
@@ -172,12 +176,12 @@ def parsed(command: Command, parser) -> str | None:
     return None
 
 
-def options_of(command: Command) -> str | None:
+def options_of(command: Command, parser) -> str | None:
     """The options of a command whose values stand for something else: each must be one of the verb's."""
     depth = 2 if command.arguments[0] == "data" else 1
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
-        make_parser().parse_args([*command.arguments[:depth], "--help"])
+        parser.parse_args([*command.arguments[:depth], "--help"])
     unknown = [
         w
         for w in command.arguments
@@ -186,19 +190,17 @@ def options_of(command: Command) -> str | None:
     return f"no such options: {unknown}" if unknown else None
 
 
-def test_every_command_of_contaccum_is_parsed(place):
+def test_every_command_of_contaccum_is_parsed(place, parser):
     """Those that are run and those that are not; configs are read, options and their values checked."""
     for page in PAGES:
         write_files(page, place)
-    parser = make_parser()
     wrong = {c.where: parsed(c, parser) for c in COMMANDS if c.arguments is not None}
     assert {where: why for where, why in wrong.items() if why} == {}
 
 
-def test_the_parser_refuses_what_is_wrong():
+def test_the_parser_refuses_what_is_wrong(parser):
     """Negative control."""
     page = ROOT / "README.md"
-    parser = make_parser()
     for words in (["contaccum", "train", "--bank.sise", "3"], ["contaccum", "report", "FILE", "--htlm", "x"]):
         assert parsed(Command(page, 1, "", words=words), parser)
 
