@@ -11,6 +11,7 @@ from contaccum.options import MineSettings, ModelChoice, RoundsOptions, SearchSe
 
 set_parsing_settings(
     docstring_parse_attribute_docstrings=True,
+    add_print_completion_argument=True,
     import_path_denylist=["*"],  # else a value such as {class_path: os.path} would import what it names
 )
 
@@ -31,6 +32,13 @@ def make_parser() -> ArgumentParser:
     )
     verbs.add_subcommand("report", _report_parser(), help="put training runs side by side: table, tests, page")
     verbs.add_subcommand("push", _push_parser(), help="write a model's card and send both to the Hugging Face Hub")
+    doctor = _new(
+        "contaccum doctor",
+        "Try what training and searching need on this machine: versions, devices, faiss on CPU and GPU, import order, "
+        "flash-attention, memory, disks, network. Exit code 1 when something that is needed does not work.",
+        "%(prog)s [--help]",
+    )
+    verbs.add_subcommand("doctor", doctor, help="say what works on this machine, and what to do about what does not")
     data = _new("contaccum data", "Look at data sets and change their form.")
     verbs.add_subcommand("data", data, help="check or convert a data set")
     forms = data.add_subcommands(metavar="VERB")

@@ -178,6 +178,12 @@ def _push(options: Namespace) -> None:
     print(push(**options.as_dict()))
 
 
+def _doctor(_: Namespace) -> None:
+    from contaccum.doctor.examine import doctor
+
+    doctor(print)
+
+
 def _check(options: Namespace) -> None:
     from contaccum.data.check import check, render
 
@@ -216,6 +222,7 @@ VERBS: dict[str, Callable[[Namespace], None]] = {
     "plan": _plan,
     "report": _report,
     "push": _push,
+    "doctor": _doctor,
     "data check": _check,
     "data convert": _convert,
     "data fetch": _fetch,

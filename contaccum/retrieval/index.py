@@ -46,6 +46,31 @@ def load_faiss() -> ModuleType:
     return faiss
 
 
+def describe_faiss() -> dict[str, Any]:
+    """Version, build options (such as AVX512, GPU) and number of GPUs of faiss."""
+    faiss = load_faiss()
+    options = faiss.get_compile_options().split()
+    return {"version": faiss.__version__, "options": options, "gpus": faiss.get_num_gpus()}
+
+
+def search_everywhere(
+    queries: np.ndarray, passages: np.ndarray, k: int
+) -> dict[str, tuple[np.ndarray, np.ndarray] | str]:
+    """Scores and row numbers, both (n, k), of an exact search on the "cpu" and, where faiss sees any, on each "gpu N"; what
+    faiss said instead where it failed."""
+    faiss = load_faiss()
+    index = faiss.IndexFlatIP(passages.shape[1])
+    index.add(passages)
+    found: dict[str, tuple[np.ndarray, np.ndarray] | str] = {"cpu": index.search(queries, k)}
+    for number in range(faiss.get_num_gpus()):
+        try:
+            moved = faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), number, index)
+            found[f"gpu {number}"] = moved.search(queries, k)
+        except RuntimeError as error:
+            found[f"gpu {number}"] = _reason(error)
+    return found
+
+
 def gpu_count() -> int:
     """Number of GPUs that faiss can use: 0 without faiss, and with faiss-cpu."""
     return load_faiss().get_num_gpus() if has_faiss() else 0

@@ -1,0 +1,19 @@
+# CPU:  docker build -t contaccum .
+# GPU:  docker build -t contaccum --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu126 --build-arg FAISS=faiss-gpu-cu12 .
+# Use:  docker run --rm -v "$PWD:/work" -v contaccum-cache:/cache contaccum doctor        (GPU: add --gpus all --ipc host)
+FROM python:3.12-slim
+
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG FAISS=faiss-cpu
+RUN pip install --no-cache-dir --index-url "$TORCH_INDEX" torch && pip install --no-cache-dir "$FAISS"
+
+COPY pyproject.toml README.md LICENSE /source/
+COPY contaccum /source/contaccum
+RUN pip install --no-cache-dir "/source[study,tensorboard]" && rm -r /source
+
+RUN useradd --create-home contaccum && mkdir /work /cache && chown contaccum /work /cache
+USER contaccum
+WORKDIR /work
+ENV CONTACCUM_CACHE=/cache/contaccum HF_HOME=/cache/huggingface
+ENTRYPOINT ["contaccum"]
+CMD ["--help"]

@@ -1,0 +1,136 @@
+"""Hooks of mkdocs: the command reference made from the parsers, and a place in the navigation for every page."""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import PurePosixPath
+from typing import Any, Literal, get_args, get_origin
+
+from jsonargparse import ArgumentParser
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+from contaccum.cli.parsers import make_parser
+from contaccum.config import GROUPS, TrainConfig
+
+COMMANDS = "reference/commands.md"
+OTHER = "More"
+HIDDEN = ("--help", "--print_config", "--print_completion")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    files.append(File.generated(config, COMMANDS, content=command_reference()))
+    config.nav = with_all(config.nav, sorted(file.src_uri for file in files.documentation_pages()))
+    return files
+
+
+def with_all(nav: list[Any], pages: list[str]) -> list[Any]:
+    """The navigation with the pages that it does not name: each in the section that names another page of its folder, the rest
+    in a section at the end."""
+    named = set(_pages(nav))
+    missing = [page for page in pages if page not in named]
+    sections = [
+        section for entry in nav if isinstance(entry, dict) for section in entry.values() if isinstance(section, list)
+    ]
+    other = []
+    for page in missing:
+        folder = PurePosixPath(page).parent
+        homes = [s for s in sections if folder.name and any(PurePosixPath(p).parent == folder for p in _pages(s))]
+        (homes[0] if homes else other).append(page)
+    return [*nav, {OTHER: other}] if other else nav
+
+
+def _pages(nav: Any) -> Iterator[str]:
+    """Every page that a navigation names."""
+    if isinstance(nav, str):
+        yield nav
+    for entry in nav.values() if isinstance(nav, dict) else nav if isinstance(nav, list) else ():
+        yield from _pages(entry)
+
+
+def command_reference() -> str:
+    """One section a verb: usage, meaning, and a table of its options with their defaults."""
+    known = _options(dict(leaves(make_parser()))["contaccum train"])
+    text = [
+        "# Commands",
+        "Made from the parsers of the command line, as `contaccum VERB --help` is. Every setting of a config file stands below "
+        "`contaccum train`, by its group.",
+        "Exit codes: 0 done; 2 the user's input, settings or disk; 1 anything else, or what was checked does not hold; 130 "
+        "Ctrl-C; 143 SIGTERM.",
+    ]
+    for name, parser in leaves(make_parser()):
+        text += [f"## {name}", parser.description, f"    {parser.usage % {'prog': name}}"]
+        shared = False
+        for group in parser._action_groups:
+            options = [action for action in group._group_actions if _shown(action)]
+            if name != "contaccum train":
+                own = [action for action in options if _option(action) not in known]
+                shared = shared or len(own) < len(options)
+                options = own
+            if options:
+                text += [*_heading(group), _table(options)]
+        if shared:
+            text.append("Every setting of [contaccum train](#contaccum-train) can be given too.")
+    return "\n\n".join(text) + "\n"
+
+
+def leaves(parser: ArgumentParser, name: str = "contaccum") -> Iterator[tuple[str, ArgumentParser]]:
+    """(name, parser) of every verb."""
+    verbs = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if not verbs:
+        yield name, parser
+    for action in verbs:
+        for verb, inner in action._name_parser_map.items():
+            yield from leaves(inner, f"{name} {verb}")
+
+
+def _shown(action: argparse.Action) -> bool:
+    hidden = action.help == argparse.SUPPRESS or any(option in HIDDEN for option in action.option_strings)
+    return not hidden and not (
+        action.dest in GROUPS and type(action).__name__ == "_ActionConfigLoad"
+    )  # a group as a file
+
+
+def _option(action: argparse.Action) -> tuple[str, str | None]:
+    return action.dest, action.help
+
+
+def _options(parser: ArgumentParser) -> set[tuple[str, str | None]]:
+    settings = {field.name for field in fields(TrainConfig)}
+    return {_option(action) for action in parser._actions if action.dest.split(".")[0] in settings}
+
+
+def _heading(group: Any) -> list[str]:
+    title = group.title or ""
+    return [] if title in ("options", "positional arguments") else [f"**{title}**"]
+
+
+def _table(actions: list[argparse.Action]) -> str:
+    rows = ["| option | meaning | default |", "|---|---|---|"]
+    for action in actions:
+        name = ", ".join(action.option_strings) or action.dest
+        allowed = list(map(str, action.choices or _literals(getattr(action, "_typehint", None))))
+        choices = f" One of: {', '.join(allowed)}." if allowed else ""
+        stop = "." if choices and not (action.help or "").endswith(".") else ""
+        meaning = " ".join(f"{action.help or ''}{stop}{choices}".split()).replace("|", "\\|")
+        if action.nargs == 0:
+            default = "off"
+        elif not action.option_strings or action.required:
+            default = "required"
+        else:
+            default = (
+                "" if action.default is None or action.default is argparse.SUPPRESS else f"`{_plain(action.default)}`"
+            )
+        rows.append(f"| `{name}` | {meaning} | {default} |")
+    return "\n".join(rows)
+
+
+def _literals(kind: Any) -> list[Any]:
+    """The values of a Literal, also of one inside a union."""
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    return [value for inner in get_args(kind) for value in _literals(inner)]
+
+
+def _plain(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value) if value != "" else "(empty)"

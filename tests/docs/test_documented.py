@@ -1,0 +1,290 @@
+"""Every command of README and docs is run, in a folder where the names that the pages use exist and are small.
+
+A command that a page says is not run is parsed all the same; the default suite runs README's, the acceptance tests all.
+"""
+
+import contextlib
+import fcntl
+import io
+import os
+import re
+import struct
+import subprocess
+import sys
+import termios
+import threading
+from pathlib import Path
+
+import pytest
+import tomllib
+from documented import PAGES, ROOT, Command, blocks, commands
+from helpers import write_beir
+
+from contaccum.cli import main
+from contaccum.cli.parsers import make_parser
+from contaccum.data.convert import convert
+from contaccum.encoder import DualEncoder, EncoderSettings
+from contaccum.encoder.tiny import tiny_tower
+
+COMMANDS = [command for page in PAGES for block in blocks(page) for command in commands(block)]
+ENCODERS = ["sentence-transformers/all-MiniLM-L6-v2", "bert-base-uncased", "BAAI/bge-base-en-v1.5", "MODEL"]
+SLOW = ("compare", "plan", "verify", "doctor")
+"""Verbs that start processes of their own."""
+THEIRS = "another project's commands"
+
+
+def page_name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def is_quick(command: Command) -> bool:
+    return command.words[0] == "contaccum" and ">" not in command.words and command.arguments[0] not in SLOW
+
+
+def runs(command: Command) -> bool:
+    """Whether a command can be run as it stands."""
+    return command.reason is None and not command.abbreviated
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory) -> Path:
+    """A folder with everything that the pages name: data in each form, encoders, configs, scripts."""
+    folder = tmp_path_factory.mktemp("documented")
+    data = write_beir(folder / "MY_FOLDER")
+    for name in ("medquad", "my_data"):
+        (folder / name).symlink_to(data)
+    for name in ("configs", "scripts", "benchmarks", "data", "tests"):
+        (folder / name).symlink_to(ROOT / name)
+    convert(data, folder / "pairs.jsonl", "jsonl")
+    convert(data, folder / "biencoder-nq-train.json", "dpr")
+    convert(data, folder / "tevatron.jsonl", "tevatron")
+    passages = [f"{n}\ta fox lives in valley {n}\tfox" for n in range(40)]
+    (folder / "psgs_w100.tsv").write_text("\n".join(["id\ttext\ttitle", *passages]) + "\n")
+    (folder / "nq-test.qa.csv").write_text("where is the fox of valley 3\t['valley 3']\n")
+    texts = [line.split("\t")[1] for line in (folder / "psgs_w100.tsv").read_text().splitlines()]
+    tower = tiny_tower(texts, "mean", layers=1, width=32, vocabulary=200, max_length=256, seed=0)
+    settings = EncoderSettings(tie_towers=True)
+    DualEncoder(tower, tower, settings).save(folder / "saved")
+    for name in ENCODERS:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).symlink_to(folder / "saved" / "query_encoder")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def parser():
+    return make_parser()
+
+
+@pytest.fixture
+def place(workspace, monkeypatch) -> Path:
+    monkeypatch.chdir(workspace)
+    monkeypatch.setenv("CONTACCUM_CACHE", str(workspace / "cache"))
+    return workspace
+
+
+def write_files(page: Path, folder: Path) -> None:
+    """The files that a page's blocks stand for."""
+    for block in blocks(page):
+        if block.title:
+            (folder / block.title).parent.mkdir(parents=True, exist_ok=True)
+            (folder / block.title).write_text(block.text, encoding="utf-8")
+
+
+def make_way(arguments: list[str]) -> None:
+    """Remove what a command is about to write; the pages name the same folder for one thing done in several ways."""
+    target = None
+    if arguments[0] in ("train", "compare") and "--resume" not in arguments and "--output_dir" in arguments:
+        target = arguments[arguments.index("--output_dir") + 1]
+    elif arguments[0] in ("encode", "mine"):
+        target = arguments[arguments.index("--output") + 1]
+    elif arguments[:2] == ["data", "convert"]:
+        target = arguments[3]
+    if target is not None:
+        subprocess.run(["rm", "-rf", target], check=True)
+
+
+def run_here(command: Command) -> None:
+    make_way(command.arguments)
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(command.arguments)
+        except SystemExit as ended:  # --help and --print_completion
+            code = ended.code or 0
+    assert code == 0, f"{command.where}\n{err.getvalue()[-2000:]}"
+
+
+def run_outside(command: Command) -> None:
+    if command.arguments:
+        make_way(command.arguments)
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    variables = {"VIRTUAL_ENV": sys.prefix, "PYTHONPATH": path, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}
+    call = ["bash", "-c", command.text]
+    done = subprocess.run(call, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{command.where}\n{done.stderr[-2000:]}"
+
+
+def test_commands_are_found():
+    """The number is told, so that a page whose blocks are no longer understood is noticed."""
+    ours = [command for command in COMMANDS if command.arguments is not None]
+    run = [command for command in COMMANDS if runs(command)]
+    pages = len({command.page for command in COMMANDS})
+    print(f"{len(COMMANDS)} commands on {pages} pages, {len(ours)} of them contaccum's; {len(run)} are run")
+    assert len(COMMANDS) >= 90
+    assert len(run) >= 40
+    assert any(command.launcher[:1] == ["torchrun"] for command in ours)
+
+
+def test_the_finder_reads_what_a_page_can_hold(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "Text\n\n    contaccum train --config a \\\n        --seed 1  # why\n"
+        "    LAUNCH='a b' bash scripts/nq.sh x\n    no command\n\n"
+        '```json title="a.json"\n{}\n```\n\n<!-- not run: it takes days -->\n\n```bash\ntorchrun -m contaccum train ...\n```\n\n'
+        "- entry\n\n    contaccum belongs to the entry\n"
+    )
+    found = [command for block in blocks(page) for command in commands(block)]
+    assert [command.words for command in found] == [
+        ["contaccum", "train", "--config", "a", "--seed", "1"],
+        ["bash", "scripts/nq.sh", "x"],
+        ["torchrun", "-m", "contaccum", "train", "..."],
+    ]
+    assert [command.line for command in found] == [3, 5, 15]
+    assert [command.reason for command in found] == [None, None, "it takes days"]
+    assert found[1].variables == {"LAUNCH": "a b"}
+    assert (found[2].arguments, found[2].abbreviated) == (["train"], True)
+    assert [block.title for block in blocks(page)] == [None, "a.json", None]
+
+
+def parsed(command: Command, parser) -> str | None:
+    """What the real parser has against a command, nothing where it takes it."""
+    placeholders = [
+        word for word in command.arguments if re.fullmatch(r"FILE|RUN|METHOD|DIR|SOURCE|TARGET|PATH|NAME|VERB", word)
+    ]
+    if placeholders or command.abbreviated:
+        return options_of(command, parser)
+    if "--print_completion" in command.arguments:
+        parser = make_parser()  # one that has made a completion takes no more arguments
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            parser.parse_args(command.arguments)
+    except SystemExit as ended:
+        return None if ended.code in (0, None) else "refused"
+    except Exception as error:
+        return str(error)
+    return None
+
+
+def options_of(command: Command, parser) -> str | None:
+    """The options of a command whose values stand for something else: each must be one of the verb's."""
+    depth = 2 if command.arguments[0] == "data" else 1
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        parser.parse_args([*command.arguments[:depth], "--help"])
+    unknown = [
+        w
+        for w in command.arguments
+        if w.startswith("--") and w.split("=")[0] not in out.getvalue().replace(",", " ").split()
+    ]
+    return f"no such options: {unknown}" if unknown else None
+
+
+def test_every_command_of_contaccum_is_parsed(place, parser):
+    """Those that are run and those that are not; configs are read, options and their values checked."""
+    for page in PAGES:
+        write_files(page, place)
+    wrong = {c.where: parsed(c, parser) for c in COMMANDS if c.arguments is not None}
+    assert {where: why for where, why in wrong.items() if why} == {}
+
+
+def test_the_parser_refuses_what_is_wrong(parser):
+    """Negative control."""
+    page = ROOT / "README.md"
+    for words in (["contaccum", "train", "--bank.sise", "3"], ["contaccum", "report", "FILE", "--htlm", "x"]):
+        assert parsed(Command(page, 1, "", words=words), parser)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [c for c in COMMANDS if c.arguments is None and c.reason != THEIRS],
+    ids=lambda c: f"{page_name(c.page)}:{c.line}",
+)
+def test_what_other_commands_name_exists(command):
+    """Scripts and their options, test files and their tests, extras."""
+    words = command.words
+    for word in words[1:]:
+        if re.fullmatch(r"(scripts|benchmarks|tests)/[\w/]+\.(py|sh)(::\w+)?|tests/[\w/]+", word):
+            file, _, name = word.partition("::")
+            assert (ROOT / file).exists(), command.where
+            assert not name or f"def {name}(" in (ROOT / file).read_text(), command.where
+    if words[0] == "python" and words[1].endswith(".py") and (ROOT / words[1]).is_file():
+        source = (ROOT / words[1]).read_text() + (ROOT / "benchmarks" / "common.py").read_text()
+        options = [word for word in words if word.startswith("--")]
+        assert [option for option in options if f'"{option}"' not in source] == [], command.where
+    if words[0] == "pip":
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        named = re.findall(r"\[([\w,]+)\]", command.text)
+        assert {extra for group in named for extra in group.split(",")} <= extras.keys(), command.where
+
+
+def test_the_quick_commands_of_the_readme_run(place):
+    for command in COMMANDS:
+        if page_name(command.page) == "README.md" and runs(command) and is_quick(command):
+            run_here(command)
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize("name", sorted({page_name(command.page) for command in COMMANDS if runs(command)}))
+def test_all_commands_run(name, place):
+    write_files(ROOT / name, place)
+    for command in COMMANDS:
+        if page_name(command.page) == name and runs(command):
+            (run_here if is_quick(command) else run_outside)(command)
+
+
+def python_blocks(name: str) -> list[str]:
+    found = [
+        block for block in blocks(ROOT / name) if block.language == "python" and not block.title and not block.reason
+    ]
+    return [block.text for block in found]
+
+
+def test_the_library_example_runs_as_it_stands(place, capfd):
+    """The one of the docs; README shows the same. What it does not print itself stays off stdout, and no bar is drawn."""
+    (example,) = python_blocks("docs/how-to/library.md")
+    assert example in python_blocks("README.md")
+    subprocess.run(["rm", "-rf", "runs/library"], check=True)
+    found: dict = {}
+    exec(example, found)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "\r" not in err
+    assert not re.search(r"\d+%\||it/s|s/it|step/s", err)
+    assert found["vectors"].shape == (1, 32)
+    assert 0.0 <= found["ndcg"] <= 1.0
+    assert {len(hits) for hits in found["run"].values()} == {3}
+
+
+def test_a_terminal_gets_the_bars(place, monkeypatch):
+    """Negative control: the same calls draw progress where stderr is a terminal."""
+    controller, terminal = os.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    shown: list[bytes] = []
+    reader = threading.Thread(target=read_all, args=(controller, shown))
+    reader.start()
+    subprocess.run(["rm", "-rf", "runs/library"], check=True)
+    with os.fdopen(terminal, "w") as stderr, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", stderr)
+        exec(python_blocks("docs/how-to/library.md")[0], {})
+    reader.join()
+    os.close(controller)
+    text = b"".join(shown).decode()
+    assert "step/s" in text or "s/step" in text
+    assert "%|" in text
+
+
+def read_all(controller: int, shown: list[bytes]) -> None:
+    with contextlib.suppress(OSError):  # the terminal's end is closed
+        while data := os.read(controller, 4096):
+            shown.append(data)

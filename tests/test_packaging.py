@@ -1,0 +1,56 @@
+"""What is built from the project: its parts, its versions, and that it works from where it is installed."""
+
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+import contaccum
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_one_version_everywhere():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert f'version = "{contaccum.__version__}"' in (ROOT / "pyproject.toml").read_text()
+    assert cited["version"] == contaccum.__version__
+    assert "2406.12356" in cited["preferred-citation"]["url"]
+
+
+def test_hooks_and_ci_run_the_same_tools():
+    (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    tools = {" ".join(hook["entry"].replace("--force-exclude", "").split()) for hook in local["hooks"]}
+    assert tools == {"ruff check", "ruff format", "mypy", "codespell"}
+    ci = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert all(any(line.startswith(tool) for line in ci) for tool in tools)
+
+
+@pytest.mark.acceptance
+def test_wheel_and_sdist_hold_what_they_should_and_work(tmp_path):
+    call = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    subprocess.run(call, check=True, capture_output=True)
+    (wheel,), (source,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
+    files = set(zipfile.ZipFile(wheel).namelist())
+    ours = {str(path.relative_to(ROOT)) for path in (ROOT / "contaccum").rglob("*.py")} | {"contaccum/py.typed"}
+    assert {name for name in files if ".dist-info/" not in name} == ours
+    assert any(name.endswith("licenses/LICENSE") for name in files)
+    with tarfile.open(source) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"LICENSE", "README.md", "CITATION.cff", "configs/finetune.yaml", "contaccum/py.typed"} <= held
+    assert not [name for name in held if name.startswith(("tests", "data", "docs", "benchmarks"))]
+
+    place = tmp_path / "installed"
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(place), str(wheel)]
+    subprocess.run(install, check=True, capture_output=True)
+    script = "import contaccum, sys; print(contaccum.__file__); from contaccum.cli import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "data", "demo", "demo"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(place)}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == [str(place / "contaccum" / "__init__.py"), "demo"]
+    assert (tmp_path / "demo" / "corpus.jsonl").read_bytes() == (ROOT / "data" / "demo" / "corpus.jsonl").read_bytes()
