@@ -23,9 +23,12 @@ from hypothesis import strategies as st
 
 from contaccum.config import GROUPS
 from contaccum.config.file import check_config_file
+from contaccum.data.bad_records import STRICT, BadRecords
 from contaccum.data.download import unpack
 from contaccum.data.formats import (
     kind_of_data,
+    numbered_corpus,
+    numbered_examples,
     read_corpus,
     read_examples,
     read_qrels,
@@ -64,6 +67,23 @@ def all_of(read: Callable) -> Callable[[Path], object]:
     return lambda path: list(read(path))
 
 
+def tolerant(read: Callable) -> Callable[[Path], object]:
+    """Reading with three bad records allowed: what is sound without that reads the same, and nothing is left out of it."""
+
+    def attempt(path: Path) -> None:
+        bad = BadRecords(3)
+        try:
+            sound = list(read(path, STRICT))
+        except InputError:
+            list(read(path, bad))
+            assert bad.found, "refused as it stands, but read without anything left out"
+            return
+        assert list(read(path, bad)) == sound
+        assert not bad.found
+
+    return attempt
+
+
 def shards(path: Path) -> None:
     path.rename(path.with_name("manifest.json"))
     for shard in ShardFolder(path.parent):
@@ -87,6 +107,16 @@ TARGETS: dict[str, tuple[Callable[[Path], object], list[bytes]]] = {
     "questions": (all_of(read_questions), [b"who?\t['a', \"b\"]\nwhen?\t\"['\"\"c\"\"']\"\n"]),
     "examples": (
         all_of(read_examples),
+        [lines(EXAMPLE, EXAMPLE), lines(DPR, DPR), json.dumps([DPR, DPR], indent=1).encode(), lines(TEVATRON, TEVATRON)],
+    ),
+    "corpus, three bad": (
+        tolerant(numbered_corpus),
+        [lines({"_id": "1", "title": "T", "text": "é"}, {"_id": 2, "text": "t"}), b'id\ttext\ttitle\n1\t"a ""b"""\tT\n'],
+    ),
+    "qrels, three bad": (tolerant(read_qrels), [b"query-id\tcorpus-id\tscore\nq\tp\t1\nr\tp\t-1\n", b"q 0 p 1\nr 0 p 0\n"]),
+    "questions, three bad": (tolerant(read_questions), [b"who?\t['a', \"b\"]\nwhen?\t\"['\"\"c\"\"']\"\n"]),
+    "examples, three bad": (
+        tolerant(numbered_examples),
         [lines(EXAMPLE, EXAMPLE), lines(DPR, DPR), json.dumps([DPR, DPR], indent=1).encode(), lines(TEVATRON, TEVATRON)],
     ),
     "any file": (kind_of_data, [lines(EXAMPLE), lines(DPR), b"1\ttext\ttitle\n", b"q\t['a']\n"]),

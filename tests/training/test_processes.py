@@ -309,6 +309,7 @@ def test_torchrun_ends_all_and_reports_the_traceback_of_the_first_to_fail(tmp_pa
         ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "launched for FSDP"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "launched for DeepSpeed"),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "launched for Megatron-LM"),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "launched for a parallelism config"),
         ({"ACCELERATE_USE_CPU": "True", "MASTER_PORT": "29500"}, "asked for several processes and started one"),
     ],
 )
