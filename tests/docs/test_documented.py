@@ -58,6 +58,7 @@ def workspace(tmp_path_factory) -> Path:
     convert(data, folder / "pairs.jsonl", "jsonl")
     convert(data, folder / "biencoder-nq-train.json", "dpr")
     convert(data, folder / "tevatron.jsonl", "tevatron")
+    (folder / "train.json").symlink_to(folder / "biencoder-nq-train.json")
     passages = [f"{n}\ta fox lives in valley {n}\tfox" for n in range(40)]
     (folder / "psgs_w100.tsv").write_text("\n".join(["id\ttext\ttitle", *passages]) + "\n")
     (folder / "nq-test.qa.csv").write_text("where is the fox of valley 3\t['valley 3']\n")
@@ -224,7 +225,7 @@ def test_what_other_commands_name_exists(command):
         assert [option for option in options if f'"{option}"' not in source] == [], command.where
     if words[0] == "pip":
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-        named = re.findall(r"\[([\w,]+)\]", command.text)
+        named = re.findall(r"\[([\w,-]+)\]", command.text)
         assert {extra for group in named for extra in group.split(",")} <= extras.keys(), command.where
 
 
