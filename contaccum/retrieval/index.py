@@ -39,8 +39,10 @@ def load_faiss() -> ModuleType:
         # torch and faiss bring an OpenMP runtime each; either may be loaded first (a test imports them both ways)
         import faiss
     except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name == "faiss"
+        state = "is not installed" if missing else f"cannot be loaded ({error})"
         raise InputError(
-            'this search needs faiss, which is not installed: pip install "contaccum[cpu]" '
+            f'this search needs faiss, which {state}: pip install "contaccum[cpu]" '
             '(or "contaccum[gpu]"), or use the exact torch backend (backend: torch)'
         ) from error
     return faiss

@@ -123,4 +123,5 @@ def test_a_faiss_that_cannot_be_loaded_is_exit_code_1(tmp_path):
     assert done.returncode == 1
     assert done.stderr == "contaccum: 1 of 14 findings are broken: import order\n"
     assert "broken  import order" in done.stdout
+    assert "faiss, which cannot be loaded (libcublas.so.12: cannot open shared object file)" in done.stdout
     assert "ok      torch" in done.stdout
