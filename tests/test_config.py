@@ -45,6 +45,19 @@ def test_there_are_config_files():
     }  # fmt: skip
 
 
+def test_a_bank_has_the_rows_of_a_step_unless_told_otherwise():
+    """None older than one optimizer step; 0 stays 0, and a method without a bank has none."""
+    plain = TrainConfig(method="cont_accum")
+    assert plain.bank.size is None
+    for pairs in (128, 256):
+        plain.batch.global_batch_size = pairs
+        assert plain.bank_size() == pairs
+    assert config("cont_accum", **{"bank.size": 0}).bank_size() == 0
+    assert config("cont_accum", **{"bank.size": 40}).bank_size() == 40
+    plain.method = "grad_cache"
+    assert plain.bank_size() == 0
+
+
 def test_the_saved_config_is_complete_and_can_be_read_back(tmp_path, capsys):
     original = config(**{"run.trackers": ["tensorboard"]})
     (tmp_path / "config.yaml").write_text(to_yaml(original))
@@ -67,6 +80,7 @@ def test_the_saved_config_is_complete_and_can_be_read_back(tmp_path, capsys):
         ({"run.memory_budget": "0GB"}, "run.memory_budget is '0GB', expected a number above 0"),
         ({"run.memory_budget": "-1GB"}, "run.memory_budget is '-1GB', expected a number above 0"),
         ({"bank.size": 3}, "bank.size is 3 rows, but 4 rows enter at once"),
+        ({"bank.age_decay": -0.5}, "bank.age_decay is -0.5, expected at least 0"),
         ({"bank.size": 12, "bank.visibility": "on_step"}, "bank.size is 12 rows, but 16 rows enter at once"),
         ({"method": "cont_cache", "bank.size": 12}, "bank.size is 12 rows, but 16 rows enter at once"),
         ({"method": "no_such"}, "method is 'no_such', expected one of in_batch"),
@@ -119,6 +133,7 @@ def test_each_broken_rule_is_one_sentence(changes, sentence):
         ({"optim.reference_batch_size": 64}, "optim.reference_batch_size has no effect"),
         ({"method": "cont_cache", "bank.visibility": "on_step"}, "bank.visibility has no effect with cont_cache"),
         ({"bank.keep": False, "bank.visibility": "on_step"}, "bank.keep false empties the bank before"),
+        ({"bank.keep": False, "bank.age_decay": 1.0}, "bank.age_decay has no effect with bank.keep false"),
         ({"bank.queries": False, "bank.row_weight": "current"}, "bank.row_weight has no effect without bank.queries"),
         ({"bank.hard_negatives": False}, "bank.hard_negatives has no effect with data.hard_negatives 0"),
         ({"run.metric": "mrr@10"}, "run.metric has no effect without data.dev"),
