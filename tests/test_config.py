@@ -8,7 +8,7 @@ import yaml
 from helpers import train_config
 
 from contaccum.cli import main
-from contaccum.config import TRAITS, TrainConfig, check_total, parse_bytes, to_yaml, validate
+from contaccum.config import TRAITS, TrainConfig, check_total, from_mapping, parse_bytes, to_yaml, validate
 from contaccum.errors import InputError
 from contaccum.methods import METHODS
 from contaccum.options import ModelChoice
@@ -42,7 +42,24 @@ def test_every_config_file_parses_and_holds_together(path, capsys):
 def test_there_are_config_files():
     assert {path.name for path in CONFIGS} >= {
         "demo.yaml", "finetune.yaml", "nq.yaml", "triviaqa.yaml", "curatedtrec.yaml", "webq.yaml", "msmarco.yaml", "24gb.yaml",
+        "11gb.yaml", "80gb.yaml", "fast.yaml", "short.yaml", "full.yaml", "heads.yaml",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("memory", "fast"), [("11gb", False), ("11gb", True), ("24gb", False), ("24gb", True), ("80gb", False)]
+)
+def test_presets_are_laid_over_a_config_without_a_warning(memory, fast, capsys, recwarn):
+    """`fast` is for steps that do not fit at once; a whole one needs neither bank nor second pass."""
+    folder = CONFIGS[0].parent / "presets"
+    over = [f"{memory}.yaml", *(["fast.yaml"] if fast else [])]
+    given = [word for name in over for word in ("--config", str(folder / name))]
+    printed = print_config(capsys, CONFIGS[0].parent / "finetune.yaml", *given, "--output_dir", "x", "--data.train", "x")
+    made = from_mapping(printed)
+    validate(made)
+    assert not [str(one.message) for one in recwarn if "no effect" in str(one.message)]
+    assert made.micro_batch_size(1) == {"11gb": 8, "24gb": 32, "80gb": 128}[memory]
+    assert made.bank_size() == (128 if fast else 0)
 
 
 def test_a_bank_has_the_rows_of_a_step_unless_told_otherwise():

@@ -1,6 +1,8 @@
 """The tables of docs/results/study.md, made from the packed runs.
 
-    python benchmarks/study/tables.py docs/results/study.jsonl.gz [TABLE...]
+    python benchmarks/study/tables.py docs/results/study.jsonl.gz [TABLE...] [--page docs/results/study.md]
+
+--page writes the tables into a page, each behind the line <!-- table: NAME -->, instead of printing them.
 
 Mean and standard deviation are over seeds. Tests are paired, against the reference of the table: `perm` flips signs of the
 queries' differences, `both` counts seeds and queries as drawn at random (min F'); Holm's correction is over the table's rows.
@@ -228,16 +230,28 @@ TABLES: dict[str, tuple[Callable[[Studies, str], Table], str]] = {
 }  # fmt: skip
 
 
+MARKED = re.compile(r"(?<=<!-- table: )(\S+)( -->\n\n)(.*?)(?=\n\n)", flags=re.DOTALL)
+"""A table in a page: its name, what stands between, its lines."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pack", type=Path)
     parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"of {', '.join(TABLES)}; all when none is named")
+    parser.add_argument("--page", type=Path, help="Markdown file whose tables are made anew")
     chosen = parser.parse_args()
     studies = read_pack(chosen.pack)
-    for name in chosen.tables or TABLES:
+
+    def made(name: str) -> str:
         make, study = TABLES[name]
-        if study in studies:
-            print(f"### {name}\n\n{make(studies, study).markdown()}\n")
+        return make(studies, study).markdown()
+
+    if chosen.page is not None:
+        text = MARKED.sub(lambda found: found[1] + found[2] + made(found[1]), chosen.page.read_text(encoding="utf-8"))
+        chosen.page.write_text(text, encoding="utf-8")
+        return
+    for name in chosen.tables or [name for name, (_, study) in TABLES.items() if study in studies]:
+        print(f"### {name}\n\n{made(name)}\n")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -145,9 +144,9 @@ def test_the_tables_of_the_page_are_those_of_the_packed_runs():
     results = ROOT / "docs" / "results"
     page = (results / "study.md").read_text()
     studies = tables.read_pack(results / "study.jsonl.gz")
-    named = re.findall(r"<!-- table: (\S+) -->\n\n(.*?)\n\n", page, flags=re.DOTALL)
+    named = tables.MARKED.findall(page)
     assert len(named) > 5
-    for name, shown in named:
+    for name, _, shown in named:
         make, study = tables.TABLES[name]
         assert make(studies, study).markdown() == shown, name
 
