@@ -121,7 +121,17 @@ def longer() -> Iterator[Case]:
             yield name, {**changed, **aged}, Idea()
 
 
-PARTS = {"order": order, "switches": switches, "age": age, "ideas": ideas, "longer": longer}
+def drift() -> Iterator[Case]:
+    """Runs whose log says how vectors move: every run's does, these are named for their table."""
+    for rate in RATES[2:]:
+        for method, size in (("grad_cache", 64), ("cont_accum", 64), ("cont_accum", 512), ("passage_bank", 512)):
+            changed = {"method": method, "bank.size": size, "optim.learning_rate": float(rate)}
+            yield f"drift-{method}-size={size}-learning_rate={rate}", changed, Idea()
+
+
+PARTS = {"order": order, "switches": switches, "age": age, "ideas": ideas, "longer": longer, "drift": drift}
+APART = 4
+"""Steps between two encodings of the micro-batches whose movement is logged."""
 
 
 class Towers(nn.Module):
@@ -266,12 +276,14 @@ def train(place: Place, config: TrainConfig, idea: Idea) -> tuple[Towers, dict[s
     )
     sampler = StepSampler(place.train, config.seed, config.batch.global_batch_size, 0)
     log: dict[str, list] = {}
+    past: list[tuple[int, MicroBatch, tuple[Tensor, Tensor]]] = []
     for step in range(total):
         share = learning_rate_factor(step, total, warmup_steps(config.optim, total), config.optim.schedule)
         if variant is not None:
             variant.share = share
         engine.step = step
         batches = place.micro_batches(sampler, step, config.batch.micro_batch_size)
+        past = [*past[-APART:], (step, batches[0], engine.encode_again(batches[0], step, 0))]
         losses = method(engine, batches, bank, loss)
         norms = [side_norm(towers, side) for side in (0, 1)]
         torch.nn.utils.clip_grad_norm_(towers.parameters(), config.optim.max_grad_norm)
@@ -285,9 +297,20 @@ def train(place: Place, config: TrainConfig, idea: Idea) -> tuple[Towers, dict[s
             "query_grad_norm": norms[0],
             "passage_grad_norm": norms[1],
         }
+        line |= movement(engine, *past[0])
         for name, value in line.items():
             log.setdefault(name, []).append(short(value))
     return towers, log
+
+
+def movement(engine: Engine, step: int, batch: MicroBatch, then: tuple[Tensor, Tensor]) -> dict[str, float]:
+    """Of the passages of a micro-batch encoded at ``step`` or before: mean cosine to what they are now, and the share of their
+    mean squared movement that is one shift of all."""
+    now = engine.encode_again(batch, step, 0)[1]
+    moved = now - then[1]
+    whole = moved.square().sum(1).mean()
+    share = moved.mean(0).square().sum() / whole if whole > 0 else whole
+    return {"drift_passage_cosine": float((now * then[1]).sum(1).mean()), "drift_common_share": float(share)}
 
 
 def side_norm(towers: Towers, side: int) -> float:

@@ -209,6 +209,16 @@ def heads_balance(studies: Studies, name: str) -> Table:
     return Table(["learning rate", "settings", "rank correlation of imbalance and quality", "p"], rows)
 
 
+def heads_drift(studies: Studies, name: str) -> Table:
+    """How passages move within four updates, median over the run, and how much of it is one shift of all."""
+    rows = [
+        [label(run)[len("drift ") :], f"{run.config[RATE]:g}", figure(run.median("drift_passage_cosine"), ".3f"),
+         figure(run.median("drift_common_share"), ".2f"), figure(run.score(METRIC))]
+        for run in some(studies[name], r"drift .*")
+    ]  # fmt: skip
+    return Table(["setting", "lr", "cosine after 4 updates", "share of one shift", METRIC], rows)
+
+
 def real_tuning(studies: Studies, name: str) -> Table:
     return tuning(studies[name])
 
@@ -224,7 +234,7 @@ TABLES: dict[str, tuple[Callable[[Studies, str], Table], str]] = {
         for study in ("heads-medquad", "heads-scifact")
         for name, make in (
             ("order", heads_order), ("rates", heads_rates), ("switches", heads_switches), ("age", heads_age),
-            ("ideas", heads_ideas), ("longer", heads_longer), ("balance", heads_balance),
+            ("ideas", heads_ideas), ("longer", heads_longer), ("balance", heads_balance), ("drift", heads_drift),
         )
     },
 }  # fmt: skip
