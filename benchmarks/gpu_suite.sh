@@ -57,7 +57,7 @@ for part in ${*:-1 2 3 4 5 6 7}; do
         8)
             need_data 8
             FULL=1 MEDQUAD=$DATA OUT=$results/study PRECISION=$precision bash benchmarks/study/run.sh \
-                medquad scifact bank aged switches all_methods tied
+                medquad aged scifact bank switches all_methods tied
             python benchmarks/study/pack.py "$results/study" "$results/study.jsonl.gz"
             python benchmarks/study/tables.py "$results/study.jsonl.gz" >"$results/study.md"
             ;;

@@ -54,7 +54,9 @@ def test_presets_are_laid_over_a_config_without_a_warning(memory, fast, capsys, 
     folder = CONFIGS[0].parent / "presets"
     over = [f"{memory}.yaml", *(["fast.yaml"] if fast else [])]
     given = [word for name in over for word in ("--config", str(folder / name))]
-    printed = print_config(capsys, CONFIGS[0].parent / "finetune.yaml", *given, "--output_dir", "x", "--data.train", "x")
+    printed = print_config(
+        capsys, CONFIGS[0].parent / "finetune.yaml", *given, "--output_dir", "x", "--data.train", "x"
+    )
     made = from_mapping(printed)
     validate(made)
     assert not [str(one.message) for one in recwarn if "no effect" in str(one.message)]

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # The runs behind docs/results/study.md, part by part. Started again, it does what is missing and nothing else.
 #   MODEL=DIR MEDQUAD=BEIR_DIR SCIFACT=BEIR_DIR bash benchmarks/study/run.sh [PART...]
-# Parts: medquad and scifact (four methods at M = N, learning rates tuned on dev), bank (M = 8 N), aged and scifact-aged (rows
-# weighed by age), switches, all_methods, tied, heads (many settings and seeds on small towers over frozen vectors, see
+# Parts: medquad (four methods at M = N, learning rates tuned on dev), aged (rows weighed by age), scifact (both, at MedQuAD's
+# rate), bank (M = 8 N), switches, all_methods, tied, heads (many settings and seeds on small towers over frozen vectors, see
 # heads.py), demo.
-# MODEL: encoder folder. SEEDS (5), RATES (1e-4,2e-4,4e-4,8e-4), METHODS of the first two parts, OUT (runs/study), DEVICE (cpu),
+# MODEL: encoder folder. SEEDS (5), RATES (1e-4,2e-4,4e-4,8e-4), METHODS of the first part, OUT (runs/study), DEVICE (cpu),
 # PRECISION (fp32).
 # FULL=1: configs/study/full.yaml and whole corpora instead of configs/study/short.yaml and cut ones; RATES are then
 # 2e-5,5e-5,1e-4,2e-4, DEVICE auto. Meant for a GPU (benchmarks/gpu_suite.sh 8).
@@ -18,6 +18,8 @@ if [ -n "${FULL:-}" ]; then
 else
     config=configs/study/short.yaml device=${DEVICE:-cpu} rates=${RATES:-1e-4,2e-4,4e-4,8e-4}
 fi
+
+aged=(--bank.age_decay 1 --bank.row_weight current)
 
 fail() {
     echo "$1" >&2
@@ -53,18 +55,20 @@ rate() { # rate NAME METHOD: the learning rate that comparison NAME chose for ME
     basename "$(dirname "$found")" | sed 's/.*learning_rate=//; s/-seed0//'
 }
 
-for part in ${*:-medquad scifact bank aged scifact-aged switches all_methods tied heads demo}; do
+for part in ${*:-medquad aged scifact bank switches all_methods tied heads demo}; do
     echo "== $part" >&2
     case $part in
-        medquad | scifact)
-            compare "$part" "$part" --methods "${METHODS:-grad_accum,grad_cache,cont_accum,cont_cache}" --seeds "$seeds" \
+        medquad)
+            compare medquad medquad --methods "${METHODS:-grad_accum,grad_cache,cont_accum,cont_cache}" --seeds "$seeds" \
                 --tune_learning_rate "$rates" --baselines bm25,untrained
             ;;
-        aged | scifact-aged)
-            set=scifact
-            [ "$part" = aged ] && set=medquad
-            compare "$part" "$set" --methods cont_accum --bank.age_decay 1 --bank.row_weight current --seeds "$seeds" \
-                --tune_learning_rate "$rates"
+        aged)
+            compare aged medquad --methods cont_accum "${aged[@]}" --seeds "$seeds" --tune_learning_rate "$rates"
+            ;;
+        scifact) # at the rate that MedQuAD's dev chose for grad_cache
+            own=$(rate medquad grad_cache)
+            compare scifact scifact --methods grad_cache --seeds "$seeds" --optim.learning_rate "$own" --baselines untrained
+            compare scifact-aged scifact --methods cont_accum "${aged[@]}" --seeds "$seeds" --optim.learning_rate "$own"
             ;;
         bank)
             n=$(sed -n 's/ *global_batch_size: //p' "$config")
@@ -79,10 +83,10 @@ for part in ${*:-medquad scifact bank aged scifact-aged switches all_methods tie
             done
             ;;
         all_methods)
-            compare all_methods medquad --methods in_batch --seeds "$seeds" \
-                --optim.learning_rate "$(rate medquad grad_cache)"
-            compare all_methods medquad --methods passage_bank --seeds "$seeds" \
-                --optim.learning_rate "$(rate medquad cont_accum)"
+            own=$(rate medquad grad_cache)
+            compare all_methods medquad --methods in_batch --seeds "$seeds" --optim.learning_rate "$own"
+            own=$(rate medquad cont_accum)
+            compare all_methods medquad --methods passage_bank --seeds "$seeds" --optim.learning_rate "$own"
             ;;
         tied)
             compare tied medquad --methods grad_cache,cont_accum --seeds "$seeds" --model.tie_towers true \
@@ -97,6 +101,6 @@ for part in ${*:-medquad scifact bank aged scifact-aged switches all_methods tie
             python -m contaccum compare --config configs/demo.yaml --methods grad_accum,grad_cache,cont_accum,cont_cache \
                 --seeds "$seeds" --output_dir "$out/demo" --data.dev data/demo
             ;;
-        *) fail "part $part: expected medquad, scifact, bank, aged, scifact-aged, switches, all_methods, tied, heads or demo" ;;
+        *) fail "part $part: expected medquad, aged, scifact, bank, switches, all_methods, tied, heads or demo" ;;
     esac
 done

@@ -16,7 +16,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from contaccum.config import TrainConfig
@@ -58,6 +58,10 @@ def label(run: Run, rate: bool = False) -> str:
     found = NAME.fullmatch(run.name)
     assert found is not None
     setting = found["setting"].replace("-", " ")
+    for name in ("age_decay", "row_weight"):
+        value = run.config.get(f"bank.{name}")
+        if run.method == "cont_accum" and value not in (None, DEFAULTS[f"bank.{name}"]) and name not in setting:
+            setting += f" {name}={value:g}" if isinstance(value, float) else f" {name}={value}"
     return f"{setting} lr={found['rate']}" if rate and found["rate"] else setting
 
 
@@ -69,33 +73,38 @@ def groups(runs: Sequence[Run], rate: bool = False) -> dict[str, Group]:
     return found
 
 
+def same_seeds(found: dict[str, Group]) -> dict[str, Group]:
+    """The groups with the seeds that all of them have."""
+    shared = set.intersection(*({run.seed for run in group.runs} for group in found.values()))
+    return {name: Group(name, [run for run in group.runs if run.seed in shared]) for name, group in found.items()}
+
+
 def dev_score(runs: Sequence[Run]) -> float:
     scores = [run.evaluations[-1][METRIC] for run in runs if run.evaluations]
     return statistics.mean(scores) if scores else float("nan")
 
 
 def best_rates(runs: Sequence[Run]) -> dict[str, Group]:
-    """Of each setting the learning rate that is best on dev; a rate that was tried with fewer seeds is out of the running."""
-    by_setting: dict[str, list[Group]] = {}
-    for group in groups(runs, rate=True).values():
-        by_setting.setdefault(label(group.runs[0]), []).append(group)
+    """Of each setting the learning rate that is best on dev, by the seeds that all its scored rates have."""
+    by_setting: dict[str, dict[str, Group]] = {}
+    for name, group in groups(runs, rate=True).items():
+        if group.per_query():
+            by_setting.setdefault(label(group.runs[0]), {})[name] = group
     chosen = {}
-    for name, found in by_setting.items():
-        tried = [group for group in found if group.per_query()]
-        if not tried:
-            continue
-        most = max(len(group.runs) for group in tried)
-        chosen[name] = max(
-            (group for group in tried if len(group.runs) == most), key=lambda group: dev_score(group.runs)
-        )
+    for setting, tried in by_setting.items():
+        shared = same_seeds(tried)
+        chosen[setting] = tried[max(tried, key=lambda name: dev_score(shared[name].runs))]
     return chosen
 
 
 def against(chosen: dict[str, Group], reference: str, times: bool = False) -> Table:
-    """Every group against the reference: mean, spread, difference, effect size, p values."""
+    """Every group against the reference: mean, spread; and of the seeds that both have, difference, effect size, p values."""
     base = chosen[reference]
-    others = {name: group for name, group in chosen.items() if name != reference}
-    found = {name: compare(group.per_query(), base.per_query(), METRIC) for name, group in others.items()}
+    found = {}
+    for name, group in chosen.items():
+        if name != reference:
+            ours, theirs = same_seeds({"": group, reference: base}).values() if group.method else (group, base)
+            found[name] = compare(ours.per_query(), theirs.per_query(), METRIC)
     perm = dict(zip(found, holm([one.p_permutation for one in found.values()]), strict=True))
     shared = {name: one.p_both for name, one in found.items() if one.p_both is not None}
     both = dict(zip(shared, holm(list(shared.values())), strict=True))
@@ -127,11 +136,11 @@ def p(value: float) -> str:
 
 
 def rates(runs: Sequence[Run]) -> Table:
-    """Dev and test means of every setting at every learning rate."""
+    """Mean on test of every setting at every learning rate; standard deviation and number of seeds in parentheses."""
     table: dict[str, dict[float, str]] = {}
     for group in groups(runs, rate=True).values():
         mean, deviation = spread(group.scores(METRIC))
-        text = f"{mean:.4f}" + ("" if deviation is None else f" ({deviation:.4f})")
+        text = f"{mean:.4f} ({'' if deviation is None else f'{deviation:.4f}, '}{len(group.runs)})"
         table.setdefault(label(group.runs[0]), {})[group.setting(RATE)] = text
     heads = sorted({rate for row in table.values() for rate in row})
     rows = [[name, *(row.get(rate, "-") for rate in heads)] for name, row in table.items()]
@@ -157,8 +166,13 @@ def some(runs: Iterable[Run], pattern: str) -> list[Run]:
     return [run for run in runs if re.fullmatch(pattern, label(run))]
 
 
+def encoders(studies: Studies, name: str) -> list[Run]:
+    """The runs of a set and, where they were made, those with age."""
+    return studies[name] + studies.get({"medquad": "aged", "scifact": "scifact-aged"}[name], [])
+
+
 def order(studies: Studies, name: str) -> Table:
-    return against(best_rates(studies[name]), "grad_cache", times=True)
+    return against(best_rates(encoders(studies, name)), "grad_cache", times=True)
 
 
 def heads_order(studies: Studies, name: str) -> Table:
@@ -178,8 +192,7 @@ def heads_switches(studies: Studies, name: str) -> Table:
         studies[name],
         r"(cont_accum size=\d+|grad_cache) (row_weight|visibility|keep|warmup_steps|mask_false|queries).*",
     )
-    runs = [run for run in runs if run.config[RATE] == 3e-4]
-    return against(groups(runs), "cont_accum size=64")
+    return against(same_seeds(groups([run for run in runs if run.config[RATE] == 3e-4])), "cont_accum size=64")
 
 
 def heads_age(studies: Studies, name: str) -> Table:
@@ -220,15 +233,19 @@ def heads_drift(studies: Studies, name: str) -> Table:
 
 
 def real_tuning(studies: Studies, name: str) -> Table:
-    return tuning(studies[name])
+    larger = [replace_name(run, "M=8N") for run in studies.get("bank", [])]
+    return tuning([*encoders(studies, name), *larger])
+
+
+def replace_name(run: Run, word: str) -> Run:
+    """The run with a word in its setting."""
+    return replace(run, folder=Path(run.name.replace("-learning_rate", f"-{word}-learning_rate")))
 
 
 TABLES: dict[str, tuple[Callable[[Studies, str], Table], str]] = {
     "medquad": (order, "medquad"),
     "medquad-rates": (real_tuning, "medquad"),
     "scifact": (order, "scifact"),
-    "scifact-rates": (real_tuning, "scifact"),
-    "bank-rates": (real_tuning, "bank"),
     **{
         f"{study}-{name}": (make, study)
         for study in ("heads-medquad", "heads-scifact")
