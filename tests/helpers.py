@@ -121,12 +121,14 @@ class SlowBank:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.rows: list[tuple] = []  # (query, [passages], [passage ids], {known positives})
+        self.step = 0
+        self.rows: list[tuple] = []  # (query, [passages], [passage ids], {known positives}, step)
 
     def push(self, queries, passages, ids: RowIds) -> None:
         for i in range(len(queries)):
             known = set(ids.positives[i].tolist()) - {NO_PASSAGE}
-            self.rows.append((queries[i].detach(), list(passages[i].detach()), ids.columns[i].tolist(), known))
+            row = (queries[i].detach(), list(passages[i].detach()), ids.columns[i].tolist(), known, self.step)
+            self.rows.append(row)
         self.rows = self.rows[max(0, len(self.rows) - self.size) :]
 
 
@@ -140,25 +142,28 @@ def slow_loss(
     mask: bool,
     rows: bool = True,
     weight: str = "all",
+    decay: float = 0.0,
 ):
-    """The full matrix, element by element: the mean over rows of the cross-entropy over current and bank columns."""
+    """The full matrix, element by element: the mean over rows of the cross-entropy over current and bank columns, whose logits
+    fall by ``decay`` for each step between the two."""
+    now = bank.step if bank else 0
     current = [
-        (queries[i], list(passages[i]), ids.columns[i].tolist(), set(ids.positives[i].tolist()) - {NO_PASSAGE})
+        (queries[i], list(passages[i]), ids.columns[i].tolist(), set(ids.positives[i].tolist()) - {NO_PASSAGE}, now)
         for i in range(len(queries))
     ]
     stored = bank.rows if bank else []
     total = torch.zeros(())
     all_rows = current + (stored if rows else [])
-    for query, own_passages, _, known in all_rows:
+    for query, own_passages, _, known, row_step in all_rows:
         logits, target = [], None
-        for _, column_passages, column_ids, _ in current + stored:
+        for _, column_passages, column_ids, _, column_step in current + stored:
             for passage, passage_id in zip(column_passages, column_ids, strict=True):
                 own = passage is own_passages[0]
                 if own:
                     target = len(logits)
                 elif mask and passage_id in known:
                     continue
-                logits.append(query @ passage / temperature)
+                logits.append(query @ passage / temperature - decay * abs(row_step - column_step))
         total = total + F.cross_entropy(torch.stack(logits).unsqueeze(0), torch.tensor([target]))
     return total / (len(all_rows) if weight == "all" else len(current))
 

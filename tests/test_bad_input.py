@@ -410,7 +410,9 @@ CASES: dict[str, Case] = {
     "config: size a word": config("{size: 4", "{size: many", "bank.size", "many"),
     "config: size a fraction": config("{size: 4", "{size: 4.5", "bank.size", "4.5"),
     "config: size a list": config("{size: 4", "{size: [4]", "bank.size"),
-    "config: size null": config("{size: 4", "{size: null", "bank.size is null", "expected a value"),
+    "config: pairs null": config(
+        "global_batch_size: 4", "global_batch_size: null", "batch.global_batch_size is null", "expected a value"
+    ),
     "config: size true": config("{size: 4", "{size: true", "bank.size"),
     "config: size negative": config("{size: 4", "{size: -4", "bank.size is -4", "at least 0"),
     "config: size too small": config("{size: 4", "{size: 1", "bank.size is 1 rows", "2 rows enter at once"),

@@ -312,7 +312,7 @@ def test_help_says_meaning_and_default_of_every_field(capsys):
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "Rows in the bank (M); 0 is legal. (type: int, default: 1024)" in text
+    assert "Rows in the bank (M); 0 is legal. Not given: as many as a step has pairs" in text
     assert "Pairs in one optimizer step, over all processes (N). (type: int, default: 128)" in text
     from dataclasses import fields, is_dataclass
 

@@ -8,7 +8,7 @@ import yaml
 from helpers import train_config
 
 from contaccum.cli import main
-from contaccum.config import TRAITS, TrainConfig, check_total, parse_bytes, to_yaml, validate
+from contaccum.config import TRAITS, TrainConfig, check_total, from_mapping, parse_bytes, to_yaml, validate
 from contaccum.errors import InputError
 from contaccum.methods import METHODS
 from contaccum.options import ModelChoice
@@ -42,7 +42,39 @@ def test_every_config_file_parses_and_holds_together(path, capsys):
 def test_there_are_config_files():
     assert {path.name for path in CONFIGS} >= {
         "demo.yaml", "finetune.yaml", "nq.yaml", "triviaqa.yaml", "curatedtrec.yaml", "webq.yaml", "msmarco.yaml", "24gb.yaml",
+        "11gb.yaml", "80gb.yaml", "fast.yaml", "short.yaml", "full.yaml", "heads.yaml",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("memory", "fast"), [("11gb", False), ("11gb", True), ("24gb", False), ("24gb", True), ("80gb", False)]
+)
+def test_presets_are_laid_over_a_config_without_a_warning(memory, fast, capsys, recwarn):
+    """`fast` is for steps that do not fit at once; a whole one needs neither bank nor second pass."""
+    folder = CONFIGS[0].parent / "presets"
+    over = [f"{memory}.yaml", *(["fast.yaml"] if fast else [])]
+    given = [word for name in over for word in ("--config", str(folder / name))]
+    printed = print_config(
+        capsys, CONFIGS[0].parent / "finetune.yaml", *given, "--output_dir", "x", "--data.train", "x"
+    )
+    made = from_mapping(printed)
+    validate(made)
+    assert not [str(one.message) for one in recwarn if "no effect" in str(one.message)]
+    assert made.micro_batch_size(1) == {"11gb": 8, "24gb": 32, "80gb": 128}[memory]
+    assert made.bank_size() == (128 if fast else 0)
+
+
+def test_a_bank_has_the_rows_of_a_step_unless_told_otherwise():
+    """None older than one optimizer step; 0 stays 0, and a method without a bank has none."""
+    plain = TrainConfig(method="cont_accum")
+    assert plain.bank.size is None
+    for pairs in (128, 256):
+        plain.batch.global_batch_size = pairs
+        assert plain.bank_size() == pairs
+    assert config("cont_accum", **{"bank.size": 0}).bank_size() == 0
+    assert config("cont_accum", **{"bank.size": 40}).bank_size() == 40
+    plain.method = "grad_cache"
+    assert plain.bank_size() == 0
 
 
 def test_the_saved_config_is_complete_and_can_be_read_back(tmp_path, capsys):
@@ -67,6 +99,7 @@ def test_the_saved_config_is_complete_and_can_be_read_back(tmp_path, capsys):
         ({"run.memory_budget": "0GB"}, "run.memory_budget is '0GB', expected a number above 0"),
         ({"run.memory_budget": "-1GB"}, "run.memory_budget is '-1GB', expected a number above 0"),
         ({"bank.size": 3}, "bank.size is 3 rows, but 4 rows enter at once"),
+        ({"bank.age_decay": -0.5}, "bank.age_decay is -0.5, expected at least 0"),
         ({"bank.size": 12, "bank.visibility": "on_step"}, "bank.size is 12 rows, but 16 rows enter at once"),
         ({"method": "cont_cache", "bank.size": 12}, "bank.size is 12 rows, but 16 rows enter at once"),
         ({"method": "no_such"}, "method is 'no_such', expected one of in_batch"),
@@ -120,6 +153,7 @@ def test_each_broken_rule_is_one_sentence(changes, sentence):
         ({"optim.reference_batch_size": 64}, "optim.reference_batch_size has no effect"),
         ({"method": "cont_cache", "bank.visibility": "on_step"}, "bank.visibility has no effect with cont_cache"),
         ({"bank.keep": False, "bank.visibility": "on_step"}, "bank.keep false empties the bank before"),
+        ({"bank.keep": False, "bank.age_decay": 1.0}, "bank.age_decay has no effect with bank.keep false"),
         ({"bank.queries": False, "bank.row_weight": "current"}, "bank.row_weight has no effect without bank.queries"),
         ({"bank.hard_negatives": False}, "bank.hard_negatives has no effect with data.hard_negatives 0"),
         ({"run.metric": "mrr@10"}, "run.metric has no effect without data.dev"),

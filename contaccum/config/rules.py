@@ -64,6 +64,7 @@ AT_LEAST: dict[str, float] = {
     "batch.micro_batch_tokens": 1,
     "bank.size": 0,
     "bank.warmup_steps": 0,
+    "bank.age_decay": 0,
     "optim.learning_rate": 0,
     "optim.reference_batch_size": 1,
     "optim.max_steps": 1,
@@ -179,6 +180,8 @@ def _check_bank(config: TrainConfig, world: int) -> None:
         warnings.warn(
             "bank.keep false empties the bank before any of its rows is used: it has no effect here", stacklevel=3
         )
+    if bank.age_decay and not bank.keep:
+        warnings.warn("bank.age_decay has no effect with bank.keep false: no row grows older than 0", stacklevel=3)
     if not bank.hard_negatives and not config.data.hard_negatives:
         warnings.warn("bank.hard_negatives has no effect with data.hard_negatives 0", stacklevel=3)
     if config.traits.bank == "pairs" and not bank.queries and bank.row_weight != "all":

@@ -160,8 +160,9 @@ class BatchConfig:
 class BankConfig:
     """The memory bank of past embeddings; read by the methods that have one."""
 
-    size: int = 1024
-    """Rows in the bank (M); 0 is legal."""
+    size: int | None = None
+    """Rows in the bank (M); 0 is legal. Not given: as many as a step has pairs (`batch.global_batch_size`), so that no row is
+    older than one optimizer step."""
     visibility: Literal["immediate", "on_step"] = "immediate"
     """Whether stored rows are seen by the next micro-batch, or only after the optimizer step."""
     row_weight: Literal["all", "current"] = "all"
@@ -174,6 +175,9 @@ class BankConfig:
     """Whether the bank lives on across optimizer steps; false empties it after each."""
     warmup_steps: int = 0
     """Optimizer steps during which the bank is filled but not used."""
+    age_decay: float = 0.0
+    """How much the logit of a row and a column falls for each optimizer step between their encodings: a column of age a weighs
+    exp(-age_decay a) of a current one in the softmax. 0 is the published method."""
 
 
 @dataclass
@@ -295,9 +299,14 @@ class TrainConfig:
         """Pairs in one forward pass of one of ``world`` processes."""
         return self.batch.global_batch_size // world if self.traits.whole else self.batch.micro_batch_size
 
+    @property
+    def bank_rows(self) -> int:
+        """Rows in the bank of a method that has one."""
+        return self.batch.global_batch_size if self.bank.size is None else self.bank.size
+
     def bank_size(self) -> int:
         """Rows in the bank that this method uses."""
-        return 0 if self.traits.bank == "none" else self.bank.size
+        return 0 if self.traits.bank == "none" else self.bank_rows
 
     @property
     def micro_batch_tokens(self) -> int | None:

@@ -34,6 +34,7 @@ class Bank:
         visibility: str = "immediate",
         keep: bool = True,
         warmup_steps: int = 0,
+        age_decay: float = 0.0,
         device: torch.device | None = None,
     ) -> None:
         """
@@ -45,6 +46,7 @@ class Bank:
         visibility: ``immediate``: a push is seen by the next micro-batch; ``on_step``: after the optimizer step.
         keep: False empties the bank after each optimizer step (the paper's "without past encoder").
         warmup_steps: optimizer steps during which the bank is filled but not used.
+        age_decay: by how much the logit of a row and a column falls for each optimizer step between their encodings.
         """
         self.size = size
         self.loss = loss
@@ -52,6 +54,7 @@ class Bank:
         self.visibility = visibility
         self.keep = keep
         self.warmup_steps = warmup_steps
+        self.age_decay = age_decay
         self.hard_negatives = hard_negatives
         self.pointer = 0  # the slot that the next push overwrites first: the oldest row once the ring is full
         self.stored = 0  # slots in use
@@ -91,6 +94,16 @@ class Bank:
     def ages(self) -> Tensor:
         """Optimizer steps since each stored row was encoded, (stored,) int64; 0 for rows of the step under way."""
         return self.step - self.born[: self.stored]
+
+    def falls(self) -> Tensor | None:
+        """By how much the logits of stored rows and columns against current ones fall for their age, (fill,); None: nothing.
+
+        Between two stored vectors it is the difference of their ages that counts, which stays what it is, so the kept
+        log-sum-exps need no change as both grow older.
+        """
+        if not self.age_decay:
+            return None
+        return (self.ages()[: self.fill] * self.age_decay).to(self.passages)
 
     def push(self, queries: Tensor, passages: Tensor, ids: RowIds) -> None:
         """Store b rows over the oldest ones. queries (b, d), passages (b, 1 + H, d), ids of the same rows; copied, detached."""
@@ -172,7 +185,13 @@ class Bank:
         if len(left_out) and first < end:  # rows whose own positive is among the columns
             own = torch.arange(first, end)
             left_out = left_out.without(own - rows.start, (own - slots.start) * self.column_ids.shape[1])
-        return self.loss.logits(self.passages[slots].flatten(0, 1), self.queries[rows], left_out.transposed())
+        logits = self.loss.logits(self.passages[slots].flatten(0, 1), self.queries[rows], left_out.transposed())
+        if self.age_decay:
+            apart = (
+                (self.born[slots].unsqueeze(1) - self.born[rows]).abs().repeat_interleave(self.column_ids.shape[1], 0)
+            )
+            logits -= (apart * self.age_decay).to(logits)
+        return logits
 
     def _keep_positive_logits(self, start: int, stop: int) -> None:
         assert self.queries is not None

@@ -62,6 +62,8 @@ class BankRows(Protocol):
 
     def logsumexp(self) -> Tensor: ...  # (fill,)
 
+    def falls(self) -> Tensor | None: ...  # (fill,), by how much age lowers the logits of a stored and a current vector
+
 
 class InfoNCE:
     """The loss of one micro-batch (or of a whole step, in the two-pass methods) against itself and a bank."""
@@ -133,11 +135,14 @@ class _Sums:
         """The upper blocks: each current row against the current columns and the bank's."""
         b, c = len(self.queries), len(self.columns)
         own = torch.arange(b, device=self.queries.device) * (c // b)  # the column of each row's positive
+        falls = None if bank is None else bank.falls()
         near = self.loss.left_out(ids.positives, ids.columns.flatten()).without(torch.arange(b), own.cpu())
         stored, far = self.queries.new_empty(0, self.queries.shape[1]), LeftOut.nothing()
         if bank is not None:
             stored = bank.passages[: bank.fill].flatten(0, 1)
             far = self.loss.left_out(ids.positives, bank.column_ids[: bank.fill].flatten())
+            if falls is not None:
+                falls = falls.repeat_interleave(bank.passages.shape[1])
         self.masked, self.columns_met = len(near) + len(far), c + len(stored)
         for tile in _tiles(b, self.loss.tile // c):
             rows = self.queries[tile]
@@ -145,7 +150,7 @@ class _Sums:
             positive = logits.gather(1, own[tile].unsqueeze(1)).squeeze(1)
             denominator = logits.logsumexp(1)
             if len(stored):
-                against_bank, mean = self._against_bank(rows, stored, far.block(tile, slice(0, len(stored))))
+                against_bank, mean = self._against_bank(rows, stored, falls, far.block(tile, slice(0, len(stored))))
                 denominator = torch.logaddexp(denominator, against_bank)
                 self.for_queries[tile] += (against_bank - denominator).exp().unsqueeze(1) * mean
             self.total += (denominator - positive).sum()
@@ -154,12 +159,16 @@ class _Sums:
             self.for_queries[tile].addmm_(weights, self.columns, alpha=1 / self.loss.temperature)
             self.for_columns.addmm_(weights.T, rows, alpha=1 / self.loss.temperature)
 
-    def _against_bank(self, rows: Tensor, stored: Tensor, left_out: LeftOut) -> tuple[Tensor, Tensor]:
+    def _against_bank(
+        self, rows: Tensor, stored: Tensor, falls: Tensor | None, left_out: LeftOut
+    ) -> tuple[Tensor, Tensor]:
         """Log-sum-exp of rows (r, d) over bank columns (m, d), (r,), and its gradient for the rows, (r, d)."""
         highest = rows.new_full((len(rows), 1), torch.finfo(rows.dtype).min)
         mass, mean = rows.new_zeros(len(rows), 1), torch.zeros_like(rows)
         for tile in _tiles(len(stored), self.loss.tile // len(rows)):
             logits = self.loss.logits(rows, stored[tile], left_out.block(slice(0, len(rows)), tile))  # (r, t)
+            if falls is not None:
+                logits.sub_(falls[tile])
             raised = torch.maximum(highest, logits.amax(1, keepdim=True))
             shrink = (highest - raised).exp()
             weights = logits.sub_(raised).exp_()
@@ -173,12 +182,14 @@ class _Sums:
     def add_bank_rows(self, bank: BankRows, queries: Tensor, column_ids: Tensor) -> None:
         """The lower left block: bank rows have no gradient of their own, but push current passages away."""
         left_out = self.loss.left_out(bank.positives[: bank.fill], column_ids).transposed()
-        kept = bank.logsumexp()
+        kept, falls = bank.logsumexp(), bank.falls()
         for tile in _tiles(bank.fill, self.loss.tile // len(self.columns)):
             block = left_out.block(slice(0, len(column_ids)), tile)
             logits = self.loss.logits(
                 self.columns, queries[tile], block
             )  # (c, r): sums run fastest over the outer side
+            if falls is not None:
+                logits.sub_(falls[tile])
             denominator = torch.logaddexp(logits.logsumexp(0), kept[tile])
             self.total += (denominator - bank.positive_logits[tile]).sum()
             weights = logits.sub_(denominator).exp_()

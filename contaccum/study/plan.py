@@ -151,7 +151,7 @@ def render(plans: list[MethodPlan], config: TrainConfig, budget: int) -> str:
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
     lines = [heads, ["-" * width for width in widths], *rows]
     table = "\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in lines)
-    n, b, m = config.batch.global_batch_size, config.batch.micro_batch_size, config.bank.size
+    n, b, m = config.batch.global_batch_size, config.batch.micro_batch_size, config.bank_rows
     return (
         f"{table}\nbudget {gigabytes(budget)} for one process; N = {n}; peak and times at the largest B with a bank of {m} rows; "
         f"largest bank beside B = {b}"

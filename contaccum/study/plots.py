@@ -243,7 +243,11 @@ def _against_bank(axes: "Axes", groups: list[Group], looks: Looks, metric: str) 
 
 
 def bank_size(group: Group) -> int:
-    return 0 if group.method is None or TRAITS[group.method].bank == "none" else group.setting("bank.size")
+    """Rows in the bank of a group's runs; 0 without a bank."""
+    if group.method is None or TRAITS[group.method].bank == "none":
+        return 0
+    size = group.setting("bank.size")
+    return group.setting("batch.global_batch_size") if size is None else size
 
 
 def _drift_by_age(axes: "Axes", groups: list[Group], looks: Looks, metric: str) -> bool:

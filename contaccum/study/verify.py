@@ -193,6 +193,8 @@ def _kept_sums(bench: Bench) -> Finding:
     bench.gradients("cont_accum", bank)
     columns, ids = bank.passages.flatten(0, 1).double(), bank.column_ids.flatten()
     logits = bank.queries.double() @ columns.T / bench.config.model.temperature  # (M, M (1 + H))
+    steps_apart = (bank.born.unsqueeze(1) - bank.born).abs().repeat_interleave(bank.column_ids.shape[1], 1)
+    logits -= (steps_apart * bank.age_decay).to(logits)
     if bench.config.loss.mask_false_negatives:
         hidden = (bank.positives.unsqueeze(2) == ids).any(1)  # (M, M (1 + H))
         rows = torch.arange(bank.size)

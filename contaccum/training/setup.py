@@ -272,5 +272,6 @@ def build_bank(config: TrainConfig, engine: Engine, encoder: DualEncoder, loss: 
         visibility=config.bank.visibility,
         keep=config.bank.keep,
         warmup_steps=config.bank.warmup_steps,
+        age_decay=config.bank.age_decay,
         device=engine.device,
     )

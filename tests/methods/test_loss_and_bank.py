@@ -28,18 +28,24 @@ def embeddings(ids: RowIds, seed: int):
 
 
 def differences(
-    size, *, b=4, pushes=14, hard=0, mask=True, rows=True, weight="all", few=12, tile=1 << 22, bank_hard=None, push=None
-):
-    """Largest difference of loss and gradients between the fast and the slow reading, over all pushes."""
+    size, *, b=4, pushes=14, hard=0, mask=True, rows=True, weight="all", few=12, tile=1 << 22, bank_hard=None, push=None,
+    decay=0.0, slow_decay=None,
+):  # fmt: skip
+    """Largest difference of loss and gradients between the fast and the slow reading, over all pushes; three to a step."""
     loss = InfoNCE(TEMPERATURE, mask, tile)
     bank_hard = hard if bank_hard is None else bank_hard
-    bank = Bank(size, DIM, loss, push=push or b, hard_negatives=bank_hard, queries=rows, row_weight=weight)
+    bank = Bank(
+        size, DIM, loss, push=push or b, hard_negatives=bank_hard, queries=rows, row_weight=weight, age_decay=decay
+    )
+    slow_decay = decay if slow_decay is None else slow_decay
     slow = SlowBank(size)
     largest = 0.0
     for number, batch in enumerate(micro_batches(pushes, b, hard, passages=few)):
         queries, passages = embeddings(batch.ids, number)
         fast = loss(queries, passages, batch.ids, columns=bank, rows=bank).value
-        plain = slow_loss(queries, passages, batch.ids, slow, TEMPERATURE, mask=mask, rows=rows, weight=weight)
+        plain = slow_loss(
+            queries, passages, batch.ids, slow, TEMPERATURE, mask=mask, rows=rows, weight=weight, decay=slow_decay
+        )
         pairs = zip(
             (fast, *torch.autograd.grad(fast, (queries, passages))),
             (plain, *torch.autograd.grad(plain, (queries, passages))),
@@ -49,6 +55,9 @@ def differences(
         bank.push(queries, passages, batch.ids)
         keep = 1 + bank_hard
         slow.push(queries, passages[:, :keep], RowIds(batch.ids.columns[:, :keep], batch.ids.positives))
+        if number % 3 == 2:
+            bank.end_step()
+            slow.step += 1
     assert bank.fill == min(size, pushes * b)
     return largest
 
@@ -68,6 +77,16 @@ def test_hard_negatives_are_columns_and_banked_as_told(hard, bank_hard):
 @pytest.mark.parametrize("rows", [True, False])
 def test_row_weights_and_the_one_sided_bank(weight, rows):
     assert differences(12, weight="all" if not rows else weight, rows=rows) < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [(10, {}), (100, {}), (23, {"hard": 2}), (23, {"rows": False}), (10, {"tile": 7, "hard": 1}), (23, {"push": 3})],
+)
+def test_age_lowers_logits_by_the_steps_between_row_and_column(size, options):
+    """Between stored vectors too, where the kept log-sum-exps must not change as both grow older."""
+    assert differences(size, decay=0.7, **options) < 2e-6
+    assert differences(size, decay=0.7, slow_decay=0.6, **options) > 1e-3
 
 
 @pytest.mark.parametrize("tile", [1, 7, 50])

@@ -1,0 +1,88 @@
+"""Packs the runs of a study into one compact file: settings, means, ndcg@10 of every query, and the log.
+
+    python benchmarks/study/pack.py RUNS OUT.jsonl.gz
+
+RUNS is the folder that benchmarks/study/run.sh wrote, one comparison a folder. The first line of OUT holds the query ids of each
+test set, every other line a run. The log keeps every optimizer step, as columns; times in it are those of the machine that ran.
+"""
+
+import argparse
+import gzip
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from contaccum.config import TrainConfig
+from contaccum.files import read_json
+from contaccum.study.runs import METRICS_FILE, TUNED_FILE, Run, read_run
+from contaccum.training.setup import flat
+
+METRIC = "ndcg@10"
+COLUMNS = (
+    "step", "seconds", "waited", "loss", "learning_rate", "negatives", "masked", "row_weight", "grad_norm", "query_grad_norm",
+    "passage_grad_norm", "bank_fill", "bank_age_mean", "bank_age_max", "peak_memory", "drift_query_cosine",
+    "drift_passage_cosine", "drift",
+)  # fmt: skip
+DEFAULTS = flat(asdict(TrainConfig()))
+PLACES = ("output_dir", "data.train", "data.dev", "model.name", "resume")
+"""Settings that name folders of one machine."""
+
+
+def packed(run: Run, queries: dict[str, list[str]], study: str) -> dict[str, Any]:
+    """One run as a line; a trial on dev has no scores on test. queries: names of test sets -> query ids, filled on the way."""
+    test, values = "", {}
+    if run.metrics is not None:
+        test = f"{Path(run.metrics['data']).parent.name}/{run.metrics['split']}"
+        values = {name: round(found[METRIC], 4) for name, found in run.metrics["per_query"].items()}
+    changed = {k: v for k, v in run.config.items() if k not in PLACES and v != DEFAULTS.get(k)}
+    model = {"model.name": Path(run.config["model.name"]).name} if run.config else {}
+    return {
+        "study": study,
+        "run": run.name,
+        "config": {**changed, **model},
+        "environment": run.environment,
+        "test": test,
+        "mean": {} if run.metrics is None else {name: round(value, 4) for name, value in run.metrics["mean"].items()},
+        "per_query": in_order(queries, test, values),
+        "log": {name: [short(line.get(name)) for line in run.steps] for name in COLUMNS} if run.steps else {},
+        "dev": [{"step": line["step"], METRIC: round(line["dev"][METRIC], 4)} for line in run.evaluations],
+    }
+
+
+def in_order(queries: dict[str, list[str]], test: str, values: dict[str, float]) -> list[float]:
+    """The values of all queries in the order that is kept once for the test set."""
+    return [values[name] for name in queries.setdefault(test, sorted(values))] if values else []
+
+
+def short(value: Any) -> Any:
+    """A number with five digits; lists and mappings number by number."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, list):
+        return [short(one) for one in value]
+    return {name: short(one) for name, one in value.items()} if isinstance(value, dict) else value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path)
+    parser.add_argument("out", type=Path)
+    chosen = parser.parse_args()
+    queries: dict[str, list[str]] = {}
+    lines = []
+    for file in sorted(chosen.runs.glob("*/runs/*")):
+        if file.suffix == ".json":  # of heads.py
+            line = read_json(file)
+            line["per_query"] = in_order(queries, line["test"], line["per_query"])
+            lines.append(line)
+        elif (file / METRICS_FILE).is_file() or (file / TUNED_FILE).is_file():
+            lines.append(packed(read_run(file), queries, file.parent.parent.name))
+    with open(chosen.out, "wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", mtime=0) as file:
+        for line in [queries, *lines]:
+            file.write((json.dumps(line, separators=(",", ":")) + "\n").encode())
+    print(f"{len(lines)} runs, {chosen.out.stat().st_size / 1e3:.0f} kB")
+
+
+if __name__ == "__main__":
+    main()

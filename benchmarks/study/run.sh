@@ -1,0 +1,106 @@
+#!/usr/bin/env bash
+# The runs behind docs/results/study.md, part by part. Started again, it does what is missing and nothing else.
+#   MODEL=DIR MEDQUAD=BEIR_DIR SCIFACT=BEIR_DIR bash benchmarks/study/run.sh [PART...]
+# Parts: medquad (four methods at M = N, learning rates tuned on dev), aged (rows weighed by age), scifact (both, at MedQuAD's
+# rate), bank (M = 8 N), switches, all_methods, tied, heads (many settings and seeds on small towers over frozen vectors, see
+# heads.py), demo.
+# MODEL: encoder folder. SEEDS (5), RATES (1e-4,2e-4,4e-4,8e-4), METHODS of the first part, OUT (runs/study), DEVICE (cpu),
+# PRECISION (fp32).
+# FULL=1: configs/study/full.yaml and whole corpora instead of configs/study/short.yaml and cut ones; RATES are then
+# 2e-5,5e-5,1e-4,2e-4, DEVICE auto. Meant for a GPU (benchmarks/gpu_suite.sh 8).
+# Afterwards: python benchmarks/study/pack.py OUT study.jsonl.gz && python benchmarks/study/tables.py study.jsonl.gz
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+export TOKENIZERS_PARALLELISM=false
+seeds=${SEEDS:-5} out=${OUT:-runs/study}
+if [ -n "${FULL:-}" ]; then
+    config=configs/study/full.yaml device=${DEVICE:-auto} rates=${RATES:-2e-5,5e-5,1e-4,2e-4}
+else
+    config=configs/study/short.yaml device=${DEVICE:-cpu} rates=${RATES:-1e-4,2e-4,4e-4,8e-4}
+fi
+
+aged=(--bank.age_decay 1 --bank.row_weight current)
+
+fail() {
+    echo "$1" >&2
+    exit 2
+}
+
+data() { # data NAME: the set, cut or (FULL) with samples that take in the whole corpus; says its folder
+    local source held=0 sample=400
+    case $1 in
+        medquad) source=${MEDQUAD:-} ;;
+        scifact) source=${SCIFACT:-} held=150 ;;
+    esac
+    [ -f "$source/corpus.jsonl" ] || fail "$1: '$source' has no corpus.jsonl, expected MEDQUAD and SCIFACT to be BEIR folders"
+    [ -n "${FULL:-}" ] && sample=-1
+    python benchmarks/study/cut.py "$source" "$out/data/$1" --held_out "$held" --sample "$sample"
+    echo "$out/data/$1"
+}
+
+compare() { # compare NAME SET OPTIONS...: one comparison, in OUT/NAME
+    local name=$1 place
+    place=$(data "$2")
+    shift 2
+    [ -f "${MODEL:-}/config.json" ] || fail "MODEL='${MODEL:-}' has no config.json, expected an encoder folder"
+    python -m contaccum compare --config "$config" --output_dir "$out/$name" --model.name "$MODEL" --run.device "$device" \
+        --run.precision "${PRECISION:-fp32}" \
+        --data.train "$place/train" --data.dev "$place/dev" --test "$place/test" --baselines none "$@"
+}
+
+rate() { # rate NAME METHOD: the learning rate that comparison NAME chose for METHOD
+    local found
+    found=$(ls -d "$out/$1/runs/$2-learning_rate="*-seed0/metrics.json 2>/dev/null | head -n 1)
+    [ -n "$found" ] || fail "part $1 has not chosen a learning rate for $2 yet: run it first"
+    basename "$(dirname "$found")" | sed 's/.*learning_rate=//; s/-seed0//'
+}
+
+for part in ${*:-medquad aged scifact bank switches all_methods tied heads demo}; do
+    echo "== $part" >&2
+    case $part in
+        medquad)
+            compare medquad medquad --methods "${METHODS:-grad_accum,grad_cache,cont_accum,cont_cache}" --seeds "$seeds" \
+                --tune_learning_rate "$rates" --baselines bm25,untrained
+            ;;
+        aged)
+            compare aged medquad --methods cont_accum "${aged[@]}" --seeds "$seeds" --tune_learning_rate "$rates"
+            ;;
+        scifact) # at the rate that MedQuAD's dev chose for grad_cache
+            own=$(rate medquad grad_cache)
+            compare scifact scifact --methods grad_cache --seeds "$seeds" --optim.learning_rate "$own" --baselines untrained
+            compare scifact-aged scifact --methods cont_accum "${aged[@]}" --seeds "$seeds" --optim.learning_rate "$own"
+            ;;
+        bank)
+            n=$(sed -n 's/ *global_batch_size: //p' "$config")
+            compare bank medquad --methods cont_accum,cont_cache --bank.size $((8 * n)) --seeds "$seeds" \
+                --tune_learning_rate "$rates"
+            ;;
+        switches)
+            own=$(rate medquad cont_accum)
+            for switch in bank.row_weight=current bank.keep=false bank.visibility=on_step loss.mask_false_negatives=false; do
+                compare "switches-${switch#*.}" medquad --methods cont_accum --seeds "$seeds" --optim.learning_rate "$own" \
+                    "--${switch%=*}" "${switch#*=}"
+            done
+            ;;
+        all_methods)
+            own=$(rate medquad grad_cache)
+            compare all_methods medquad --methods in_batch --seeds "$seeds" --optim.learning_rate "$own"
+            own=$(rate medquad cont_accum)
+            compare all_methods medquad --methods passage_bank --seeds "$seeds" --optim.learning_rate "$own"
+            ;;
+        tied)
+            compare tied medquad --methods grad_cache,cont_accum --seeds "$seeds" --model.tie_towers true \
+                --tune_learning_rate "$rates"
+            ;;
+        heads)
+            for name in medquad scifact; do
+                python benchmarks/study/heads.py --data "$(data "$name")" --model "$MODEL" --out "$out" --seeds "$seeds"
+            done
+            ;;
+        demo)
+            python -m contaccum compare --config configs/demo.yaml --methods grad_accum,grad_cache,cont_accum,cont_cache \
+                --seeds "$seeds" --output_dir "$out/demo" --data.dev data/demo
+            ;;
+        *) fail "part $part: expected medquad, aged, scifact, bank, switches, all_methods, tied, heads or demo" ;;
+    esac
+done

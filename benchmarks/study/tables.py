@@ -1,0 +1,285 @@
+"""The tables of docs/results/study.md, made from the packed runs.
+
+    python benchmarks/study/tables.py docs/results/study.jsonl.gz [TABLE...] [--page docs/results/study.md]
+
+--page writes the tables into a page, each behind the line <!-- table: NAME -->, instead of printing them.
+
+Mean and standard deviation are over seeds. Tests are paired, against the reference of the table: `perm` flips signs of the
+queries' differences, `both` counts seeds and queries as drawn at random (min F'); Holm's correction is over the table's rows.
+Of a setting with several learning rates the one best on dev by its mean over seeds is shown, so the test data choose nothing.
+"""
+
+import argparse
+import gzip
+import json
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from contaccum.config import TrainConfig
+from contaccum.evaluation.significance import compare, holm
+from contaccum.study.runs import Group, Run, spread
+from contaccum.study.tables import Table, figure
+from contaccum.training.setup import flat
+
+METRIC = "ndcg@10"
+DEFAULTS = flat(asdict(TrainConfig()))
+RATE = "optim.learning_rate"
+
+
+def read_pack(path: Path) -> dict[str, list[Run]]:
+    """Runs by study."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        queries, *lines = map(json.loads, file)
+    studies: dict[str, list[Run]] = {}
+    for line in lines:
+        names = queries[line["test"]] if line["per_query"] else []  # a trial on dev has no scores on test
+        per_query = {name: {METRIC: value} for name, value in zip(names, line["per_query"], strict=True)}
+        columns = line["log"]
+        steps = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        for step in steps:
+            query, passage = step.get("query_grad_norm"), step.get("passage_grad_norm")
+            step["grad_norm_ratio"] = passage / query if query and passage else None
+        config = {**DEFAULTS, **line["config"]} if line["config"] else {}
+        metrics = {"mean": line["mean"], "per_query": per_query} if per_query else None
+        run = Run(Path(line["run"]), config, steps, line["dev"], metrics, line["environment"])
+        studies.setdefault(line["study"], []).append(run)
+    return studies
+
+
+NAME = re.compile(r"(?P<setting>.*?)(?:-learning_rate=(?P<rate>[0-9.]+(?:e-?[0-9]+)?))?(?:-seed[0-9]+)?")
+
+
+def label(run: Run, rate: bool = False) -> str:
+    """The run's name without its seed, and without its learning rate unless that is asked for."""
+    found = NAME.fullmatch(run.name)
+    assert found is not None
+    setting = found["setting"].replace("-", " ")
+    for name in ("age_decay", "row_weight"):
+        value = run.config.get(f"bank.{name}")
+        if run.method == "cont_accum" and value not in (None, DEFAULTS[f"bank.{name}"]) and name not in setting:
+            setting += f" {name}={value:g}" if isinstance(value, float) else f" {name}={value}"
+    return f"{setting} lr={found['rate']}" if rate and found["rate"] else setting
+
+
+def groups(runs: Sequence[Run], rate: bool = False) -> dict[str, Group]:
+    found: dict[str, Group] = {}
+    for run in sorted(runs, key=lambda run: (label(run, rate), run.seed)):
+        name = label(run, rate)
+        found.setdefault(name, Group(name)).runs.append(run)
+    return found
+
+
+def same_seeds(found: dict[str, Group]) -> dict[str, Group]:
+    """The groups with the seeds that all of them have."""
+    shared = set.intersection(*({run.seed for run in group.runs} for group in found.values()))
+    return {name: Group(name, [run for run in group.runs if run.seed in shared]) for name, group in found.items()}
+
+
+def dev_score(runs: Sequence[Run]) -> float:
+    scores = [run.evaluations[-1][METRIC] for run in runs if run.evaluations]
+    return statistics.mean(scores) if scores else float("nan")
+
+
+def best_rates(runs: Sequence[Run]) -> dict[str, Group]:
+    """Of each setting the learning rate that is best on dev, by the seeds that all its scored rates have."""
+    by_setting: dict[str, dict[str, Group]] = {}
+    for name, group in groups(runs, rate=True).items():
+        if group.per_query():
+            by_setting.setdefault(label(group.runs[0]), {})[name] = group
+    chosen = {}
+    for setting, tried in by_setting.items():
+        shared = same_seeds(tried)
+        chosen[setting] = tried[max(tried, key=lambda name: dev_score(shared[name].runs))]
+    return chosen
+
+
+def against(chosen: dict[str, Group], reference: str, times: bool = False) -> Table:
+    """Every group against the reference: mean, spread; and of the seeds that both have, difference, effect size, p values."""
+    base = chosen[reference]
+    found = {}
+    for name, group in chosen.items():
+        if name != reference:
+            ours, theirs = same_seeds({"": group, reference: base}).values() if group.method else (group, base)
+            found[name] = compare(ours.per_query(), theirs.per_query(), METRIC)
+    perm = dict(zip(found, holm([one.p_permutation for one in found.values()]), strict=True))
+    shared = {name: one.p_both for name, one in found.items() if one.p_both is not None}
+    both = dict(zip(shared, holm(list(shared.values())), strict=True))
+    heads = ["setting", "lr", "seeds", METRIC, "sd", f"less {reference}", "d", "p perm", "p both", "grad ratio"]
+    rows = []
+    for name, group in sorted(chosen.items(), key=lambda item: -(spread(item[1].scores(METRIC))[0] or 0)):
+        mean, deviation = spread(group.scores(METRIC))
+        one = found.get(name)
+        row = [
+            name, f"{group.setting(RATE):g}" if group.method else "-", str(len(group.runs)) if group.method else "-",
+            figure(mean), figure(deviation), "" if one is None else f"{one.difference:+.4f}",
+            "" if one is None else f"{one.effect:+.2f}", "" if one is None else p(perm[name]),
+            "" if one is None or name not in both else p(both[name]), figure(group.median("grad_norm_ratio"), ".2f"),
+        ]  # fmt: skip
+        if times:
+            seconds, own = group.median("seconds"), base.median("seconds")
+            row += [figure(seconds, ".2f"), figure(seconds / own if seconds and own else None, ".2f"), memory(group)]
+        rows.append(row)
+    return Table([*heads, *(["s/step", f"time / {reference}", "peak MiB"] if times else [])], rows)
+
+
+def memory(group: Group) -> str:
+    peak = group.mean("peak_memory")
+    return figure(None if peak is None else peak / 2**20, ".0f")
+
+
+def p(value: float) -> str:
+    return "< 0.001" if value < 0.001 else f"{value:.3f}"
+
+
+def rates(runs: Sequence[Run]) -> Table:
+    """Mean on test of every setting at every learning rate; standard deviation and number of seeds in parentheses."""
+    table: dict[str, dict[float, str]] = {}
+    for group in groups(runs, rate=True).values():
+        mean, deviation = spread(group.scores(METRIC))
+        text = f"{mean:.4f} ({'' if deviation is None else f'{deviation:.4f}, '}{len(group.runs)})"
+        table.setdefault(label(group.runs[0]), {})[group.setting(RATE)] = text
+    heads = sorted({rate for row in table.values() for rate in row})
+    rows = [[name, *(row.get(rate, "-") for rate in heads)] for name, row in table.items()]
+    return Table(["setting", *(f"{rate:g}" for rate in heads)], rows)
+
+
+def tuning(runs: Sequence[Run]) -> Table:
+    """The first seed's score on dev at every learning rate."""
+    table: dict[str, dict[float, float]] = {}
+    for run in runs:
+        if run.method and run.seed == 0:
+            table.setdefault(label(run), {})[run.config[RATE]] = dev_score([run])
+    heads = sorted({rate for row in table.values() for rate in row})
+    rows = [[name, *(figure(row.get(rate)) for rate in heads)] for name, row in table.items()]
+    return Table(["setting", *(f"{rate:g}" for rate in heads)], rows)
+
+
+Studies = dict[str, list[Run]]
+
+
+def some(runs: Iterable[Run], pattern: str) -> list[Run]:
+    """Runs whose label matches."""
+    return [run for run in runs if re.fullmatch(pattern, label(run))]
+
+
+def encoders(studies: Studies, name: str) -> list[Run]:
+    """The runs of a set and, where they were made, those with age."""
+    return studies[name] + studies.get({"medquad": "aged", "scifact": "scifact-aged"}[name], [])
+
+
+def order(studies: Studies, name: str) -> Table:
+    return against(best_rates(encoders(studies, name)), "grad_cache", times=True)
+
+
+def heads_order(studies: Studies, name: str) -> Table:
+    runs = some(studies[name], r"grad_\w+|(passage_bank|cont_\w+) size=\d+( age_decay=1 row_weight=current)?")
+    return against(best_rates(runs), "grad_cache")
+
+
+def heads_rates(studies: Studies, name: str) -> Table:
+    return rates(some(studies[name], r"grad_\w+|(passage_bank|cont_\w+) size=\d+( age_decay=1 row_weight=current)?"))
+
+
+def heads_switches(studies: Studies, name: str) -> Table:
+    """One learning rate, that of configs/study/heads.yaml, in all rows; against the setting without a switch."""
+    plain = {f"cont_accum-size={size}-learning_rate=3e-4" for size in (64, 512)}
+    runs = [run for run in studies[name] if re.sub(r"-seed\d+$", "", run.name) in plain]
+    runs += some(
+        studies[name],
+        r"(cont_accum size=\d+|grad_cache) (row_weight|visibility|keep|warmup_steps|mask_false|queries).*",
+    )
+    return against(same_seeds(groups([run for run in runs if run.config[RATE] == 3e-4])), "cont_accum size=64")
+
+
+def heads_age(studies: Studies, name: str) -> Table:
+    return rates(some(studies[name], r"grad_cache|cont_accum size=(64|512)( (age_decay|row_weight)=.*)?"))
+
+
+def heads_ideas(studies: Studies, name: str) -> Table:
+    return rates(some(studies[name], r"idea .*"))
+
+
+def heads_longer(studies: Studies, name: str) -> Table:
+    return rates(some(studies[name], r".* max_steps=96.*"))
+
+
+def heads_balance(studies: Studies, name: str) -> Table:
+    """Distance of the gradient norms from balance, |log ratio|, and quality: Spearman's rank correlation over settings."""
+    from scipy import stats
+
+    rows = []
+    chosen = some(studies[name], r"grad_\w+|(passage_bank|cont_\w+) size=\d+")
+    for rate in sorted({run.config[RATE] for run in chosen}):
+        found = groups([run for run in chosen if run.config[RATE] == rate]).values()
+        apart = [abs(math.log(group.median("grad_norm_ratio") or 1.0)) for group in found]
+        quality = [spread(group.scores(METRIC))[0] or 0.0 for group in found]
+        result = stats.spearmanr(apart, quality)
+        rows.append([f"{rate:g}", str(len(apart)), f"{result.statistic:+.2f}", p(float(result.pvalue))])
+    return Table(["learning rate", "settings", "rank correlation of imbalance and quality", "p"], rows)
+
+
+def heads_drift(studies: Studies, name: str) -> Table:
+    """How passages move within four updates, median over the run, and how much of it is one shift of all."""
+    rows = [
+        [label(run)[len("drift ") :], f"{run.config[RATE]:g}", figure(run.median("drift_passage_cosine"), ".3f"),
+         figure(run.median("drift_common_share"), ".2f"), figure(run.score(METRIC))]
+        for run in some(studies[name], r"drift .*")
+    ]  # fmt: skip
+    return Table(["setting", "lr", "cosine after 4 updates", "share of one shift", METRIC], rows)
+
+
+def real_tuning(studies: Studies, name: str) -> Table:
+    larger = [replace_name(run, "M=8N") for run in studies.get("bank", [])]
+    return tuning([*encoders(studies, name), *larger])
+
+
+def replace_name(run: Run, word: str) -> Run:
+    """The run with a word in its setting."""
+    return replace(run, folder=Path(run.name.replace("-learning_rate", f"-{word}-learning_rate")))
+
+
+TABLES: dict[str, tuple[Callable[[Studies, str], Table], str]] = {
+    "medquad": (order, "medquad"),
+    "medquad-rates": (real_tuning, "medquad"),
+    "scifact": (order, "scifact"),
+    **{
+        f"{study}-{name}": (make, study)
+        for study in ("heads-medquad", "heads-scifact")
+        for name, make in (
+            ("order", heads_order), ("rates", heads_rates), ("switches", heads_switches), ("age", heads_age),
+            ("ideas", heads_ideas), ("longer", heads_longer), ("balance", heads_balance), ("drift", heads_drift),
+        )
+    },
+}  # fmt: skip
+
+
+MARKED = re.compile(r"(?<=<!-- table: )(\S+)( -->\n\n)(.*?)(?=\n\n)", flags=re.DOTALL)
+"""A table in a page: its name, what stands between, its lines."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pack", type=Path)
+    parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"of {', '.join(TABLES)}; all when none is named")
+    parser.add_argument("--page", type=Path, help="Markdown file whose tables are made anew")
+    chosen = parser.parse_args()
+    studies = read_pack(chosen.pack)
+
+    def made(name: str) -> str:
+        make, study = TABLES[name]
+        return make(studies, study).markdown()
+
+    if chosen.page is not None:
+        text = MARKED.sub(lambda found: found[1] + found[2] + made(found[1]), chosen.page.read_text(encoding="utf-8"))
+        chosen.page.write_text(text, encoding="utf-8")
+        return
+    for name in chosen.tables or [name for name, (_, study) in TABLES.items() if study in studies]:
+        print(f"### {name}\n\n{made(name)}\n")
+
+
+if __name__ == "__main__":
+    main()
