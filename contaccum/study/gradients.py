@@ -17,7 +17,7 @@ def main(file: str) -> None:
     config = from_mapping(read_json(file))
     engine = Engine(device=config.run.device, precision=config.run.precision, seed=config.seed)
     bench = Bench(config, engine)
-    found = bench.gradients(config.method, bench.bank(config.method, config.bank.size))
+    found = bench.gradients(config.method, bench.bank(config.method, config.bank_rows))
     if engine.is_main:
         named = [(f"{step}/{name}", gradient) for step, one in enumerate(found) for name, gradient in one.items()]
         save_file({name: gradient.cpu().contiguous() for name, gradient in named}, config.output_dir)

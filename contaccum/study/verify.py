@@ -186,7 +186,7 @@ def _twins(bench: Bench) -> list[Finding]:
 
 def _kept_sums(bench: Bench) -> Finding:
     """The bank's kept log-sum-exps after its ring has wrapped, against the full matrix in float64."""
-    bank = bench.bank("cont_accum", bench.config.bank.size)
+    bank = bench.bank("cont_accum", bench.config.bank_rows)
     name, tolerance = "incremental log-sum-exp = full matrix", 1e-5
     if bank.queries is None or not bank.keep:
         return Finding(name, None, tolerance, "needs bank.queries and bank.keep")
