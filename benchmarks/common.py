@@ -190,6 +190,7 @@ def publish(args: argparse.Namespace, title: str, parts: list[str], figures: dic
         *(["Smallest sizes (`--quick`): no result."] if args.quick else []),
         *parts,
         f"{place['date']}; {machine}; load at the end {place['load']}; Python {place['python']}, {versions}.",
+        "<!-- not run: measures for minutes -->",  # for the test that runs what the pages show
         f"    {place['command']}",
     ]
     text = "\n\n".join(lines) + "\n"
