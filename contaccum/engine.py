@@ -81,6 +81,8 @@ class Engine(Processes):
             raise InputError(
                 f"launched for {self.accelerator.distributed_type.value}, expected one process or data-parallel processes"
             )
+        # a trainer of another library that broke off in this process may have left updates switched off
+        self.accelerator.gradient_state._set_sync_gradients(True)
         place = self.accelerator
         super().__init__(place.process_index, place.num_processes, place.local_process_index, place.device)
         refuse_missing_processes(self.world)
