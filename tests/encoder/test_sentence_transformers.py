@@ -321,7 +321,12 @@ def test_one_figure_in_every_evaluator_on_scifact(shared_data, minilm, tmp_path)
         known = {json.loads(line)["_id"] for line in chosen}
         kept = [row for row in rows[1:] if row.split("\t")[1] in known]
         (data / "qrels" / f"{qrels}.tsv").write_text("\n".join([rows[0], *kept]) + "\n")
-    changes = {"model.query_prefix": "query: ", "model.max_query_length": 32, "model.max_passage_length": 64}
+    changes = {
+        "model.query_prefix": "query: ",
+        "model.max_query_length": 32,
+        "model.max_passage_length": 64,
+        "optim.learning_rate": 2e-5,
+    }
     train(train_config(data, tmp_path / "run", **{"model.name": str(minilm), "data.repair": True, **changes}))
     model = tmp_path / "run" / "model"
     call = [sys.executable, str(ROOT / "benchmarks" / "evaluators.py"), "--model", str(model), "--data", str(data)]
