@@ -22,7 +22,9 @@ def test_the_command_reference_names_every_verb_and_setting():
         for name in [f"{group.name}.{inner.name}" for inner in fields(value)] if is_dataclass(value) else [group.name]:
             assert re.search(rf"^\| `--{re.escape(name)}[`,]", train, re.M), name
     assert "| `--bank.age_decay` | How much the logit of a row and a column falls for each optimizer step" in train
-    assert re.search(r"^\| `--bank.size` \| Rows in the bank \(M\); 0 is legal\. Not given: .*optimizer step\. \|", train, re.M)
+    assert re.search(
+        r"^\| `--bank.size` \| Rows in the bank \(M\); 0 is legal\. Not given: .*optimizer step\. \|", train, re.M
+    )
     assert "One of: cls, mean, last." in train
     assert "`--bank.size`" not in text.split("## contaccum encode")[1]
     assert "print_config" not in text
