@@ -266,7 +266,7 @@ TABLES: dict[str, tuple[Callable[[Studies, str], Table], str]] = {
 }  # fmt: skip
 
 
-MARKED = re.compile(r"(?<=<!-- table: )(\S+)( -->\n\n)(.*?)(?=\n\n)", flags=re.DOTALL)
+MARKED = re.compile(r"(?<=<!-- table: )(\S+)( -->\n\n)(.*?)(?=\n\n|\n?\Z)", flags=re.DOTALL)
 """A table in a page: its name, what stands between, its lines."""
 
 
