@@ -187,10 +187,8 @@ class Bank:
             left_out = left_out.without(own - rows.start, (own - slots.start) * self.column_ids.shape[1])
         logits = self.loss.logits(self.passages[slots].flatten(0, 1), self.queries[rows], left_out.transposed())
         if self.age_decay:
-            apart = (
-                (self.born[slots].unsqueeze(1) - self.born[rows]).abs().repeat_interleave(self.column_ids.shape[1], 0)
-            )
-            logits -= (apart * self.age_decay).to(logits)
+            apart = (self.born[slots].unsqueeze(1) - self.born[rows]).abs()
+            logits -= (apart * self.age_decay).to(logits).repeat_interleave(self.column_ids.shape[1], 0)
         return logits
 
     def _keep_positive_logits(self, start: int, stop: int) -> None:

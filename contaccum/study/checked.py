@@ -52,8 +52,9 @@ def check_settings(run: Path, settings: dict[str, Any]) -> None:
     if settings.get("method") not in TRAITS:
         raise InputError(f"{run}: method is {settings.get('method')!r}, expected one of {', '.join(TRAITS)}")
     for name in ("seed", "batch.global_batch_size", "batch.micro_batch_size", "bank.size"):
-        if not isinstance(settings.get(name), int):
-            raise InputError(f"{run}: {name} is {settings.get(name)!r}, expected a whole number")
+        value = settings.get(name)
+        if not isinstance(value, int) and (name, value) != ("bank.size", None):
+            raise InputError(f"{run}: {name} is {value!r}, expected a whole number")
 
 
 def read_score(path: Path) -> float:

@@ -25,6 +25,10 @@ th, td { padding: .3rem .7rem; text-align: right; white-space: nowrap; border-bo
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: var(--paper); }
 thead th { color: var(--soft); font-weight: 600; vertical-align: bottom; white-space: normal; }
 tbody tr:hover td { background: var(--band); }
+@media (max-width: 40rem) {
+  /* the column that stays while the others scroll must leave them room */
+  th:first-child, td:first-child { white-space: normal; min-width: 7rem; max-width: 9rem; overflow-wrap: anywhere; }
+}
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1.5rem; }
 figure { margin: 0; min-width: 0; }
 figure svg, figure img { width: 100%; height: auto; display: block; }

@@ -152,8 +152,8 @@ def _first(groups: list[Group], metric: str, found: list[Difference], broken: Se
             f"Differences are taken query by query ({queries} queries) between means over seeds. The permutation test (sign "
             "flips) and Student's paired t-test ask whether a difference would hold on other queries, for these trained models; "
             "the last column counts the seeds as drawn at random too (min F', Clark 1973) and needs two seeds or more. All p "
-            f"values are two-sided and corrected by Holm for the comparisons of this report ({len(found)}), each kind of test "
-            "for itself. Effect d is the mean difference over the standard deviation of the differences. Of a reference method "
+            f"values are two-sided and corrected by Holm for this report's comparisons ({len(found)}), each kind of test for "
+            "itself. Effect d is the mean difference over the standard deviation of the differences. Of a reference method "
             "with several settings the best one is taken, which favours the reference.",
         ),
     )  # fmt: skip
