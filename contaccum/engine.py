@@ -64,7 +64,7 @@ class Engine(Processes):
         try:
             self.accelerator = Accelerator(
                 mixed_precision=ACCELERATE_PRECISION[precision],
-                cpu=device == "cpu",
+                cpu=encoding_device(device).type == "cpu",  # else several processes without a GPU would each be alone
                 log_with=trackers or None,
                 project_dir=tracker_dir,
                 kwargs_handlers=[wait],

@@ -200,7 +200,10 @@ def _convert(options: Namespace) -> None:
 def _fetch(options: Namespace) -> None:
     from contaccum.data.sources import resolve
 
-    print(resolve(options.name, options.split)[0])
+    path, _ = resolve(options.name, options.split)
+    if not path.exists():
+        raise InputError(f"{path}: no such folder or file, expected a path or the name of a published data set")
+    print(path)
 
 
 def _demo(options: Namespace) -> None:

@@ -320,3 +320,18 @@ def test_launches_that_are_not_supported_are_refused(environment, words, tmp_pat
     with pytest.raises(InputError, match=words):
         train(train_config(data, tmp_path / "run"))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is seen: auto means it")
+def test_processes_without_a_gpu_find_each_other_by_default(tmp_path):
+    """`run.device auto` leads to the CPU, where each process would otherwise train alone and write over the others."""
+    script = tmp_path / "place.py"
+    script.write_text(
+        "from contaccum.engine import Engine\nengine = Engine()\n"
+        "print(f'{engine.rank} of {engine.world} {engine.is_main}', flush=True)\nengine.close()\n"
+    )
+    call = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+    done = subprocess.run(call, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert sorted(done.stdout.split("\n")[:2]) == ["0 of 2 True", "1 of 2 False"]
