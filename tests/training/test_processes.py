@@ -327,11 +327,12 @@ def test_processes_without_a_gpu_find_each_other_by_default(tmp_path):
     """`run.device auto` leads to the CPU, where each process would otherwise train alone and write over the others."""
     script = tmp_path / "place.py"
     script.write_text(
-        "from contaccum.engine import Engine\nengine = Engine()\n"
-        "print(f'{engine.rank} of {engine.world} {engine.is_main}', flush=True)\nengine.close()\n"
+        "import os, pathlib\nfrom contaccum.engine import Engine\nengine = Engine()\n"
+        "found = f'{engine.rank} of {engine.world} {engine.is_main}'\n"
+        "pathlib.Path(__file__).with_name(os.environ['RANK']).write_text(found)\nengine.close()\n"
     )
     call = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
     done = subprocess.run(call, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert sorted(done.stdout.split("\n")[:2]) == ["0 of 2 True", "1 of 2 False"]
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["0 of 2 True", "1 of 2 False"]
