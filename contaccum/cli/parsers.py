@@ -13,6 +13,7 @@ set_parsing_settings(
     docstring_parse_attribute_docstrings=True,
     add_print_completion_argument=True,
     import_path_denylist=["*"],  # else a value such as {class_path: os.path} would import what it names
+    import_path_allowlist=["contaccum.config.settings.MixtureConfig"],  # what a list of settings is made of
 )
 
 
