@@ -31,6 +31,7 @@ def run(*call: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(call, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.acceptance
 @pytest.mark.parametrize("name", NAMES)
 def test_each_benchmark_prints_its_table_and_writes_its_figures(name, tiny_folder, tmp_path):
     places = {"MODEL": str(tiny_folder), "RESULTS": str(tmp_path), "DATA": str(ROOT / "data" / "demo")}

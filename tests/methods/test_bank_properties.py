@@ -50,8 +50,10 @@ def test_the_ring_holds_the_newest_rows_and_their_exact_sums(story):
 def assert_alike(bank: Bank, slow: SlowBank, mask: bool) -> None:
     assert bank.fill == len(slow.rows)
     order = [(bank.pointer - len(slow.rows) + place) % bank.size for place in range(len(slow.rows))]  # oldest first
-    assert bank.column_ids[order].tolist() == [ids for _, _, ids, _ in slow.rows]
-    assert [set(row) - {NO_PASSAGE} for row in bank.positives[order].tolist()] == [known for *_, known in slow.rows]
+    assert bank.column_ids[order].tolist() == [ids for _, _, ids, *_ in slow.rows]
+    assert [set(row) - {NO_PASSAGE} for row in bank.positives[order].tolist()] == [
+        known for _, _, _, known, _ in slow.rows
+    ]
     assert torch.equal(bank.queries[order], torch.stack([query for query, *_ in slow.rows]))
     assert torch.equal(bank.passages[order], torch.stack([torch.stack(own) for _, own, *_ in slow.rows]))
     torch.testing.assert_close(bank.logsumexp()[order], plain_sums(slow, mask), rtol=1e-5, atol=1e-5)
@@ -60,10 +62,10 @@ def assert_alike(bank: Bank, slow: SlowBank, mask: bool) -> None:
 def plain_sums(slow: SlowBank, mask: bool) -> torch.Tensor:
     """Log-sum-exp of each row over all columns, one by one; a known positive counts as the row's own alone."""
     sums = []
-    for query, own, _, known in slow.rows:
+    for query, own, _, known, _ in slow.rows:
         logits = [
             query @ passage / 0.5
-            for _, passages, ids, _ in slow.rows
+            for _, passages, ids, *_ in slow.rows
             for passage, key in zip(passages, ids, strict=True)
             if passage is own[0] or not (mask and key in known)
         ]
