@@ -17,7 +17,7 @@ from pathlib import Path
 from common import exponent, make_parser, publish, table
 from fresh import add_worker, in_fresh_process
 
-from contaccum.data.tables import load_corpus
+from contaccum.data.corpus import load_corpus
 from contaccum.encoder import DualEncoder, EncoderSettings
 from contaccum.encoder.tiny import tiny_tower
 from contaccum.engine import peak_resident

@@ -14,7 +14,7 @@ from common import interleaved, make_parser, model_folder, publish, ratio, summa
 from fresh import add_worker, in_fresh_process
 from sentence_transformers import SentenceTransformer
 
-from contaccum.data.tables import load_corpus
+from contaccum.data.corpus import load_corpus
 from contaccum.encoder import DualEncoder
 from contaccum.engine import encoding_device, peak_resident
 from contaccum.retrieval.encode import Texts

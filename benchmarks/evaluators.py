@@ -13,8 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from contaccum import evaluate
-from contaccum.api import load_judged
-from contaccum.data.tables import RetrievalSet
+from contaccum.data.tables import RetrievalSet, load_retrieval_set
 from contaccum.encoder import DualEncoder
 
 
@@ -83,7 +82,7 @@ def main() -> None:
     parser.add_argument("--split", default="test", help="which qrels of the folder")
     given = parser.parse_args()
     logging.disable(logging.WARNING)
-    judged = load_judged(str(given.data), given.split, repair=True)
+    judged = load_retrieval_set(given.data, given.split, repair=True)
     for name, measure in EVALUATORS.items():
         if name == "mteb" and importlib.util.find_spec("mteb") is None:
             print("mteb                   not installed")

@@ -114,7 +114,7 @@ def search(
     all of them call and get the same.
     """
     with group.main_first():
-        judged = load_judged(data, split, repair=repair, max_bad_records=max_bad_records)
+        judged = load_retrieval_set(data, split, repair=repair, max_bad_records=max_bad_records)
     return _search(choice, judged, k, settings, group)
 
 
@@ -155,7 +155,7 @@ def evaluate(
     every query. relevance_level: as in ``evaluate_run``. group: as in ``search``.
     """
     with group.main_first():
-        judged = load_judged(data, split, strict, repair, max_bad_records)
+        judged = load_retrieval_set(data, split, strict, repair, max_bad_records)
     run = _search(choice, judged, k, settings, group)
     found = evaluate_run(judged.qrels, run, cuts=cuts_within(CUTS, k), relevance_level=relevance_level)
     metrics = noting(judged.left_out, found)
@@ -289,13 +289,6 @@ def mine(
         rerank = CrossEncoder(mining.cross_encoder, device, size, choice.trust_remote_code)
     about = {"model": choice.model, "data": data, "split": split, "corpus": corpus}
     return write_mined(Mining(asked, found, mining, to, rerank), output, about, group)
-
-
-def load_judged(
-    data: str, split: str, strict: bool = False, repair: bool = False, max_bad_records: int = 0
-) -> RetrievalSet:
-    """A split of a BEIR folder or name, or a file of training examples."""
-    return load_retrieval_set(data, split, strict, repair, max_bad_records)
 
 
 def _search(

@@ -54,7 +54,7 @@ def refuse_whole_groups(arguments: list[str]) -> None:
     """InputError for --GROUP VALUE, by which the library takes a group from a file, a mapping or a class; we take its fields."""
     verb, *options = arguments or [""]
     whole = {option.partition("=")[0] for option in options} & {f"--{group}" for group in GROUPS}
-    if whole and verb in ("train", "compare", "verify", "plan"):
+    if whole and verb in ("train", "rounds", "compare", "verify", "plan"):
         name = min(whole)
         raise InputError(f"{name} is a group of settings, expected {name}.FIELD VALUE, or --config FILE")
 

@@ -78,8 +78,6 @@ AT_LEAST: dict[str, float] = {
     "run.log_steps": 1,
     "run.drift_steps": 0,
 }
-
-
 ABOVE_ZERO = ("model.temperature", "optim.epochs", "optim.max_grad_norm", "optim.adam_eps", "run.timeout_minutes")
 
 

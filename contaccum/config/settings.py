@@ -10,10 +10,7 @@ import yaml
 from contaccum.errors import InputError
 
 METRIC_MEASURES = ("ndcg", "map", "recall", "precision", "mrr")
-
-
 METRIC_CUTS = (1, 3, 5, 10, 20, 100)
-
 
 MethodName = Literal["in_batch", "grad_accum", "grad_cache", "passage_bank", "cont_accum", "cont_cache"]
 

@@ -10,30 +10,13 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from datasets import Dataset
 
 from contaccum.data.bad_records import BadRecords, Place
-from contaccum.data.corpus import find_rows, load_corpus, load_queries, open_corpus, open_queries, repeated_ids
+from contaccum.data.corpus import find_rows, open_corpus, open_queries
 from contaccum.data.examples import load_examples
 from contaccum.data.formats import beir_file, kind_of_data, read_qrels
 from contaccum.data.quarantine import keep_quarantine
 from contaccum.data.records import Judgement
 from contaccum.data.sources import resolve
 from contaccum.errors import InputError
-
-__all__ = [
-    "JudgedSplit",
-    "RetrievalSet",
-    "answerable_split",
-    "find_rows",
-    "judged_split",
-    "keep_answerable",
-    "load_corpus",
-    "load_grades",
-    "load_qrels",
-    "load_queries",
-    "load_retrieval_set",
-    "qrels_file",
-    "repeated_ids",
-    "splits_of",
-]
 
 LeftOut = dict[str, int]
 """Bad records that were left out, by file; and the judgements that name one of them."""
@@ -82,13 +65,6 @@ def splits_of(folder: str | Path) -> list[str]:
     return sorted({name.removesuffix(".gz").removesuffix(".tsv") for name in files})
 
 
-def load_qrels(
-    path: str | Path, split: str, repair: bool = False, max_bad_records: int = 0
-) -> dict[str, dict[str, int]]:
-    """Grades by query id and passage id of a BEIR folder's split; an id that the folder does not hold is refused."""
-    return judged_split(path, split, repair, max_bad_records).qrels
-
-
 def judged_split(path: str | Path, split: str, repair: bool = False, max_bad_records: int = 0) -> JudgedSplit:
     """A split of a BEIR folder with everything it refers to; queries come in the order in which they are judged.
 
@@ -123,13 +99,11 @@ def judged_split(path: str | Path, split: str, repair: bool = False, max_bad_rec
     return JudgedSplit(corpus.table, corpus.fingerprint, judged, grades.qrels, rows, grades.judgements, left_out)
 
 
-def load_grades(path: str | Path, max_bad_records: int = 0) -> dict[str, dict[str, int]]:
-    """Grades by query id and passage id of a qrels file that stands alone; a pair with two grades is refused."""
-    return open_grades(path, max_bad_records)[0]
-
-
 def open_grades(path: str | Path, max_bad_records: int) -> tuple[dict[str, dict[str, int]], LeftOut]:
-    """As ``load_grades``, with what is left out; ``max_bad_records`` as in ``load_corpus``."""
+    """Grades by query id and passage id of a qrels file that stands alone, and what is left out of it.
+
+    A pair with two grades is refused; ``max_bad_records`` as in ``load_corpus``.
+    """
     source = Path(path)
     grades = read_grades(source, max_bad_records)
     keep_quarantine(source, grades.bad)

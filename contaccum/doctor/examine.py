@@ -6,6 +6,7 @@ Trials run in processes of their own (``trials``), so what crashes there is a fi
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -31,7 +32,8 @@ FLASH_TOLERANCE = 1e-2
 TRIAL_SECONDS = 180
 NETWORK_SECONDS = 3
 LITTLE_MEMORY, LITTLE_DISK = 4 * 2**30, 5 * 2**30
-EXTRAS = {"study": "matplotlib", "tensorboard": "tensorboard", "bitsandbytes": "bitsandbytes"}
+NO_OPTIONS = ("cpu", "gpu", "dev", "docs")
+"""Extras that no option of a verb needs; faiss has findings of its own."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ def examine() -> Iterator[Finding]:
     """Every finding, in the order in which they are shown."""
     yield Finding("ok", "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield packages(_requirements())
-    yield extras()
+    yield extras(_requirements())
     found = run_trials(("torch", "torch_then_faiss", "faiss_then_torch"))
     yield from devices(found["torch"])
     yield flash_attention(found["torch"])
@@ -128,18 +130,26 @@ def packages(requirements: list[str]) -> Finding:
     return Finding("ok", "packages", ", ".join(shown))
 
 
-def extras() -> Finding:
-    """Packages that only some options need."""
-    missing = []
-    for extra, package in EXTRAS.items():
-        try:
-            metadata.version(package)
-        except metadata.PackageNotFoundError:
-            missing.append(extra)
+def extras(requirements: list[str]) -> Finding:
+    """Packages that only some options need, by the extra that brings them; requirements as the installed metadata has them."""
+    packages: dict[str, list[str]] = {}
+    for need in map(Requirement, requirements):
+        for extra in re.findall(r"""extra == ["']([\w-]+)""", str(need.marker or "")):
+            packages.setdefault(extra, []).append(need.name)
+    options = {extra: names for extra, names in packages.items() if extra not in NO_OPTIONS}
+    missing = [extra for extra, names in options.items() if not all(map(_installed, names))]
     if missing:
         advice = f"pip install 'contaccum[{','.join(missing)}]' where their options are wanted"
         return Finding("note", "extras", f"not installed: {', '.join(missing)}", advice)
-    return Finding("ok", "extras", ", ".join(EXTRAS))
+    return Finding("ok", "extras", ", ".join(options))
+
+
+def _installed(package: str) -> bool:
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def devices(found: dict[str, Any]) -> Iterator[Finding]:

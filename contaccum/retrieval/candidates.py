@@ -132,7 +132,7 @@ def pool_of(corpus: "Dataset", given: "Dataset | None", ids: Collection[str]) ->
         return Pool(corpus, None)
     from datasets import Dataset
 
-    from contaccum.data.tables import find_rows
+    from contaccum.data.corpus import find_rows
 
     known = find_rows(given, ids)
     rows = find_rows(corpus, [key for key in ids if key not in known])

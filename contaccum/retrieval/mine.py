@@ -18,8 +18,8 @@ from tqdm.auto import tqdm
 
 from contaccum.data.arrow import PASSAGE_COLUMNS, column_batches
 from contaccum.data.convert import Examples, Form, Scores, example_record, framed, record_line
+from contaccum.data.corpus import find_rows
 from contaccum.data.records import Example, Passage, content_id
-from contaccum.data.tables import find_rows
 from contaccum.errors import InputError
 from contaccum.files import read_json, remove_folder, sweep, whole_file, write_json
 from contaccum.lock import folder_lock

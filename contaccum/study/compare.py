@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from contaccum import api
+from contaccum.data.tables import load_retrieval_set
 from contaccum.errors import Failed, InputError
 from contaccum.files import write_json
 from contaccum.options import StudyOptions
@@ -96,7 +96,7 @@ class Study:
             raise InputError(f"data.dev is the test data ({' '.join(test)}), expected other queries to tune by")
         if _queries(data.train, data.split) == tested:
             warnings.warn(f"the test data is the training data ({' '.join(test)})", stacklevel=2)
-        api.load_judged(*test, data.strict, data.repair, data.max_bad_records)
+        load_retrieval_set(*test, data.strict, data.repair, data.max_bad_records)
 
     def _runs(self, setting: Setting) -> list[Planned]:
         return [grid.planned_run(setting, seed, self.configure, self.output) for seed in self.seeds]

@@ -16,10 +16,11 @@ from contaccum.cli import main
 from contaccum.data import lines as lines_module
 from contaccum.data.bad_records import LONGEST, BadRecords
 from contaccum.data.convert import convert
+from contaccum.data.corpus import load_corpus, load_queries
 from contaccum.data.dataset import load_train_set
 from contaccum.data.examples import load_examples
 from contaccum.data.formats import numbered_corpus, numbered_examples, numbered_queries, read_qrels, read_questions
-from contaccum.data.tables import load_corpus, load_qrels, load_queries, load_retrieval_set
+from contaccum.data.tables import judged_split, load_retrieval_set
 from contaccum.errors import InputError
 
 
@@ -274,15 +275,16 @@ def test_one_bad_record_more_than_may_be_is_the_usual_error(tmp_path):
 
 def test_an_id_that_no_bad_record_explains_is_a_bad_judgement(tmp_path):
     folder = beir(tmp_path / "b", "q0\tp0\t1\nq0\tx\t1\nq1\tp1\t1\nq1\ty\t1\n")
-    qrels, sentences = said(load_qrels, folder, "train", max_bad_records=2)
+    judged, sentences = said(judged_split, folder, "train", max_bad_records=2)
+    qrels = judged.qrels
     assert qrels == {"q0": {"p0": 1}, "q1": {"p1": 1}}
     assert [entry["line"] for entry in quarantine(sentences[0])] == [3, 5]
-    assert "line 5: found the passage id 'y'" in refusal(load_qrels, folder, "train", max_bad_records=1)
-    assert "line 3: found the passage id 'x'" in refusal(load_qrels, folder, "train")
+    assert "line 5: found the passage id 'y'" in refusal(judged_split, folder, "train", max_bad_records=1)
+    assert "line 3: found the passage id 'x'" in refusal(judged_split, folder, "train")
     # with one passage left out, one of the two ids may have been its
     with open(folder / "corpus.jsonl", "a") as file:
         file.write("garbage\n")
-    assert said(load_qrels, folder, "train", max_bad_records=1)[0] == qrels
+    assert said(judged_split, folder, "train", max_bad_records=1)[0].qrels == qrels
 
 
 def test_repaired_ids_and_texts_are_not_bad(tmp_path):

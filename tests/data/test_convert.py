@@ -7,8 +7,9 @@ import pytest
 from tiny_data import beir, context, dpr, lines, write
 
 from contaccum.data.convert import convert
+from contaccum.data.corpus import load_corpus
 from contaccum.data.formats import read_examples
-from contaccum.data.tables import load_corpus, load_retrieval_set
+from contaccum.data.tables import load_retrieval_set
 from contaccum.errors import InputError
 
 FORMS = ("beir", "dpr", "jsonl", "tevatron")

@@ -13,15 +13,9 @@ from tiny_data import beir, context, dpr, lines, write, write_gzip
 
 from contaccum.data import corpus as corpus_module
 from contaccum.data.arrow import Ragged, cached_folder
+from contaccum.data.corpus import find_rows, load_corpus, load_queries, repeated_ids
 from contaccum.data.examples import load_examples
-from contaccum.data.tables import (
-    find_rows,
-    load_corpus,
-    load_qrels,
-    load_queries,
-    load_retrieval_set,
-    repeated_ids,
-)
+from contaccum.data.tables import judged_split, load_retrieval_set
 from contaccum.errors import InputError
 from contaccum.files import cache_folder
 
@@ -137,7 +131,7 @@ def test_a_repeated_query_is_refused_or_repaired(tmp_path):
     ],
 )
 def test_judgements_with_a_flaw_are_refused(tmp_path, qrels, words):
-    sentence = refusal(load_qrels, beir(tmp_path, qrels), "train")
+    sentence = refusal(judged_split, beir(tmp_path, qrels), "train")
     assert all(word in sentence for word in ["train.tsv", *words]), sentence
 
 
@@ -150,7 +144,7 @@ def test_a_missing_split_is_refused_with_those_there_are(tmp_path):
 
 def test_empty_queries_are_refused(tmp_path):
     write(beir(tmp_path) / "queries.jsonl", "\n")
-    assert "at least one query" in refusal(load_qrels, tmp_path, "train")
+    assert "at least one query" in refusal(judged_split, tmp_path, "train")
 
 
 def test_a_retrieval_set_holds_the_judged_queries(tmp_path):
@@ -298,7 +292,7 @@ def test_the_published_sets_have_the_published_sizes(shared_data):
 
 OPEN_AND_REPORT = """
 import sys
-from contaccum.data.tables import load_corpus
+from contaccum.data.corpus import load_corpus
 corpus = load_corpus(sys.argv[1])
 assert corpus[999_999]["id"] == "k999999"
 status = dict(line.split(":", 1) for line in open("/proc/self/status"))

@@ -230,18 +230,20 @@ def test_what_other_commands_name_exists(command):
 
 
 def test_the_quick_commands_of_the_readme_run(place):
-    for command in COMMANDS:
-        if page_name(command.page) == "README.md" and runs(command) and is_quick(command):
-            run_here(command)
+    chosen = [c for c in COMMANDS if page_name(c.page) == "README.md" and runs(c) and is_quick(c)]
+    assert {"train", "mine", "encode", "search", "evaluate"} <= {command.arguments[0] for command in chosen}
+    for command in chosen:
+        run_here(command)
 
 
 @pytest.mark.acceptance
 @pytest.mark.parametrize("name", sorted({page_name(command.page) for command in COMMANDS if runs(command)}))
 def test_all_commands_run(name, place):
     write_files(ROOT / name, place)
-    for command in COMMANDS:
-        if page_name(command.page) == name and runs(command):
-            (run_here if is_quick(command) else run_outside)(command)
+    chosen = [command for command in COMMANDS if page_name(command.page) == name and runs(command)]
+    assert chosen
+    for command in chosen:
+        (run_here if is_quick(command) else run_outside)(command)
 
 
 def python_blocks(name: str) -> list[str]:

@@ -49,6 +49,20 @@ def test_a_wrong_search_is_seen():
     assert list(examine.devices(device))[-1].state == "broken"
 
 
+def test_extras_are_those_of_the_metadata():
+    """Made requirements: an installed package, one that nobody has, and extras that no option needs."""
+    needs = [
+        "torch>=2",
+        "pytest; extra == 'here'",
+        'no-such-package>=1; extra == "gone"',
+        "no-such-package; extra == 'dev'",
+    ]
+    found = examine.extras(needs)
+    assert (found.state, found.found) == ("note", "not installed: gone")
+    assert "contaccum[gone]" in found.advice
+    assert examine.extras(needs[:2]) == Finding("ok", "extras", "here")
+
+
 def test_a_trial_that_crashes_is_a_finding(monkeypatch):
     assert result_of("print('noise'); print('{\"a\": 1}')") == {"a": 1}
     assert result_of("import os; os.kill(os.getpid(), 6)") == {"error": "signal 6: nothing was said"}

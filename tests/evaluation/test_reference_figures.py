@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
+from contaccum.data.corpus import load_corpus, load_queries
 from contaccum.data.formats import read_corpus, read_questions
-from contaccum.data.tables import load_corpus, load_qrels, load_queries, load_retrieval_set
+from contaccum.data.tables import judged_split, load_retrieval_set
 from contaccum.encoder import DualEncoder
 from contaccum.evaluation.answers import evaluate_answers
 from contaccum.evaluation.beir import drop_own, evaluate_encoder, evaluate_run
@@ -39,7 +40,7 @@ def test_medquad_to_one_thousandth(shared_data, minilm):
     """
     folder = shared_data / "medquad"
     encoder = DualEncoder.load(minilm, max_query_length=64, max_passage_length=128)
-    qrels = load_qrels(folder, "test", repair=True)
+    qrels = judged_split(folder, "test", repair=True).qrels
     texts = load_queries(folder, qrels.keys(), repair=True)
     lines = list(read_corpus(folder / "corpus.jsonl"))
     columns = {

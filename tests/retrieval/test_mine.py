@@ -20,8 +20,8 @@ from contaccum import DualEncoder
 from contaccum.api import mine as mine_data
 from contaccum.cli import main
 from contaccum.data.convert import convert, open_examples
+from contaccum.data.corpus import load_corpus
 from contaccum.data.formats import read_examples
-from contaccum.data.tables import load_corpus
 from contaccum.encoder import EncoderSettings
 from contaccum.encoder.tiny import tiny_tower
 from contaccum.errors import InputError
