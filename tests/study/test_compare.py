@@ -20,18 +20,23 @@ from contaccum.files import read_json
 from contaccum.study.grid import read_varied, settings
 from contaccum.training.log import read_log
 
+pytestmark = pytest.mark.filterwarnings("default:.*1 bad record is left out")
+
 FILE = "examples.jsonl"
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A data set, a config for it, and a comparison that has run: two methods, two bank sizes, two baselines."""
+    """Data with a bad record, a config for it, and a comparison that has run: two methods, two bank sizes, two baselines."""
     folder = tmp_path_factory.mktemp("compare")
     data = write_beir(folder / "data")
+    with (data / "corpus.jsonl").open("a") as corpus:
+        corpus.write('{"_id": "p40", "text": \n')
     changes = {
         "optim.max_steps": 3,
         "run.save_steps": 0,
         "data.dev": str(data),
+        "data.max_bad_records": 1,
         "run.eval_steps": 1,
         "run.drift_steps": 1,
     }
@@ -71,6 +76,7 @@ def test_every_combination_is_run_once_and_scored(place):
         metrics = read_json(study / "runs" / name / "metrics.json")
         assert len(metrics["per_query"]) == 10
         assert (metrics["data"], metrics["split"]) == (str(place / "data"), "test")
+        assert metrics["left_out"] == {"corpus.jsonl": 1}
     assert len(read_log(study / "runs" / "cont_accum-size=16-seed0")) == 6
 
 
@@ -79,7 +85,8 @@ def test_a_finished_comparison_runs_nothing_again(place, capsys):
     before = stamps(study)
     arguments = ["--methods", "grad_accum,cont_accum", "--seeds", 1, "--vary", "bank.size=16,24", "--output_dir", study]
     code, said = call(capsys, place, *arguments)
-    assert (code, said) == (0, "")
+    assert (code, len(said.splitlines())) == (0, 1)
+    assert "1 bad record is left out" in said
     assert stamps(study) == before
 
 

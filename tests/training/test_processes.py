@@ -33,6 +33,9 @@ RUN = {
 }
 """41 queries in steps of 16: epochs end inside steps, and the last step goes beyond the last epoch's end."""
 
+SPOILT = {"corpus.jsonl": '{"_id": "p41", "text": ', "queries.jsonl": '{"_id": "q41"}', "qrels/dev.tsv": "q1\tp1\tgood"}
+"""A bad record for each of these files of the data."""
+
 
 class Runs:
     """Training runs that share their data, as jobs; what they left behind, by name."""
@@ -42,12 +45,13 @@ class Runs:
         self.data = write_beir(folder / "data", queries=41)
         self.jobs: dict[str, Job] = {}
 
-    def add(self, name: str, processes: int, *more: str, run: str = "", **rest) -> None:
+    def add(self, name: str, processes: int, *more: str, run: str = "", data: Path | None = None, **rest) -> None:
         """The job ``name`` on the run ``run``, by default of that name; settings have a dot in them, the rest is the Job's."""
+        data = data or self.data
         settings = {key: rest.pop(key) for key in list(rest) if "." in key}
-        changes = {"data.dev": str(self.data), "batch.micro_batch_size": 4 // processes, **RUN, **settings}
+        changes = {"data.dev": str(data), "batch.micro_batch_size": 4 // processes, **RUN, **settings}
         file = self.folder / f"{name}.yaml"
-        file.write_text(to_yaml(train_config(self.data, self[run or name], **changes)))
+        file.write_text(to_yaml(train_config(data, self[run or name], **changes)))
         self.jobs[name] = Job(["train", "--config", str(file), *more], processes, **rest)
 
     def __getitem__(self, name: str) -> Path:
@@ -66,6 +70,11 @@ def runs(tmp_path_factory):
         runs.jobs[f"steps of {world}"] = Job(call, world, worker="gradient_worker")
         runs.add(f"of {world}", world)
     runs.add("machines", 4, machines=2, fault="tells_what_it_builds")
+    spoilt = write_beir(runs["spoilt data"], queries=41)
+    for file, line in SPOILT.items():
+        with (spoilt / file).open("a") as lines:
+            lines.write(line + "\n")
+    runs.add("spoilt", 2, data=spoilt, **{"data.max_bad_records": 1})
     runs.add("killed", 2, fault="is_killed")
     runs.add("killed alone", 1, fault="is_killed")
     runs.add("raises", 2, fault="raises")
@@ -173,6 +182,15 @@ def test_machines_with_a_cache_each_fill_it_once(runs):
     assert entries[1] == entries[2]
     assert set(entries[1]) <= set(entries[0])
     assert [text.count("builds ") for text in runs.outcomes["machines"].err] == [3, 0, 3, 0]
+
+
+def test_bad_records_are_left_out_by_all_processes_alike(runs):
+    outcome = runs.outcomes["spoilt"].check()
+    assert weights(runs["spoilt"]) == weights(runs["of 2"])
+    left_out = read_json(runs["spoilt"] / "dev_metrics.json")["left_out"]
+    assert {Path(file).name: count for file, count in left_out.items()} == {Path(file).name: 1 for file in SPOILT}
+    for file in SPOILT:
+        assert "".join(outcome.err).count(f"{file}: 1 bad record is left out") == 1
 
 
 # resuming
