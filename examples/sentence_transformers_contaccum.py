@@ -1,4 +1,4 @@
-"""Fine-tune a sentence-transformers model with a dual memory bank: batches of 8 pairs that meet 1,024 pairs before them.
+"""Fine-tune a sentence-transformers model with a dual memory bank: batches of 8 pairs that meet the 128 pairs before them.
 
     pip install 'contaccum[sentence-transformers]'
     python examples/sentence_transformers_contaccum.py
@@ -27,7 +27,7 @@ model = SentenceTransformer(given.model)
 files = {"path": "json", "data_files": given.data} if Path(given.data).is_file() else {"path": given.data}
 pairs = load_dataset(**files, split="train")
 
-loss = ContAccumLoss(model, bank_size=1024, temperature=0.05)  # 2
+loss = ContAccumLoss(model, temperature=0.05)  # 2
 args = SentenceTransformerTrainingArguments(
     output_dir=given.output,
     max_steps=given.max_steps,

@@ -32,7 +32,7 @@ class BankLoss:
 
     def __init__(
         self,
-        bank_size: int,
+        bank_size: int | None,
         similarity: str,
         temperature: float = 0.05,
         mask_false_negatives: bool = True,
@@ -40,21 +40,32 @@ class BankLoss:
         **bank_options: Any,
     ) -> None:
         """
-        bank_size: M, rows of the bank; 0 is plain gradient accumulation. similarity: ``cosine`` or ``dot``. temperature: divides
+        bank_size: M, rows of the bank; 0 is plain gradient accumulation; None: as many as an optimizer step has pairs, which
+        ``begin`` is told. similarity: ``cosine`` or ``dot``. temperature: divides
         every similarity. mask_false_negatives: leave out columns that are the same passage as a row's own positive.
         hard_negatives: bank them too. bank_options: queries, row_weight, visibility, keep, warmup_steps, as Bank has them.
         """
         if similarity not in ("cosine", "dot"):
             raise InputError(f"similarity is {similarity!r}, expected cosine or dot")
-        self.size, self.similarity, self.hard_negatives = bank_size, similarity, hard_negatives
+        self.bank_size, self.similarity, self.hard_negatives = bank_size, similarity, hard_negatives
+        self.size = bank_size or 0
         self.options = bank_options
         self.loss = InfoNCE(temperature, mask_false_negatives)
         self.begun = False
         self.bank: Bank | None = None  # made at the first push, which tells its width and the hard negatives of a row
         self._state: tuple[dict[str, Tensor], dict[str, Any]] | None = None
 
-    def begin(self, checkpoint: str | Path | None = None) -> None:
-        """To be called when training begins, with an empty bank or that of a checkpoint's folder."""
+    def begin(self, checkpoint: str | Path | None = None, step_pairs: int | None = None) -> None:
+        """To be called when training begins, with an empty bank or that of a checkpoint's folder.
+
+        step_pairs: pairs of one optimizer step, over all processes; asked for where no bank size was given.
+        """
+        size = self.bank_size if self.bank_size is not None else step_pairs
+        if size is None:
+            raise InputError(
+                "bank_size was not given and no trainer says how many pairs a step has, expected a number of rows"
+            )
+        self.size = size
         self.begun, self.bank = True, None
         self._state = None if checkpoint is None else read_bank(Path(checkpoint))
 

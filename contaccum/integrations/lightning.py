@@ -3,13 +3,13 @@
     class Retriever(LightningModule):
         def __init__(self):
             ...
-            self.bank_loss = ContAccumLoss(bank_size=1024, similarity="cosine")
+            self.bank_loss = ContAccumLoss(bank_size=128, similarity="cosine")
 
         def training_step(self, batch, index):
             queries, passages, ids = ...  # (B, d), (B, 1 + H, d), (B, 1 + H)
             return self.bank_loss(queries, passages, ids, training=True)
 
-    Trainer(accumulate_grad_batches=16, callbacks=[ContAccumCallback(module.bank_loss)])
+    Trainer(accumulate_grad_batches=16, callbacks=[ContAccumCallback(module.bank_loss)])  # batches of 8: a bank of one step
 
 Needs pip install 'contaccum[lightning]'. Automatic optimization with one optimizer.
 """

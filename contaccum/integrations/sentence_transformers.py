@@ -1,7 +1,7 @@
 """The dual bank for SentenceTransformerTrainer: ContAccumLoss and its callback.
 
     model = SentenceTransformer("sentence-transformers/all-MiniLM-L6-v2")
-    loss = ContAccumLoss(model, bank_size=1024)
+    loss = ContAccumLoss(model)
     trainer = SentenceTransformerTrainer(
         model=model, args=args, train_dataset=pairs, loss=loss, callbacks=[ContAccumCallback(loss)]
     )
@@ -35,7 +35,7 @@ class ContAccumLoss(CachedLossMixin, nn.Module):
     def __init__(
         self,
         model: SentenceTransformer,
-        bank_size: int = 1024,
+        bank_size: int | None = None,
         temperature: float = 0.05,
         similarity: str | None = None,
         mask_false_negatives: bool = True,
@@ -43,7 +43,8 @@ class ContAccumLoss(CachedLossMixin, nn.Module):
         **bank_options: Any,
     ) -> None:
         """
-        bank_size: rows of the bank, each a query with its passages; 0 leaves plain gradient accumulation.
+        bank_size: rows of the bank, each a query with its passages; not given, as many as an optimizer step has pairs, so
+        that no row is older than one step; 0 leaves plain gradient accumulation.
         temperature: divides every similarity; sentence-transformers' ``scale`` is 1 / temperature.
         similarity: ``cosine`` or ``dot``; not given, the model's own.
         mask_false_negatives: leave out passages that have the same tokens as the row's own positive.
@@ -107,7 +108,7 @@ class ContAccumLoss(CachedLossMixin, nn.Module):
     def get_config_dict(self) -> dict[str, Any]:
         """For sentence-transformers' model card."""
         return {
-            "bank_size": self.bank_loss.size,
+            "bank_size": self.bank_loss.size if self.bank_loss.begun else self.bank_loss.bank_size,
             "temperature": self.bank_loss.loss.temperature,
             "similarity": self.bank_loss.similarity,
             "mask_false_negatives": self.bank_loss.loss.mask_false_negatives,
@@ -143,10 +144,12 @@ class ContAccumCallback(TrainerCallback):
             raise InputError(
                 "dataloader_drop_last is False with several processes, expected True: all bank the same rows"
             )
-        if not state.global_step:
-            return self.bank_loss.begin()
-        named = args.resume_from_checkpoint
-        return self.bank_loss.begin(named if isinstance(named, str) and Path(named).is_dir() else _folder(args, state))
+        pairs = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        checkpoint = None
+        if state.global_step:
+            named = args.resume_from_checkpoint
+            checkpoint = named if isinstance(named, str) and Path(named).is_dir() else _folder(args, state)
+        self.bank_loss.begin(checkpoint, pairs)
 
     def _refuse_search(self, args: Any) -> None:
         """DistributedDataParallel's search for unused parameters takes each forward pass for the only one, and of a Router each

@@ -143,6 +143,15 @@ def test_without_the_bank_the_steps_are_others(plain, tmp_path):
     assert np.abs(late.losses - whole.losses)[0, 1:].min() > 0.01
 
 
+def test_a_bank_holds_one_step_s_pairs_where_no_size_is_given(plain, tmp_path):
+    model, rows, whole = plain
+    found = take(model, rows, tmp_path / "unsaid", steps=3, loss={"bank_size": None})
+    said = take(model, rows, tmp_path / "said", steps=3, loss={"bank_size": N})
+    assert (found.losses == said.losses).all()
+    assert found.trainer.loss.bank_loss.bank.fill == found.trainer.loss.get_config_dict()["bank_size"] == N
+    assert (found.losses != whole.losses[:3]).any()  # those met a bank of 24
+
+
 def test_evaluation_leaves_the_bank_alone(plain, tmp_path):
     model, rows, whole = plain
     seen = take(model, rows, tmp_path / "seen", steps=8, eval_rows=rows[:8], eval_strategy="steps", eval_steps=2)
