@@ -12,7 +12,7 @@ from contaccum.encoder import DualEncoder, EncoderSettings
 from contaccum.encoder.tiny import tiny_tower
 
 ROOT = Path(__file__).parent.parent
-NAMES = ["methods", "peers", "loss", "scaling", "data_path", "micro_batch_tokens"]
+NAMES = ["methods", "peers", "loss", "scaling", "data_path", "micro_batch_tokens", "memory_switches", "trainer_loss"]
 
 
 @pytest.fixture(scope="module")
