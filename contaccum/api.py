@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from contaccum.data.convert import Form, open_examples
 from contaccum.data.corpus import load_corpus, load_queries, load_questions, open_corpus
@@ -13,14 +13,14 @@ from contaccum.encoder import DualEncoder
 from contaccum.engine import encoding_device, torch_dtype
 from contaccum.errors import InputError
 from contaccum.evaluation.answers import evaluate_answers
-from contaccum.evaluation.beir import CUTS, Metrics, cuts_within, drop_own, evaluate_run, noting, retrieve_others
+from contaccum.evaluation.beir import CUTS, Metrics, cuts_within, drop_own, evaluate_run, noting
 from contaccum.evaluation.benchmark import Part, parts_of, render_benchmark, run_benchmark
 from contaccum.evaluation.significance import Comparison
 from contaccum.evaluation.significance import compare as compare_systems
 from contaccum.files import write_json
 from contaccum.options import MineSettings, ModelChoice, SearchSettings
 from contaccum.processes import ALONE, Processes, joined
-from contaccum.retrieval.bm25 import bm25_search
+from contaccum.retrieval.bm25 import BM25 as LexicalIndex
 from contaccum.retrieval.candidates import Dense, Lexical, Search
 from contaccum.retrieval.encode import Texts, encode_texts
 from contaccum.retrieval.mine import Asked, Mining, render_mined
@@ -28,7 +28,10 @@ from contaccum.retrieval.mine import mine as write_mined
 from contaccum.retrieval.negatives import check as check_mining
 from contaccum.retrieval.rerank import CrossEncoder
 from contaccum.retrieval.runs import Run, read_run, write_run
-from contaccum.retrieval.search import Hit, top_passages
+from contaccum.retrieval.search import Hit, Searcher, with_texts
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 BM25 = "bm25"
 """The model name that stands for the lexical baseline."""
@@ -66,6 +69,16 @@ def load_encoder(choice: ModelChoice) -> DualEncoder:
         dtype=torch_dtype(choice.precision),
         device=encoding_device(choice.device),
     )
+
+
+def open_finder(
+    choice: ModelChoice | DualEncoder, corpus: "Dataset", settings: SearchSettings = DEFAULTS, group: Processes = ALONE
+) -> Searcher | LexicalIndex:
+    """What finds passages for any number of queries: an encoder with a corpus's vectors, or BM25; ``group`` as in ``search``."""
+    if isinstance(choice, ModelChoice) and choice.model == BM25:
+        return LexicalIndex(corpus)
+    encoder = load_encoder(choice) if isinstance(choice, ModelChoice) else choice
+    return Searcher(encoder, corpus, settings, group)
 
 
 def encode(
@@ -132,7 +145,7 @@ def look(
     with group.main_first():
         path, repair = resolve(data, repair=repair)
         corpus = load_corpus(path, repair, max_bad_records)
-    return top_passages(load_encoder(choice), query, corpus, k, settings, group)
+    return with_texts(corpus, open_finder(choice, corpus, settings, group).find({"query": query}, k)["query"])
 
 
 def evaluate(
@@ -297,10 +310,8 @@ def _search(
     if k < 1:
         raise InputError(f"k is {k}, expected at least 1")
     choice = ModelChoice(choice) if isinstance(choice, str) else choice
-    if isinstance(choice, ModelChoice) and choice.model == BM25:
-        return drop_own(bm25_search(judged.queries, judged.corpus, k + 1), k)  # one may be the query itself
-    encoder = load_encoder(choice) if isinstance(choice, ModelChoice) else choice
-    return retrieve_others(encoder, judged, k, settings, group)
+    finder = open_finder(choice, judged.corpus, settings, group)
+    return drop_own(finder.find(judged.queries, k + 1), k)  # one may be the query itself
 
 
 def _keep(metrics: Metrics, output: str | None, about: Mapping[str, str | None]) -> Metrics:
@@ -319,10 +330,3 @@ def render_metrics(metrics: Metrics) -> str:
     head = " " * 10 + "".join(f"{'@' + cut:>9s}" for cut in cuts)
     rows = [f"{measure:10s}" + "".join(f"{mean[f'{measure}@{cut}']:9.4f}" for cut in cuts) for measure in measures]
     return "\n".join([head, *rows, f"{metrics['queries']} queries"])
-
-
-def render_hits(hits: list[Hit]) -> str:
-    """Passages for the eye: rank, score, id, title, text."""
-    return "\n".join(
-        f"{rank:3d}  {hit.score:8.4f}  {hit.id}  {hit.title}\n     {hit.text}" for rank, hit in enumerate(hits, start=1)
-    )

@@ -127,3 +127,24 @@ class StudyOptions:
     """Rates to choose from, separated by commas: each setting takes the one that is best on `data.dev` with the first seed."""
     parallel: int | None = None
     """Runs at a time. Not given: one a GPU, or one on a CPU."""
+
+
+@dataclass(frozen=True)
+class ExploreOptions:
+    """What `contaccum explore` puts beside each other, and where it is served."""
+
+    models: tuple[str, ...]
+    """Folders that we trained, encoder folders, hub names, or `bm25`: one, or several of which any two are seen at once."""
+    data: str
+    """BEIR folder or name, corpus.jsonl or passages TSV."""
+    split: str = "test"
+    """Whose judged queries are listed and marked; data without judgements needs none."""
+    k: int = 100
+    """Passages in the ranking of a judged query, which the metrics and the ranks of judged passages are taken from."""
+    embeddings: tuple[str, ...] = ()
+    """Folders that `contaccum encode` wrote, each used for the model that made it. Vectors that none of them has are kept in the
+    cache."""
+    host: str = "127.0.0.1"
+    """Address to listen on. The default is seen from this machine alone; there is no password."""
+    port: int = 7860
+    """Port to listen on."""

@@ -7,7 +7,7 @@ from jsonargparse import ActionConfigFile, ArgumentParser, set_parsing_settings
 from contaccum.config import GROUPS, TrainConfig
 from contaccum.config.file import check_config_file
 from contaccum.errors import InputError
-from contaccum.options import MineSettings, ModelChoice, RoundsOptions, SearchSettings, StudyOptions
+from contaccum.options import ExploreOptions, MineSettings, ModelChoice, RoundsOptions, SearchSettings, StudyOptions
 
 set_parsing_settings(
     docstring_parse_attribute_docstrings=True,
@@ -23,6 +23,7 @@ def make_parser() -> ArgumentParser:
     verbs.add_subcommand("train", train_parser(), help="train a retriever by one of six memory methods")
     verbs.add_subcommand("encode", _encode_parser(), help="turn a corpus or queries into shards of vectors")
     verbs.add_subcommand("search", _search_parser(), help="find passages for a split's queries, or for one query")
+    verbs.add_subcommand("explore", _explore_parser(), help="see in a browser what retrievers find, side by side")
     verbs.add_subcommand("evaluate", _evaluate_parser(), help="score a retriever, or a run file")
     verbs.add_subcommand("mine", _mine_parser(), help="write training data with mined hard negatives")
     verbs.add_subcommand("rounds", rounds_parser(), help="train, mine with the model, train again")
@@ -160,16 +161,50 @@ def _encode_parser() -> ArgumentParser:
 def _search_parser() -> ArgumentParser:
     parser = _new(
         "contaccum search",
-        "Search a corpus: all queries of a split into a TREC run file, or one query to look at.",
-        '%(prog)s --model DIR --data BEIR_DIR (--split test --output FILE | --query "TEXT") [options]',
+        "Search a corpus: all queries of a split into a TREC run file, one query to look at, or one after another from a prompt.",
+        '%(prog)s --model DIR --data BEIR_DIR (--split test --output FILE | --query "TEXT" | --interactive) [options]',
     )
     parser.add_class_arguments(ModelChoice, None)
     parser.add_argument("--data", required=True, help="BEIR folder or name")
-    parser.add_argument("--split", default="test", help="whose queries to search for")
+    parser.add_argument(
+        "--split", default="test", help="whose queries to search for, or whose judged passages a prompt marks"
+    )
     parser.add_argument("--output", help="TREC run file to write")
     parser.add_argument("--query", help="one query text; its best passages are printed")
-    parser.add_argument("--k", type=int, help="passages per query; 100 for a run, 10 for one query when not given")
+    parser.add_argument(
+        "--interactive",
+        action="store_true",
+        help="read queries from a prompt, or a line each from a pipe, and print the best passages of each; an empty line ends it",
+    )
+    parser.add_argument("--k", type=int, help="passages per query; 100 for a run, else 10 when not given")
     parser.add_class_arguments(SearchSettings, None)
+    _add_repair(parser)
+    _add_max_bad_records(parser)
+    return parser
+
+
+def _explore_parser() -> ArgumentParser:
+    parser = _new(
+        "contaccum explore",
+        "Serve a page that shows the passages of two models for a query side by side, with judged ones and the words that BM25 "
+        "matches marked, and the judged queries sorted by what one model loses to the other. What has to be encoded is kept in "
+        "the cache; stopped and started again, it goes on. Needs the extra `explore`.",
+        "%(prog)s --models DIR [DIR|bm25 ...] --data BEIR_DIR [--split test] [--port N] [options]",
+    )
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        required=True,
+        metavar="DIR",
+        help="folders that we trained, encoder folders, hub names, or bm25",
+    )
+    parser.add_argument(
+        "--embeddings", nargs="+", default=[], metavar="DIR",
+        help="folders that `contaccum encode` wrote, each used for the model that made it; others are kept in the cache",
+    )  # fmt: skip
+    parser.add_class_arguments(ExploreOptions, None, skip={"models", "embeddings"})
+    parser.add_class_arguments(ModelChoice, None, skip={"model", "timeout_minutes"})
+    parser.add_class_arguments(SearchSettings, None, skip={"embeddings", "index_dir"})
     _add_repair(parser)
     _add_max_bad_records(parser)
     return parser

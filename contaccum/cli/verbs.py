@@ -14,9 +14,9 @@ from contaccum.cli.parsers import plan_parser, rounds_parser, train_parser
 from contaccum.config import TrainConfig, validate
 from contaccum.errors import InputError
 from contaccum.launch import is_main, process_place
-from contaccum.options import MineSettings, ModelChoice, SearchSettings, StudyOptions
+from contaccum.options import ExploreOptions, MineSettings, ModelChoice, SearchSettings, StudyOptions
 
-Options = TypeVar("Options", MineSettings, ModelChoice, SearchSettings, StudyOptions)
+Options = TypeVar("Options", ExploreOptions, MineSettings, ModelChoice, SearchSettings, StudyOptions)
 
 
 def _train(options: Namespace) -> None:
@@ -58,18 +58,34 @@ def _search(options: Namespace) -> None:
     choice, rest = _take(ModelChoice, options.as_dict())
     settings, rest = _take(SearchSettings, rest)
     query, output, split, k = (rest.pop(name) for name in ("query", "output", "split", "k"))
-    if (query is None) == (output is None):
-        raise InputError(f"search was given --query {query} and --output {output}, expected exactly one of them")
-    if query is None:
+    ways = {"--query": query is not None, "--output": output is not None, "--interactive": rest.pop("interactive")}
+    given = [way for way, chosen in ways.items() if chosen]
+    if len(given) != 1:
+        found = " and ".join(given) or "none of --query, --output and --interactive"
+        raise InputError(f"search was given {found}, expected exactly one of them")
+    if given == ["--output"]:
         with api.joined(choice.timeout_minutes) as group:
             run = api.search(choice, split=split, k=100 if k is None else k, settings=settings, group=group, **rest)
         if is_main():
             api.write_run(output, run)
-        _show(output)
-    else:
-        with api.joined(choice.timeout_minutes) as group:
-            hits = api.look(choice, query=query, k=10 if k is None else k, settings=settings, group=group, **rest)
-        _show(api.render_hits(hits))
+        return _show(output)
+    from contaccum.explore.prompt import converse, render_hits
+
+    k = 10 if k is None else k
+    if given == ["--interactive"]:
+        return converse(choice, split=split, k=k, settings=settings, **rest)
+    with api.joined(choice.timeout_minutes) as group:
+        hits = api.look(choice, query=query, k=k, settings=settings, group=group, **rest)
+    return _show(render_hits(hits))
+
+
+def _explore(options: Namespace) -> None:
+    own, rest = _take(ExploreOptions, options.as_dict())
+    choice, rest = _take(ModelChoice, {"model": "", **rest})
+    settings, rest = _take(SearchSettings, rest)
+    from contaccum.explore.page import explore
+
+    explore(own, choice, settings, **rest)
 
 
 def _evaluate(options: Namespace) -> None:
@@ -217,6 +233,7 @@ VERBS: dict[str, Callable[[Namespace], None]] = {
     "train": _train,
     "encode": _encode,
     "search": _search,
+    "explore": _explore,
     "evaluate": _evaluate,
     "mine": _mine,
     "rounds": _rounds,

@@ -10,7 +10,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from datasets import Dataset
 
 from contaccum.data.bad_records import BadRecords, Place
-from contaccum.data.corpus import find_rows, open_corpus, open_queries
+from contaccum.data.corpus import find_rows, load_corpus, open_corpus, open_queries
 from contaccum.data.examples import load_examples
 from contaccum.data.formats import beir_file, kind_of_data, read_qrels
 from contaccum.data.quarantine import keep_quarantine
@@ -186,6 +186,18 @@ def load_retrieval_set(
         return _examples_as_retrieval(path, strict, repair, max_bad_records)
     judged = answerable_split(path, split, strict, repair, max_bad_records)
     return RetrievalSet(judged.corpus, judged.queries, judged.qrels, judged.left_out)
+
+
+def load_searchable(
+    path: str | Path, split: str = "test", repair: bool = False, max_bad_records: int = 0
+) -> RetrievalSet:
+    """As ``load_retrieval_set``, or a corpus alone, without queries, where nothing is judged: a folder without qrels, or a file
+    of passages."""
+    path, repair = resolve(path, split, repair)
+    judged = splits_of(path) if path.is_dir() else kind_of_data(path, max_bad_records) in ("dpr", "jsonl", "tevatron")
+    if judged:
+        return load_retrieval_set(path, split, repair=repair, max_bad_records=max_bad_records)
+    return RetrievalSet(load_corpus(path, repair, max_bad_records), {}, {})
 
 
 def answerable_split(

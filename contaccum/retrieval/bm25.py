@@ -1,6 +1,9 @@
 """BM25, the lexical baseline, giving a run like any other search."""
 
+import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import bm25s
@@ -14,6 +17,9 @@ from contaccum.retrieval.runs import Run, ranked
 if TYPE_CHECKING:
     from datasets import Dataset
 
+WORDS = {"token_pattern": r"(?u)\b\w\w+\b", "stopwords": "en"}
+"""How bm25s finds words: two letters or more, lower-cased; English stop words removed."""
+
 
 class BM25:
     """A corpus indexed for BM25: scores of all its passages for one query after another.
@@ -25,7 +31,7 @@ class BM25:
 
     def __init__(self, corpus: "Dataset") -> None:
         self.ids, contents = Texts.of_corpus(corpus).read(0, len(corpus))
-        tokens = bm25s.tokenize(contents, stopwords="en", show_progress=False)
+        tokens = bm25s.tokenize(contents, show_progress=False, **WORDS)
         self._index = None
         if tokens.vocab:  # nothing but stop words, over which bm25s divides by zero
             self._index = bm25s.BM25()
@@ -33,8 +39,7 @@ class BM25:
 
     def scores(self, queries: Sequence[str]) -> Iterator[np.ndarray]:
         """For each query text the scores of all passages, (n,) float32; 0 where no word is shared."""
-        words = bm25s.tokenize(list(queries), stopwords="en", return_ids=False, show_progress=False)
-        for terms in tqdm(words, desc="BM25", unit="query", disable=None, leave=False):
+        for terms in tqdm(words_of(queries), desc="BM25", unit="query", disable=None, leave=False):
             if terms and self._index is not None:
                 yield self._index.get_scores(terms)
             else:
@@ -44,14 +49,31 @@ class BM25:
         """The best k passages by their scores (n,), in a run's order; those of score 0 are left out."""
         return _top(scores, self.ids, k)
 
+    def find(self, queries: Mapping[str, str], k: int = 100) -> Run:
+        """The k passages of highest score for each query (id to text); those that share no word are left out."""
+        if k < 1:
+            raise InputError(f"k is {k}, expected at least 1")
+        found = self.scores(list(queries.values()))
+        return {query_id: self.best(scores, k) for query_id, scores in zip(queries, found, strict=True)}
+
 
 def bm25_search(queries: Mapping[str, str], corpus: "Dataset", k: int = 100) -> Run:
-    """The k passages of highest BM25 score for each query (id to text); those that share no word are left out."""
-    if k < 1:
-        raise InputError(f"k is {k}, expected at least 1")
-    index = BM25(corpus)
-    found = index.scores(list(queries.values()))
-    return {query_id: index.best(scores, k) for query_id, scores in zip(queries, found, strict=True)}
+    """As ``BM25.find``, over a corpus that is asked once."""
+    return BM25(corpus).find(queries, k)
+
+
+def words_of(texts: Sequence[str]) -> list[list[str]]:
+    """The words of each text that BM25 reads: lower-cased, stop words left out."""
+    return bm25s.tokenize(list(texts), return_ids=False, show_progress=False, **WORDS)
+
+
+def shared_words(query: str, text: str) -> list[tuple[int, int]]:
+    """Where the words of a text stand that the query has too, as (first, behind the last) of its letters."""
+    asked = set(words_of([query])[0])
+    # a letter may become two in lower case
+    ends = [0, *accumulate(len(letter.lower()) for letter in text)]
+    found = (word.span() for word in re.finditer(WORDS["token_pattern"], text.lower()) if word[0] in asked)
+    return [(bisect_right(ends, start) - 1, bisect_left(ends, stop)) for start, stop in found]
 
 
 def _top(scores: np.ndarray, ids: list[str], k: int) -> list[tuple[str, float]]:

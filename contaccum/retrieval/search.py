@@ -86,6 +86,41 @@ def _checked_queries(query_ids: Sequence[str], vectors: np.ndarray, dimension: i
     return np.ascontiguousarray(vectors, dtype=np.float32)
 
 
+class Searcher:
+    """An encoder over a corpus (columns id, title, text) whose vectors are made or opened once, for any number of queries.
+
+    Each process of ``group`` encodes and searches every W-th shard; all get the run that one process would have made. An
+    approximate index is built, or read from the settings' folder, once.
+    """
+
+    def __init__(
+        self, encoder: Encoder, corpus: "Dataset", settings: SearchSettings = DEFAULTS, group: Processes = ALONE
+    ) -> None:
+        check_group(settings, group)
+        self.encoder, self.settings, self.group = encoder, settings, group
+        self._index: Index | None = None
+        self._shards: Shards = []
+        if settings.index_dir is not None:
+            self._index = kept_index(encoder, corpus, settings)
+        elif settings.factory != "Flat":
+            _check_approximate(settings.backend, settings.factory)
+            self._index = Index.build(
+                passage_shards(encoder, corpus, settings), Origin(settings.factory, settings.seed)
+            )
+            self._index.set_search_params(settings.search_params)
+        else:
+            check_exact(settings.search_params)
+            self._shards = passage_shards(encoder, corpus, settings, group)
+
+    def find(self, queries: Mapping[str, str], k: int = 100) -> Run:
+        """The k best passages for each query (id to text)."""
+        asked = encode_in_memory(self.encoder, Texts.of_queries(queries), self.settings.batch_tokens)
+        if self._index is not None:
+            return search_index(asked.ids, asked.vectors, self._index, k)
+        own = search(asked.ids, asked.vectors, self._shards, k, backend=self.settings.backend)
+        return merge_runs(own, k, self.group)
+
+
 def retrieve(
     encoder: Encoder,
     queries: Mapping[str, str],
@@ -94,26 +129,8 @@ def retrieve(
     settings: SearchSettings = DEFAULTS,
     group: Processes = ALONE,
 ) -> Run:
-    """Encode queries (id to text) and corpus (columns id, title, text), and search.
-
-    Each process of ``group`` encodes and searches every W-th shard; all get the run that one process would have made.
-    """
-    check_group(settings, group)
-    asked = encode_in_memory(encoder, Texts.of_queries(queries), settings.batch_tokens)
-    if settings.index_dir is not None:
-        return search_index(asked.ids, asked.vectors, kept_index(encoder, corpus, settings), k)
-    shards = passage_shards(encoder, corpus, settings, group)
-    own = search(
-        asked.ids,
-        asked.vectors,
-        shards,
-        k,
-        factory=settings.factory,
-        backend=settings.backend,
-        search_params=settings.search_params,
-        seed=settings.seed,
-    )
-    return merge_runs(own, k, group)
+    """Encode queries (id to text) and corpus (columns id, title, text), and search; ``group`` as in ``Searcher``."""
+    return Searcher(encoder, corpus, settings, group).find(queries, k)
 
 
 def check_group(settings: SearchSettings, group: Processes) -> None:
@@ -201,21 +218,13 @@ class Hit(NamedTuple):
     text: str
 
 
-def top_passages(
-    encoder: Encoder,
-    query: str,
-    corpus: "Dataset",
-    k: int = 10,
-    settings: SearchSettings = DEFAULTS,
-    group: Processes = ALONE,
-) -> list[Hit]:
-    """The k best passages for one query text, best first, to be looked at; ``group`` as in ``retrieve``."""
-    hits = retrieve(encoder, {"query": query}, corpus, k, settings, group)["query"]
-    rows = rows_of(corpus, {passage_id for passage_id, _ in hits})
-    found = corpus[[rows[passage_id] for passage_id, _ in hits]]
+def with_texts(corpus: "Dataset", found: Sequence[tuple[str, float]]) -> list[Hit]:
+    """Passages of a run with their texts, in its order; only theirs are read of the corpus."""
+    rows = rows_of(corpus, {passage_id for passage_id, _ in found})
+    read = corpus[[rows[passage_id] for passage_id, _ in found]]
     return [
         Hit(passage_id, score, title, text)
-        for (passage_id, score), title, text in zip(hits, found["title"], found["text"], strict=True)
+        for (passage_id, score), title, text in zip(found, read["title"], read["text"], strict=True)
     ]
 
 
