@@ -117,13 +117,12 @@ class Page:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    def wait(self, script: str) -> Any:
-        """The value of an expression as soon as it is true."""
+    def wait(self, script: str) -> None:
+        """Return as soon as an expression is true."""
         end = time.monotonic() + PATIENCE
-        while not (value := self.run(script)):
+        while not self.run(f"Boolean({script})"):
             assert time.monotonic() < end, f"{script} does not come true; the page reads: {self.text('body')[:2000]}"
             time.sleep(0.05)
-        return value
 
     def open(self, address: str) -> None:
         self.call("Page.navigate", url=address)
@@ -154,7 +153,9 @@ class Page:
         self.run(f"document.querySelector({json.dumps(selector)}).select()")
         self.call("Input.insertText", text=text)
         for kind in ("keyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", windowsVirtualKeyCode=13, text="\r")
+            self.call(
+                "Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", windowsVirtualKeyCode=13, text="\r"
+            )
 
     def look(self, width: int, height: int = 900, dark: bool = False) -> None:
         """The screen's size in CSS pixels, and whether the reader asked for dark colours."""

@@ -7,7 +7,7 @@ from contaccum.explore.marks import Grades, JudgedPassage, Loss, pieces, relevan
 from contaccum.retrieval.search import Hit
 
 STYLE = """
-.gradio-container { max-width: 76rem !important; margin: 0 auto !important; }
+.gradio-container { width: 100% !important; max-width: 76rem !important; margin: 0 auto !important; }
 .shown { font-size: 1rem; line-height: 1.5; color: var(--body-text-color); overflow-wrap: anywhere;
   --soft: #57606a; --found: #ffe08a; --found-ink: #3a2a00; --good: #1a7f37; --bad: #b3261e; }
 .dark .shown { --soft: #b6bec8; --found: #6b5300; --found-ink: #fff3cf; --good: #57c878; --bad: #ff8a80; }
@@ -32,7 +32,7 @@ STYLE = """
 .shown table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-numeric: tabular-nums; }
 .shown th, .shown td { text-align: right; padding: .4rem 0 .4rem 1rem; vertical-align: top; overflow-wrap: break-word;
   border-top: 1px solid var(--border-color-primary); }
-.shown th { font-weight: 600; color: var(--soft); border-top: 0; max-width: 12rem; }
+.shown th { font-weight: 600; color: var(--soft); border-top: 0; min-width: 6rem; max-width: 12rem; }
 .shown th:first-child, .shown td:first-child { text-align: left; padding-left: 0; max-width: none; overflow-wrap: anywhere; }
 .shown button { font: inherit; color: inherit; background: none; border: 0; padding: .1rem 0; text-align: left; cursor: pointer;
   text-decoration: underline; text-underline-offset: .2em; text-decoration-color: var(--border-color-accent); }
@@ -96,9 +96,10 @@ def _hit(rank: int, query: str, hit: Hit, grade: int | None) -> str:
     kind = "" if grade is None else " relevant" if grade > 0 else " irrelevant"
     judged = "" if grade is None else f'<span class="grade">{_words(grade)}</span>'
     title = f'<span class="title">{_marked(query, hit.title)}</span>' if hit.title else ""
+    meta = "".join(f"<span>{part}</span>" for part in (f"rank {rank}", f"score {hit.score:.4f}", safe(hit.id)))
     return (
-        f'<li class="hit{kind}" data-id="{safe(hit.id)}">{title}<div class="meta"><span>{rank}</span><span>{hit.score:.4f}</span>'
-        f"<span>{safe(hit.id)}</span>{judged}</div><details><summary>{_marked(query, hit.text)}</summary></details></li>"
+        f'<li class="hit{kind}" data-id="{safe(hit.id)}">{title}<div class="meta">{meta}{judged}</div>'
+        f"<details><summary>{_marked(query, hit.text)}</summary></details></li>"
     )
 
 

@@ -40,8 +40,8 @@ def explore(
     choice: how the models are loaded. Raises InputError without gradio, for a port that cannot be had, and for what the data, the
     models and the search refuse.
     """
-    load_gradio()
     _refuse_taken(options.host, options.port)
+    load_gradio()
     if options.k < 1:
         raise InputError(f"--k is {options.k}, expected at least 1")
     data = load_searchable(options.data, options.split, repair, max_bad_records)
@@ -107,13 +107,14 @@ def _queries_tab(gr: Any, explorer: Explorer, choices: list[Any]) -> None:
     left, right, shown = choices
     default = "ndcg@10" if "ndcg@10" in explorer.metrics else explorer.metrics[0]
     chosen = gr.State("")
-    with gr.Row():
-        metric = gr.Dropdown(explorer.metrics, value=default, label="metric", elem_id="metric", filterable=False)
+    metric = gr.Dropdown(explorer.metrics, value=default, label="metric", elem_id="metric", filterable=False)
+    with gr.Column() as listing:
         page = gr.Slider(1, max(2, explorer.pages), value=1, step=1, label="page", visible=explorer.pages > 1)
-    back = gr.Button("All queries", elem_id="back", size="sm", visible=False)
-    first = explorer.lost(left.value, right.value, default, 1)
-    listed = gr.HTML(first, elem_id="lost", js_on_load=html.CHOOSE, apply_default_css=False)
-    shown_query = gr.HTML(elem_id="query-page", visible=False, apply_default_css=False)
+        first = explorer.lost(left.value, right.value, default, 1)
+        listed = gr.HTML(first, elem_id="lost", js_on_load=html.CHOOSE, apply_default_css=False)
+    with gr.Column(visible=False) as single:
+        back = gr.Button("All queries", elem_id="back", size="sm")
+        shown_query = gr.HTML(elem_id="query-page", apply_default_css=False)
 
     def list_queries(left: str, right: str, metric: str, page: int) -> str:
         return explorer.lost(left, right, metric, page)
@@ -122,14 +123,13 @@ def _queries_tab(gr: Any, explorer: Explorer, choices: list[Any]) -> None:
         return explorer.query_page(query, left, right, metric, k) if query else ""
 
     def choose(event: gr.EventData, *values: Any) -> tuple[Any, ...]:
-        content = gr.update(value=show(event.query, *values), visible=True)
-        return event.query, content, gr.update(visible=False), gr.update(visible=True)
+        return event.query, show(event.query, *values), gr.update(visible=False), gr.update(visible=True)
 
     def leave() -> tuple[Any, ...]:
-        return "", gr.update(visible=False), gr.update(visible=True), gr.update(visible=False)
+        return "", gr.update(visible=True), gr.update(visible=False)
 
-    listed.select(choose, [left, right, metric, shown], [chosen, shown_query, listed, back])
-    back.click(leave, None, [chosen, shown_query, listed, back])
+    listed.select(choose, [left, right, metric, shown], [chosen, shown_query, listing, single])
+    back.click(leave, None, [chosen, listing, single])
     for choice in (left, right, metric, page):
         choice.change(list_queries, [left, right, metric, page], listed)
     for choice in (left, right, metric, shown):

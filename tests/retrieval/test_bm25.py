@@ -8,7 +8,7 @@ import pytest
 from datasets import Dataset
 
 from contaccum.errors import InputError
-from contaccum.retrieval.bm25 import bm25_search
+from contaccum.retrieval.bm25 import BM25, bm25_search, shared_words, words_of
 
 TEXTS = {
     "a": ("", "cats chase mice, and cats sleep"),
@@ -64,3 +64,31 @@ def test_a_corpus_of_stop_words_finds_nothing():
 def test_k_below_one_is_refused():
     with pytest.raises(InputError, match="k is 0"):
         bm25_search({"q": "cats"}, CORPUS, 0)
+
+
+def test_one_index_answers_many_searches():
+    index = BM25(CORPUS)
+    for query in ("cats", "dogs chase cheese"):
+        assert index.find({"q": query}, 3) == bm25_search({"q": query}, CORPUS, 3)
+
+
+@pytest.mark.parametrize(
+    ("query", "text", "words"),
+    [
+        (
+            "Cats of the sun",
+            "The cats, CATS and catsup of a sun",
+            ["cats", "CATS", "sun"],
+        ),  # no stop words, whole words
+        ("a b c", "a b c", []),  # a word has two letters
+        ("no-one", "NO_one saw no one-two", ["one"]),  # "no" is a stop word, "NO_one" another word
+        ("straße ΣΑΣ", "die Straße, STRASSE; σας Σας", ["Straße", "σας", "Σας"]),
+        ("stanbul sun", "İİ İstanbul's sun", ["stanbul", "sun"]),  # "İ" becomes two letters in lower case
+        ("", "cats", []),
+    ],
+)
+def test_shared_words_stand_where_bm25_reads_them(query, text, words):
+    spans = shared_words(query, text)
+    assert [text[start:stop] for start, stop in spans] == words
+    asked = set(words_of([query])[0])
+    assert [text[start:stop].lower() for start, stop in spans] == [w for w in words_of([text])[0] if w in asked]

@@ -13,7 +13,8 @@ from contaccum.errors import InputError
 from contaccum.options import SearchSettings
 from contaccum.retrieval import exact, index
 from contaccum.retrieval.encode import Texts, encode_in_memory, encode_texts
-from contaccum.retrieval.search import passage_shards, retrieve, rows_of, search, top_passages
+from contaccum.retrieval.index import Index
+from contaccum.retrieval.search import Searcher, passage_shards, retrieve, rows_of, search, with_texts
 from contaccum.retrieval.shards import Shard, ShardFolder
 
 
@@ -268,10 +269,25 @@ def test_finished_embeddings_serve_whatever_their_shard_size_and_form(tmp_path):
     assert shards[0].vectors.dtype == np.float16
 
 
-def test_top_passages_bring_their_texts():
-    hits = top_passages(WordEncoder(), "rings of Saturn", CORPUS, 2)
-    assert (hits[0].id, hits[0].title, hits[0].text) == ("d", "Planets", "Saturn has rings")
-    assert hits[0].score > hits[1].score
+def test_passages_of_a_run_get_their_texts_in_its_order():
+    hits = with_texts(CORPUS, [("d", 0.9), ("a", 0.9), ("c", 0.1)])
+    assert [(hit.id, hit.score) for hit in hits] == [("d", 0.9), ("a", 0.9), ("c", 0.1)]
+    assert (hits[0].title, hits[0].text, hits[1].text) == ("Planets", "Saturn has rings", "red apples grow on trees")
+    assert with_texts(CORPUS, []) == []
+
+
+@pytest.mark.parametrize("chosen", [{}, {"factory": "HNSW8"}, {"factory": "IVF2,Flat", "search_params": "nprobe=2"}])
+def test_a_searcher_encodes_its_corpus_once(chosen, monkeypatch):
+    built = []
+    build = Index.build
+    monkeypatch.setattr(Index, "build", lambda *a, **b: built.append(a) or build(*a, **b))
+    encoder, settings = WordEncoder(), SearchSettings(**chosen)
+    searcher = Searcher(encoder, CORPUS, settings)
+    found = [searcher.find({"x": query}, 2)["x"] for query in ("rings", "apples", "rings")]
+    assert encoder.seen == 4 + 3
+    assert len(built) == bool(chosen)
+    assert [hits[0][0] for hits in found] == ["d", "a", "d"]
+    assert found[0] == found[2] == retrieve(WordEncoder(), {"x": "rings"}, CORPUS, 2, settings)["x"]
 
 
 def test_a_passage_that_the_corpus_lacks_is_named():

@@ -1,0 +1,132 @@
+"""What is marked, counted and sorted, against values by hand; and hostile texts, which stay texts."""
+
+from html.parser import HTMLParser
+
+import pytest
+
+from contaccum.errors import InputError
+from contaccum.explore import html
+from contaccum.explore.marks import (
+    JudgedPassage,
+    Loss,
+    Piece,
+    grades_of_text,
+    judged_passages,
+    losses,
+    pieces,
+    relevant_among,
+)
+from contaccum.retrieval.search import Hit
+
+
+def test_a_typed_query_is_known_by_its_words():
+    queries = {"q1": "Red  fox\n", "q2": "red fox", "q3": "blue fox"}
+    qrels = {"q1": {"a": 1, "b": 0}, "q2": {"b": 2, "c": -1}, "q3": {"d": 1}}
+    assert grades_of_text(" RED fox ", queries, qrels) == {"a": 1, "b": 2, "c": -1}
+    assert grades_of_text("red foxes", queries, qrels) == {}
+
+
+def test_queries_come_by_what_the_left_side_lost():
+    left = {"q1": {"m": 0.5, "n": 0.0}, "q2": {"m": 0.1, "n": 0.2}, "q3": {"m": 0.5, "n": 0.1}}
+    right = {"q1": {"m": 0.25, "n": 0.0}, "q2": {"m": 0.6, "n": 0.2}, "q3": {"m": 0.25, "n": 1.0}}
+    found = losses(left, right, "m")
+    assert found == [Loss("q2", 0.1, 0.6), Loss("q1", 0.5, 0.25), Loss("q3", 0.5, 0.25)]
+    assert [loss.difference for loss in found] == [-0.5, 0.25, 0.25]
+    assert [loss.query_id for loss in losses(left, right, "n")] == ["q3", "q1", "q2"]
+    assert [loss.query_id for loss in losses(right, left, "m")] == ["q1", "q3", "q2"]
+    alone = losses(left, None, "n")
+    assert [(loss.query_id, loss.right, loss.difference) for loss in alone] == [
+        ("q1", None, 0.0),
+        ("q3", None, 0.1),
+        ("q2", None, 0.2),
+    ]
+    with pytest.raises(InputError, match="metric is 'o', expected one of m, n"):
+        losses(left, right, "o")
+
+
+def test_judged_passages_have_their_rank_in_each_ranking():
+    rankings = [[("c", 3.0), ("a", 2.0)], [("x", 9.0), ("y", 8.0), ("b", 7.0)]]
+    assert judged_passages({"b": 1, "a": 1, "c": 0, "d": 2}, rankings) == [
+        JudgedPassage("d", 2, [None, None]),
+        JudgedPassage("a", 1, [2, None]),
+        JudgedPassage("b", 1, [None, 3]),
+        JudgedPassage("c", 0, [1, None]),
+    ]
+
+
+def test_relevant_passages_are_counted():
+    hits = [Hit("a", 1.0, "", ""), Hit("b", 0.5, "", ""), Hit("x", 0.1, "", "")]
+    assert relevant_among({"a": 1, "b": 0, "c": 2}, hits) == (1, 2)
+
+
+def test_pieces_are_the_text_again():
+    text = "The red fox; a REDDER fox."
+    found = pieces("red fox the", text)
+    assert found == [
+        Piece("The ", False),
+        Piece("red", True),
+        Piece(" ", False),
+        Piece("fox", True),
+        Piece("; a REDDER ", False),
+        Piece("fox", True),
+        Piece(".", False),
+    ]
+    assert "".join(piece.text for piece in found) == text
+    assert pieces("fox", "") == []
+
+
+class Elements(HTMLParser):
+    """The elements, attributes and texts of a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.words = ""
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+
+    def handle_data(self, data):
+        self.words += data
+
+
+HOSTILE = (
+    "<script>canary()</script><img src=x onerror='canary()'>\"><svg onload=canary()>${canary()}{{canary}}&lt;b&gt;"
+)
+
+
+def hostile_page() -> str:
+    hit = Hit(HOSTILE, 1.0, HOSTILE, HOSTILE)
+    return html.page(
+        html.heading(HOSTILE),
+        html.note(HOSTILE),
+        html.beside([html.ranking(HOSTILE, HOSTILE, [hit], {HOSTILE: 1}, HOSTILE)]),
+        html.judged([JudgedPassage(HOSTILE, 1, [None])], {HOSTILE: HOSTILE}, [HOSTILE], 100),
+        html.lost([Loss(HOSTILE, 0.0, 1.0)], {HOSTILE: HOSTILE}, [HOSTILE, HOSTILE + "2"]),
+    )
+
+
+def test_hostile_texts_stay_texts():
+    found = Elements(hostile_page())
+    assert not found.tags & {"script", "img", "svg", "b"}
+    assert not [name for name in found.attributes if name.startswith("on") or name == "src"]
+    assert found.attributes <= {"class", "data-id", "data-query", "data-column"}
+    # heading, note; a ranking's label, note, title, id and text; a label, title and id of the judged; a query and its two labels
+    assert found.words.count(HOSTILE) == 2 + 5 + 3 + 3
+
+
+def test_no_text_is_taken_for_a_template():
+    """What gradio fills in on its way to the page: ${...} and {{...}}."""
+    assert "${" not in hostile_page()
+    assert "{{" not in hostile_page()
+
+
+def test_the_parser_sees_what_is_not_escaped():
+    """Negative control."""
+    found = Elements(HOSTILE)
+    assert found.tags == {"script", "img", "svg"}
+    assert {"onerror", "onload"} <= found.attributes

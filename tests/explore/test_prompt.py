@@ -1,0 +1,119 @@
+"""Queries from a pipe and from a terminal, and lines that fit its width."""
+
+import io
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+from helpers import write_beir
+
+from contaccum.cli import main
+from contaccum.explore.prompt import cut, render_hits, typed
+from contaccum.retrieval.search import Hit
+
+
+@pytest.fixture
+def data(tmp_path):
+    return write_beir(tmp_path / "data")
+
+
+def ask(monkeypatch, capsys, lines: str, *arguments: object) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    code = main(["search", "--interactive", *map(str, arguments)])
+    return code, *capsys.readouterr()
+
+
+def test_queries_from_a_pipe(data, monkeypatch, capsys):
+    known, free = "where is the red fox of valley 0", "white bear"
+    code, out, err = ask(
+        monkeypatch, capsys, f"{known}\n  {free}\n\nblue cat\n", "--model", "bm25", "--data", data, "--k", 2
+    )
+    assert (code, err) == (0, "")
+    first, second, rest = out.split("\n\n")
+    lines = first.splitlines()
+    assert [line[:5] for line in lines[::2]] == ["  1 +", "  2  ", "1 of "]
+    assert lines[0].endswith("  p0  fox")
+    assert lines[1].strip() == "a red fox lives in valley 0"
+    assert lines[-1] == "1 of 1 relevant passages are among these 2"
+    assert "white bear" in second
+    assert "+" not in second
+    assert rest == ""  # an empty line ends it
+    unjudged = ask(monkeypatch, capsys, known, "--model", "bm25", "--data", data / "corpus.jsonl", "--k", 2)[1]
+    assert unjudged == "\n".join(lines[:-1]).replace("+", " ") + "\n\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--k", "0"], "k is 0"),
+        (["--split", "best"], "holds no split 'best'"),
+        (["--query", "fox"], "was given --query and --interactive, expected exactly one of them"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(arguments, words, data, monkeypatch, capsys):
+    code, out, err = ask(monkeypatch, capsys, "fox\n", "--model", "bm25", "--data", data, *arguments)
+    assert (code, out) == (2, "")
+    assert words in err
+
+
+def test_several_processes_have_no_prompt(data, monkeypatch, capsys):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    from contaccum.errors import InputError
+    from contaccum.explore.prompt import converse
+    from contaccum.options import ModelChoice
+
+    with pytest.raises(InputError, match="2 processes were started, expected one"):
+        converse(ModelChoice("bm25"), str(data))
+
+
+def test_an_empty_line_or_the_end_stops():
+    assert list(typed(io.StringIO("a b\n c \n \nd\n"))) == ["a b", "c"]
+    assert list(typed(io.StringIO("a"))) == ["a"]
+    assert list(typed(io.StringIO(""))) == []
+
+
+def test_lines_fit_the_terminal():
+    assert cut("a red fox", 9) == "a red fox"
+    assert cut("a red foxes", 9) == "a red fo…"
+    assert cut("漢字漢字", 8) == "漢字漢字"
+    assert cut("漢字漢字漢", 8) == "漢字漢…"  # two columns each
+    assert cut("cafe\u0301s", 5) == "cafe\u0301s"  # the accent takes none
+    assert cut("any length", None) == "any length"
+
+
+def test_a_passage_cannot_write_to_the_terminal():
+    hit = Hit("p\x1b[31m", 0.5, "two\nlines\x07", "\x1b]0;title\x07red\x9b2J\u202e text\r\t end")
+    shown = render_hits([hit], {"p\x1b[31m": 0})
+    assert all(letter.isprintable() or letter == "\n" for letter in shown)
+    assert shown.splitlines() == ["  1 -  0.5000  p [31m  two lines ", "       ]0;title red 2J  text   end"]
+
+
+@pytest.mark.acceptance
+def test_a_terminal_is_prompted_and_ctrl_d_ends_well(data):
+    """In a process of its own with a terminal of 40 columns."""
+    controller, terminal = pty.openpty()
+    os.set_blocking(controller, True)
+    environment = {**os.environ, "TERM": "dumb"}
+    call = ["bash", "-c", 'stty cols 40 rows 20 -echo; exec "$@"', "sh", sys.executable, "-m", "contaccum"]
+    call += ["search", "--model", "bm25", "--data", str(data), "--interactive", "--k", "1"]
+    process = subprocess.Popen(call, stdin=terminal, stdout=terminal, stderr=subprocess.PIPE, env=environment)
+    os.close(terminal)
+    shown = until(controller, b"query> ")
+    os.write(controller, b"where is the white bear of valley 3 in the land far away\n")
+    shown = until(controller, b"query> ")
+    lines = shown.decode().replace("\r", "").splitlines()
+    assert any("+" in line and line.endswith("p3  bear") for line in lines) == ("1 of 1" in shown.decode())
+    assert all(len(line) <= 40 for line in lines)
+    os.write(controller, b"\x04")
+    assert process.wait(60) == 0
+    assert process.stderr.read() == b""
+
+
+def until(controller: int, words: bytes) -> bytes:
+    shown = b""
+    while words not in shown:
+        shown += os.read(controller, 4096)
+    return shown
