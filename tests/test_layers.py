@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parent.parent / "contaccum"
 FLOORS = [
     {"__main__"},
     {"cli", "__init__"},
-    {"study", "publish", "integrations", "doctor"},
+    {"study", "publish", "integrations", "explore", "doctor"},
     {"api"},
     {"training"},
     {"evaluation"},
@@ -34,6 +34,7 @@ HOMES = {
     "sentence_transformers": {"integrations/sentence_transformers.py", "retrieval/rerank.py"},
     "lightning": {"integrations/lightning.py"},
     "huggingface_hub": {"publish/hub.py"},
+    "gradio": {"explore/page.py"},
 }
 LIGHT = [
     "__init__.py",
