@@ -8,6 +8,7 @@ from contaccum.retrieval.search import Hit
 
 STYLE = """
 .gradio-container { width: 100% !important; max-width: 76rem !important; margin: 0 auto !important; }
+.gradio-container input { text-overflow: ellipsis; }
 .shown { font-size: 1rem; line-height: 1.5; color: var(--body-text-color); overflow-wrap: anywhere;
   --soft: #57606a; --found: #ffe08a; --found-ink: #3a2a00; --good: #1a7f37; --bad: #b3261e; }
 .dark .shown { --soft: #b6bec8; --found: #6b5300; --found-ink: #fff3cf; --good: #57c878; --bad: #ff8a80; }
@@ -15,7 +16,7 @@ STYLE = """
 .shown h3 { font-size: 1rem; font-weight: 600; margin: 1rem 0 0; }
 .shown p { margin: .25rem 0 .75rem; }
 .shown .note, .shown .meta { color: var(--soft); font-size: .875rem; }
-.shown .beside { display: grid; gap: 0 1.5rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)); }
+.shown .beside { display: grid; gap: 0 1.5rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 19rem), 1fr)); }
 .shown .side { min-width: 0; }
 .shown ol { list-style: none; margin: 0; padding: 0; }
 .shown li { margin: 0; padding: .6rem 0 .6rem .75rem; border-top: 1px solid var(--border-color-primary);
@@ -71,8 +72,8 @@ def beside(sides: Sequence[str]) -> str:
 
 
 def note(sentence: str) -> str:
-    """A sentence about what follows."""
-    return f'<p class="note">{safe(sentence)}</p>'
+    """A sentence about what follows, where there is one."""
+    return f'<p class="note">{safe(sentence)}</p>' if sentence else ""
 
 
 def heading(text: str) -> str:

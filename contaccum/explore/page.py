@@ -84,7 +84,7 @@ def build(explorer: Explorer) -> Any:
     with gr.Blocks(title="contaccum explore", analytics_enabled=False) as blocks:
         several = len(labels) > 1
         with gr.Row():
-            two = {"filterable": False, "visible": several}
+            two = {"filterable": False, "visible": several, "min_width": 240}  # a phone has them under each other
             left = gr.Dropdown(labels, value=labels[0], label="model", elem_id="left", **two)
             right = gr.Dropdown(labels, value=labels[several], label="beside", elem_id="right", **two)
             shown = gr.Dropdown(SHOWN, value=10, label="passages", elem_id="shown", filterable=False)
