@@ -75,7 +75,7 @@ def render_answer(query: str, hits: list[Hit], judged: RetrievalSet, width: int 
     lines = [render_hits(hits, grades, width) if hits else "no passage was found"]
     if grades:
         here, there = relevant_among(grades, hits)
-        lines.append(f"{here} of {there} relevant passages are among these {len(hits)}")
+        lines.append(cut(f"{here} of {there} relevant passages are among these {len(hits)}", width))
     return "\n".join(lines)
 
 
