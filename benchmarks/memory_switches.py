@@ -95,7 +95,7 @@ def take_steps(config, engine, encoder, steps: int) -> dict[str, object]:
 
     setup.apply_switches(encoder, config)
     engine.prepare(encoder, make_optimizer(encoder, config.optim))
-    loss = setup.build_loss(config)
+    loss = setup.build_loss(config, encoder)
     bank = setup.build_bank(config, engine, encoder, loss)
     batches = make_batches(encoder, encoder.settings.max_passage_length, config.batch.micro_batch_size)
     start, seconds = engine.peak_memory(), []

@@ -58,7 +58,7 @@ def measure(args: Any, folder: str, method: str) -> list[dict[str, Any]]:
     longest = encoder.settings.max_query_length + encoder.settings.max_passage_length
     config.batch.micro_batch_tokens = args.pairs * longest
     cuts[TOKENS] = setup.build_batches(config, engine, encoder, train_set)
-    loss = setup.build_loss(config)
+    loss = setup.build_loss(config, encoder)
     bank = setup.build_bank(config, engine, encoder, loss)
     engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.0))
 

@@ -65,6 +65,7 @@ def load_encoder(choice: ModelChoice) -> DualEncoder:
         max_passage_length=choice.max_passage_length,
         query_prefix=choice.query_prefix,
         passage_prefix=choice.passage_prefix,
+        truncate_dim=choice.truncate_dim,
         trust_remote_code=choice.trust_remote_code,
         dtype=torch_dtype(choice.precision),
         device=encoding_device(choice.device),

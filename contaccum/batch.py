@@ -1,5 +1,6 @@
 """What passes from the data to the encoders and the loss: one micro-batch of token ids, and the ids of its passages."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +47,18 @@ class RowIds:
 
     columns: Tensor  # (b, 1 + H) int64: each row's positive, then its hard negatives
     positives: Tensor  # (b, P) int64: every passage known to be relevant for the row, padded with NO_PASSAGE
+    teacher: Tensor | None = None  # (b, 1 + H) float32: a teacher's scores of the columns, NaN where it gave none
+
+    @staticmethod
+    def merge(parts: "list[RowIds]", how: Callable[[list[Tensor]], Tensor]) -> "RowIds":
+        """Each tensor made by ``how`` of those of the parts."""
+        teacher = [part.teacher for part in parts if part.teacher is not None]
+        assert len(teacher) in (0, len(parts))
+        return RowIds(
+            how([part.columns for part in parts]),
+            how([part.positives for part in parts]),
+            how(teacher) if teacher else None,
+        )
 
 
 @dataclass(frozen=True)

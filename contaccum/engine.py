@@ -146,14 +146,13 @@ class Engine(Processes):
             return micro_batches[0]
         query, passage = self.encoder.query_tower.tokenizer, self.encoder.passage_tower.tokenizer
 
-        def ids(name: str) -> Tensor:
-            parts = [getattr(batch.ids, name).unflatten(0, (self.world, -1)) for batch in micro_batches]
-            return torch.cat(parts, dim=1).flatten(0, 1)
+        def joined(rows: list[Tensor]) -> Tensor:
+            return torch.cat([part.unflatten(0, (self.world, -1)) for part in rows], dim=1).flatten(0, 1)
 
         return MicroBatch(
             Tokens.join([batch.queries for batch in micro_batches], query.pad_token_id, query.padding_side),
             Tokens.join([batch.passages for batch in micro_batches], passage.pad_token_id, passage.padding_side),
-            RowIds(ids("columns"), ids("positives")),
+            RowIds.merge([batch.ids for batch in micro_batches], joined),
             [name for batch in micro_batches for name in batch.query_ids],
         )
 

@@ -22,6 +22,9 @@ class ModelChoice:
     """Text put before every query. Not given: what the folder says, else none."""
     passage_prefix: str | None = None
     """Text put before every passage. Not given: what the folder says, else none."""
+    truncate_dim: int | None = None
+    """Keep so many of each vector's first numbers (of length 1 again with cosine), for a smaller index: meant for models trained
+    at that width (`loss.matryoshka_dims`). Not given: what the folder says, else all."""
     device: Literal["auto", "cpu"] = "auto"
     """`auto` takes CUDA, else MPS, else the CPU."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"

@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> None:
         encoder.set_dropout(0.0)
         places = [SimpleNamespace(rank=rank, world=2, main_first=nullcontext) for rank in range(2)]
         sources = [setup.build_batches(config, place, encoder, train_set) for place in places]
-        loss = setup.build_loss(config)
+        loss = setup.build_loss(config, encoder)
         bank = setup.build_bank(config, engine, encoder, loss)
         engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1))
         engine.ahead = 2  # as on a GPU

@@ -52,7 +52,7 @@ def three_steps(method: str, engine: Engine, data: str, weights: dict[str, torch
     encoder = setup.build_encoder(config.model, train_set, config.seed).train()
     encoder.set_dropout(0.0)
     batches = setup.build_batches(config, engine, encoder, train_set)
-    loss = setup.build_loss(config)
+    loss = setup.build_loss(config, encoder)
     bank = setup.build_bank(config, engine, encoder, loss)
     engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1))
     for step in range(3):

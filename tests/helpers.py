@@ -17,6 +17,7 @@ from contaccum.files import sha256_of
 from contaccum.methods import METHODS
 from contaccum.methods.bank import Bank
 from contaccum.methods.loss import InfoNCE
+from contaccum.methods.objective import Objective
 
 VOCABULARY = 60
 
@@ -72,7 +73,7 @@ def run_steps(
     steps: list[list[MicroBatch]],
     *,
     dropout: float = 0.0,
-    loss: InfoNCE | None = None,
+    loss: InfoNCE | Objective | None = None,
     seed: int = 0,
     bank_size: int = 0,
     encoder: DualEncoder | None = None,
@@ -94,7 +95,10 @@ def run_steps(
     first = steps[0][0]
     hard = first.ids.columns.shape[1] - 1
     bank_options = {"hard_negatives": hard, "push": len(first.ids.columns), "device": engine.device, **bank_options}
-    bank = Bank(bank_size, encoder.dim, loss, **bank_options)
+    if isinstance(loss, Objective):
+        bank = Bank(bank_size, encoder.dim, loss.info_nce, prefixes=loss.prefixes, **bank_options)
+    else:
+        bank = Bank(bank_size, encoder.dim, loss, **bank_options)
     found, losses = [], []
     for number, batches in enumerate(steps):
         engine.step = number

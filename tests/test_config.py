@@ -115,6 +115,20 @@ def test_the_saved_config_is_complete_and_can_be_read_back(tmp_path, capsys):
         ({"run.keep_checkpoints": 0}, "run.keep_checkpoints is 0, expected at least 1"),
         ({"run.timeout_minutes": 0.0}, "run.timeout_minutes is 0.0, expected more than 0"),
         ({"run.bank_check_steps": -1}, "run.bank_check_steps is -1, expected at least 0"),
+        ({"loss.matryoshka_dims": [8, 8]}, "loss.matryoshka_dims is [8, 8], expected different numbers of at least 1"),
+        ({"loss.matryoshka_dims": [0]}, "loss.matryoshka_dims is [0], expected different numbers of at least 1"),
+        (
+            {"loss.matryoshka_dims": [8], "loss.matryoshka_weights": [1.0, 2.0]},
+            "loss.matryoshka_weights has 2 numbers, expected one for each of the 1 of loss.matryoshka_dims",
+        ),
+        ({"loss.matryoshka_weights": [1.0]}, "loss.matryoshka_weights has 1 numbers, expected one for each of the 0"),
+        (
+            {"loss.matryoshka_dims": [8], "loss.matryoshka_weights": [float("nan")]},
+            "loss.matryoshka_weights is [nan], expected finite numbers above 0",
+        ),
+        ({"loss.distillation": "kl"}, "loss.distillation is kl with data.hard_negatives 0, expected at least 1"),
+        ({"loss.distillation_weight": 0.0}, "loss.distillation_weight is 0.0, expected more than 0"),
+        ({"loss.teacher_temperature": -1.0}, "loss.teacher_temperature is -1.0, expected more than 0"),
         ({"optim.adam_beta1": 1.5}, "optim.adam_beta1 is 1.5, expected at least 0 and less than 1"),
         (
             {"run.metric": "ndcg@1O"},

@@ -13,6 +13,7 @@ from contaccum.config.settings import (
     TRAITS,
     BatchConfig,
     DataConfig,
+    LossConfig,
     ModelConfig,
     OptimConfig,
     RunConfig,
@@ -34,6 +35,7 @@ def validate(config: TrainConfig, world: int = 1) -> None:
     _check_batch(config, world)
     _check_bank(config, world)
     _check_encoder(config)
+    _check_loss(config)
     if config.run.memory_budget is not None:
         parse_bytes(config.run.memory_budget)
     if config.optim.warmup_steps is not None and config.optim.warmup_ratio is not None:
@@ -78,7 +80,10 @@ AT_LEAST: dict[str, float] = {
     "run.log_steps": 1,
     "run.drift_steps": 0,
 }
-ABOVE_ZERO = ("model.temperature", "optim.epochs", "optim.max_grad_norm", "optim.adam_eps", "run.timeout_minutes")
+ABOVE_ZERO = (
+    "model.temperature", "loss.distillation_weight", "loss.teacher_temperature", "optim.epochs", "optim.max_grad_norm",
+    "optim.adam_eps", "run.timeout_minutes",
+)  # fmt: skip
 
 
 def _check_ranges(config: TrainConfig) -> None:
@@ -201,6 +206,25 @@ def _check_encoder(config: TrainConfig) -> None:
         )
 
 
+def _check_loss(config: TrainConfig) -> None:
+    loss = config.loss
+    widths, weights = loss.matryoshka_dims, loss.matryoshka_weights
+    if any(width < 1 for width in widths) or len(set(widths)) < len(widths):
+        raise InputError(f"loss.matryoshka_dims is {widths}, expected different numbers of at least 1")
+    if weights and len(weights) != len(widths):
+        raise InputError(
+            f"loss.matryoshka_weights has {len(weights)} numbers, expected one for each of the {len(widths)} of "
+            "loss.matryoshka_dims"
+        )
+    if not all(0 < weight < math.inf for weight in weights):
+        raise InputError(f"loss.matryoshka_weights is {weights}, expected finite numbers above 0")
+    if config.distils and not config.data.hard_negatives:
+        raise InputError(
+            f"loss.distillation is {loss.distillation} with data.hard_negatives 0, expected at least 1: a teacher's scores are "
+            "compared within a query's own passages"
+        )
+
+
 def _without_effect(config: TrainConfig) -> Iterator[str]:
     """A sentence for each setting that was changed and changes nothing, bank settings aside."""
     model, optim, run = config.model, config.optim, config.run
@@ -214,6 +238,9 @@ def _without_effect(config: TrainConfig) -> Iterator[str]:
         yield "run.eval_steps has no effect without data.dev"
     if run.metric != RunConfig.metric and not config.data.dev:
         yield "run.metric has no effect without data.dev"
+    for name in ("distillation_weight", "teacher_temperature"):
+        if not config.distils and getattr(config.loss, name) != getattr(LossConfig, name):
+            yield f"loss.{name} has no effect with loss.distillation none"
     if optim.lr_scaling == "none" and optim.reference_batch_size != OptimConfig.reference_batch_size:
         yield "optim.reference_batch_size has no effect with optim.lr_scaling none"
     if optim.max_steps is not None and optim.epochs != OptimConfig.epochs:

@@ -215,10 +215,23 @@ class OptimConfig:
 
 @dataclass
 class LossConfig:
-    """What counts as a negative."""
+    """What counts as a negative, and what is learned besides."""
 
     mask_false_negatives: bool = True
     """Leave out columns whose passage is known to be relevant for the row, found by passage id, current and banked alike."""
+    matryoshka_dims: list[int] = field(default_factory=list)
+    """Widths below the encoder's at which vectors are to be of use too, such as [256, 128, 64]: the loss is the sum of those of
+    the first so many numbers (of length 1 again with cosine) and of the whole vectors. Each has its part of the bank."""
+    matryoshka_weights: list[float] = field(default_factory=list)
+    """What the loss at each of `matryoshka_dims` counts for, beside 1 for the whole vectors. Not given: 1 each."""
+    distillation: Literal["none", "kl", "margin"] = "none"
+    """Learn a teacher's scores of a query's own positive and hard negatives too, which the training data must hold: `kl` by
+    the divergence of the student's softmax over them from the teacher's, `margin` by the squared error of the differences
+    between positive and negative (margin-MSE). The student's scores are its similarities over `model.temperature`."""
+    distillation_weight: float = 1.0
+    """What the distillation's loss counts for beside InfoNCE's 1."""
+    teacher_temperature: float = 1.0
+    """The teacher's scores are divided by it."""
 
 
 @dataclass
@@ -295,6 +308,11 @@ class TrainConfig:
     def micro_batch_size(self, world: int) -> int:
         """Pairs in one forward pass of one of ``world`` processes."""
         return self.batch.global_batch_size // world if self.traits.whole else self.batch.micro_batch_size
+
+    @property
+    def distils(self) -> bool:
+        """Whether a teacher's scores are learned."""
+        return self.loss.distillation != "none"
 
     @property
     def bank_rows(self) -> int:

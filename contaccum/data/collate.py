@@ -104,9 +104,10 @@ class BatchSource:
     def _micro_batch(self, rows: StepRows, everyone: np.ndarray) -> MicroBatch:
         own = np.split(everyone, self._world)[self._rank]
         queries = rows.queries[own]
+        teacher = None if rows.teacher is None else torch.from_numpy(rows.teacher[everyone])
         return MicroBatch(
             pad(self._query_tokens.rows(queries), self._pad_ids[0], self._side),
             pad(self._passage_tokens.rows(rows.passages[own].reshape(-1)), self._pad_ids[1], self._side),
-            RowIds(torch.from_numpy(rows.passages[everyone]), torch.from_numpy(rows.positives[everyone])),
+            RowIds(torch.from_numpy(rows.passages[everyone]), torch.from_numpy(rows.positives[everyone]), teacher),
             [self._names[int(query)] for query in queries],
         )

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from datasets import Dataset
@@ -62,13 +62,6 @@ def convert(
             file.writelines(framed((record_line(example_record(example, to)) for example in examples), to))
 
 
-class Scores(NamedTuple):
-    """What a search gave an example's passages."""
-
-    positives: Sequence[float]
-    negatives: Sequence[float]
-
-
 @dataclass(frozen=True)
 class Examples:
     """Those examples of a data set that have a positive, in its order; read anew, with their passages, at each iteration."""
@@ -93,7 +86,8 @@ class Examples:
             batch = self.queries[numbers]
             for number, *query in zip(numbers, batch["id"], batch["text"], strict=True):
                 lists = (self.positives, self.negatives, self.further)
-                yield Example(Query(*query), *(_passages(self.corpus, ragged.row(number)) for ragged in lists))
+                positives, negatives, further = (_passages(self.corpus, ragged.row(number)) for ragged in lists)
+                yield Example(Query(*query), positives, negatives, further)
 
 
 def open_examples(
@@ -128,7 +122,7 @@ def _write_beir(folder: Path, corpus: Dataset, examples: Iterable[Example], spli
             file.write(record_line({"_id": _plain(key), "title": title, "text": text}))
     with open(folder / "queries.jsonl", "wb") as queries, open(folder / "qrels" / f"{split}.tsv", "wb") as qrels:
         qrels.write(b"query-id\tcorpus-id\tscore\n")
-        for (key, text), positives, negatives, _ in examples:
+        for (key, text), positives, negatives, *_ in examples:
             queries.write(record_line({"_id": _plain(key), "text": text}))
             for grade, passages in ((1, positives), (0, negatives)):
                 for passage in passages:
@@ -146,9 +140,9 @@ def record_line(record: dict[str, Any]) -> bytes:
     return json.dumps(record, ensure_ascii=False).encode("utf-8") + b"\n"
 
 
-def example_record(example: Example, to: Form, scores: Scores | None = None) -> dict[str, Any]:
+def example_record(example: Example, to: Form) -> dict[str, Any]:
     """An example as a JSON object of DPR, JSONL or Tevatron; scores of its passages stand where peers look for them."""
-    (key, text), positives, negatives, further = example
+    (key, text), positives, negatives, further, scores = example
     record: dict[str, Any] = {"query_id": key, "question" if to == "dpr" else "query": text}
     if to == "dpr":
         record |= {"answers": [], "positive_ctxs": _contexts(positives), "negative_ctxs": _contexts(further)}

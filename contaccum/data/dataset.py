@@ -14,7 +14,7 @@ from datasets import Dataset, concatenate_datasets
 from contaccum.batch import NO_PASSAGE
 from contaccum.config import DataConfig
 from contaccum.data.arrow import Ragged
-from contaccum.data.examples import ExampleTable, load_examples
+from contaccum.data.examples import ExampleTable, Teacher, load_examples
 from contaccum.data.formats import kind_of_data
 from contaccum.data.sources import resolve
 from contaccum.data.tables import JudgedSplit, answerable_split
@@ -34,12 +34,20 @@ class TrainSet:
     passages: Dataset  # columns id, title, text
     positives: Ragged  # n lists, none empty
     negatives: Ragged  # n lists of hard negatives; all empty where none were asked for
-    fingerprint: str  # of everything above, in hex; the same wherever the files lie
+    fingerprint: str  # of everything here, in hex; the same wherever the files lie
+    teacher: Teacher | None = (
+        None  # scores of positives and of negatives; None where none were asked for, or there are none
+    )
 
     @property
     def members(self) -> "tuple[Member, ...]":
         """The sets that it consists of, in the order of its rows."""
         return (Member(self),)
+
+    def scores(self) -> Teacher:
+        """The teacher's scores, all NaN where there are none."""
+        lists = self.positives, self.negatives
+        return self.teacher or Teacher(*(np.full(len(part.values), np.nan, dtype=np.float32) for part in lists))
 
 
 class Member(NamedTuple):
@@ -55,7 +63,7 @@ class Member(NamedTuple):
 class Mixture(TrainSet):
     """Several sets as one: their queries and passages one behind the other, none merged."""
 
-    parts: tuple[Member, ...]
+    parts: tuple[Member, ...] = ()
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -68,14 +76,21 @@ class StepRows(NamedTuple):
     queries: np.ndarray  # (N,) int64, rows of TrainSet.queries
     passages: np.ndarray  # (N, 1 + H) int64, rows of TrainSet.passages, the positive first
     positives: np.ndarray  # (N, P) int64, every known positive, padded with NO_PASSAGE
+    teacher: np.ndarray | None = None  # (N, 1 + H) float32, its scores of the passages, NaN where it gave none
 
 
-def load_training(data: DataConfig) -> TrainSet:
-    """What a config says to train on: one data set, or a mixture. Raises InputError as ``load_train_set``."""
-    how = data.hard_negatives, data.strict, data.repair, data.max_bad_records
+def load_training(data: DataConfig, scores: bool = False) -> TrainSet:
+    """What a config says to train on: one data set, or a mixture; with ``scores``, those of a teacher too.
+
+    Raises InputError as ``load_train_set``, and where scores are asked for and no set has any.
+    """
+    how = data.hard_negatives, data.strict, data.repair, data.max_bad_records, scores
+    named = [(each.train, each.split) for each in data.mixture] or [(data.train, data.split)]
+    sets = [load_train_set(path, split, *how) for path, split in named]
+    if scores:
+        _check_scores([name for name, _ in named], sets)
     if not data.mixture:
-        return load_train_set(data.train, data.split, *how)
-    sets = [load_train_set(each.train, each.split, *how) for each in data.mixture]
+        return sets[0]
     only = data.mixture[0]
     if len(sets) == 1 and only.query_prefix is None and only.passage_prefix is None:
         return sets[0]
@@ -85,6 +100,22 @@ def load_training(data: DataConfig) -> TrainSet:
             for loaded, each in zip(sets, data.mixture, strict=True)
         ]
     )
+
+
+def _check_scores(names: Sequence[str], sets: Sequence[TrainSet]) -> None:
+    """InputError where there is no score at all; a warning for each set of which some queries have none."""
+    if all(each.teacher is None for each in sets):
+        raise InputError(
+            f"{', '.join(names)}: no scores of a teacher were found, which loss.distillation learns, expected pos_scores and "
+            "neg_scores in lines of query, pos and neg, or a score with each of Tevatron's passages"
+        )
+    for name, each in zip(names, sets, strict=True):
+        firsts = each.scores().positives[each.positives.offsets[:-1]]
+        if without := int(np.isnan(firsts).sum()):
+            warnings.warn(
+                f"{name}: {without} of {len(firsts)} queries have no scores of a teacher; they learn by InfoNCE alone",
+                stacklevel=3,
+            )
 
 
 def mixture_of(members: Sequence[Member]) -> Mixture:
@@ -101,7 +132,10 @@ def mixture_of(members: Sequence[Member]) -> Mixture:
         concatenate_datasets([getattr(each, name) for each in sets]) for name in ("queries", "passages")
     )
     digest = hashlib.blake2b(" ".join(each.fingerprint for each in sets).encode(), digest_size=16).hexdigest()
-    return Mixture(queries, passages, positives, negatives, digest, tuple(members))
+    teacher = None
+    if any(each.teacher is not None for each in sets):
+        teacher = Teacher(*(np.concatenate(parts) for parts in zip(*(each.scores() for each in sets), strict=True)))
+    return Mixture(queries, passages, positives, negatives, digest, teacher, tuple(members))
 
 
 def _rows_of(lists: Ragged) -> Iterator[np.ndarray]:
@@ -115,6 +149,7 @@ def load_train_set(
     strict: bool = False,
     repair: bool = False,
     max_bad_records: int = 0,
+    scores: bool = False,
 ) -> TrainSet:
     """Open a BEIR folder's split, a file of training examples, which has no splits, or a set by its name (sources.py).
 
@@ -123,13 +158,13 @@ def load_train_set(
     ``further`` negatives, first come first taken. A passage that is a positive of a query is never its negative.
 
     Queries without a positive are left out with a warning that counts them, and refused when ``strict``; ``repair`` as
-    in ``load_corpus``; ``max_bad_records`` as in ``judged_split`` and ``load_examples``. Raises InputError for whatever else
-    is wrong with the files.
+    in ``load_corpus``; ``max_bad_records`` as in ``judged_split`` and ``load_examples``; ``scores`` as in the latter, without
+    effect on a BEIR folder. Raises InputError for whatever else is wrong with the files.
     """
     path, repair = resolve(path, split, repair)
     if kind_of_data(path, max_bad_records) == "beir":
         return _from_judgements(answerable_split(path, split, strict, repair, max_bad_records), hard_negatives)
-    return _from_examples(load_examples(path, strict, repair, max_bad_records), hard_negatives)
+    return _from_examples(load_examples(path, strict, repair, max_bad_records, scores), hard_negatives)
 
 
 def _from_judgements(judged: JudgedSplit, hard_negatives: int) -> TrainSet:
@@ -143,34 +178,54 @@ def _from_examples(examples: ExampleTable, hard_negatives: int) -> TrainSet:
     kept = np.flatnonzero(examples.positives.lengths)
     positives = [examples.positives.row(number).tolist() for number in kept]
     negatives: list[list[int]] = [[] for _ in kept]
+    sources: list[np.ndarray] = [
+        np.empty(0, dtype=np.int64)
+    ]  # which of the table's negatives each is, -1 for a further one
     if hard_negatives:
         for number, hard in zip(kept, negatives, strict=True):
             hard += examples.negatives.row(number).tolist()
-            hard += examples.further.row(number)[: max(0, hard_negatives - len(hard))].tolist()
-    return _train_set(examples.queries.select(kept), examples.passages, positives, negatives, examples.fingerprint)
+            further = examples.further.row(number)[: max(0, hard_negatives - len(hard))].tolist()
+            sources += [np.arange(*examples.negatives.offsets[number : number + 2]), np.full(len(further), -1)]
+            hard += further
+    teacher = None
+    if examples.teacher is not None:
+        places = np.concatenate(sources)
+        given = np.append(examples.teacher.negatives, np.float32(np.nan))[places]
+        teacher = Teacher(np.array(examples.teacher.positives), given)  # queries left out have no positives
+    return _train_set(
+        examples.queries.select(kept), examples.passages, positives, negatives, examples.fingerprint, teacher
+    )
 
 
 def _train_set(
-    queries: Dataset, corpus: Dataset, positives: list[list[int]], negatives: list[list[int]], source: str
+    queries: Dataset,
+    corpus: Dataset,
+    positives: list[list[int]],
+    negatives: list[list[int]],
+    source: str,
+    teacher: Teacher | None = None,
 ) -> TrainSet:
     """Keep the passages that occur, renumber the lists, and take the fingerprint."""
     lists = Ragged.of(positives), Ragged.of(negatives)
     used = np.unique(np.concatenate([ragged.values for ragged in lists]))
     lists = lists[0].renumbered(used), lists[1].renumbered(used)
     digest = hashlib.blake2b(json.dumps([source, queries["id"][:], queries["text"][:]]).encode(), digest_size=16)
-    for numbers in (used, *(part for ragged in lists for part in (ragged.offsets, ragged.values))):
+    for numbers in (used, *(part for ragged in lists for part in (ragged.offsets, ragged.values)), *(teacher or ())):
         digest.update(np.array(len(numbers)).tobytes())
         digest.update(numbers.tobytes())
-    return TrainSet(queries, corpus.select(used), *lists, fingerprint=digest.hexdigest())
+    return TrainSet(queries, corpus.select(used), *lists, fingerprint=digest.hexdigest(), teacher=teacher)
 
 
 def narrowed(train_set: TrainSet, queries: np.ndarray) -> TrainSet:
     """The training set of some of its queries, given as rows, in that order; passages that no longer occur are left out."""
-    positives, negatives = (
-        [ragged.row(query).tolist() for query in queries] for ragged in (train_set.positives, train_set.negatives)
-    )
+    lists = train_set.positives, train_set.negatives
+    positives, negatives = ([ragged.row(query).tolist() for query in queries] for ragged in lists)
+    teacher = None
+    if train_set.teacher is not None:
+        places = [np.concatenate([np.arange(*part.offsets[query : query + 2]) for query in queries]) for part in lists]
+        teacher = Teacher(*(scores[own] for scores, own in zip(train_set.teacher, places, strict=True)))
     return _train_set(
-        train_set.queries.select(queries), train_set.passages, positives, negatives, train_set.fingerprint
+        train_set.queries.select(queries), train_set.passages, positives, negatives, train_set.fingerprint, teacher
     )
 
 
@@ -187,7 +242,7 @@ class StepSampler:
         self, train_set: TrainSet, seed: int, global_batch_size: int, hard_negatives: int, member: int | None = None
     ) -> None:
         """member: its number in a mixture, whose sets have random streams of their own."""
-        self._positives, self._negatives = train_set.positives, train_set.negatives
+        self._positives, self._negatives, self._teacher = train_set.positives, train_set.negatives, train_set.teacher
         self._passages = len(train_set.passages)
         self._seed = [seed] if member is None else [seed, _MEMBER, member]
         self.size, self.hard_negatives = global_batch_size, hard_negatives
@@ -221,17 +276,24 @@ class StepSampler:
         queries = self._stream(start, count)
         known = [self._positives.row(query) for query in queries]
         draw = self._random(_POSITIVES, step).random(len(queries))
-        chosen = [rows[int(share * len(rows))] for rows, share in zip(known, draw, strict=True)]
+        chosen = [int(share * len(rows)) for rows, share in zip(known, draw, strict=True)]
         passages = np.empty((len(queries), 1 + self.hard_negatives), dtype=np.int64)  # (N, 1 + H)
-        passages[:, 0] = chosen
+        passages[:, 0] = [rows[place] for rows, place in zip(known, chosen, strict=True)]
+        teacher = np.full(passages.shape, np.nan, dtype=np.float32)  # (N, 1 + H)
+        if self._teacher is not None:
+            teacher[:, 0] = self._teacher.positives[self._positives.offsets[queries] + chosen]
         if self.hard_negatives:
             random = self._random(_NEGATIVES, step)
             for number, query in enumerate(queries):
-                passages[number, 1:] = self._draw_negatives(query, known[number], random)
+                hard = random.permutation(len(self._negatives.row(query)))[: self.hard_negatives]
+                passages[number, 1:] = self._filled_up(self._negatives.row(query)[hard], known[number], random)
+                if self._teacher is not None:
+                    own = self._teacher.negatives[self._negatives.offsets[query] + hard]
+                    teacher[number, 1 : 1 + len(hard)] = own
         positives = np.full((len(queries), max(map(len, known))), NO_PASSAGE, dtype=np.int64)  # (N, P)
         for number, rows in enumerate(known):
             positives[number, : len(rows)] = rows
-        return StepRows(queries, passages, positives)
+        return StepRows(queries, passages, positives, None if self._teacher is None else teacher)
 
     def _random(self, *key: int) -> np.random.Generator:
         return np.random.Generator(np.random.Philox(np.random.SeedSequence([*self._seed, *key])))
@@ -252,8 +314,8 @@ class StepSampler:
             self._epoch = epoch
         return self._order
 
-    def _draw_negatives(self, query: int, known: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        hard = random.permutation(self._negatives.row(query))[: self.hard_negatives]
+    def _filled_up(self, hard: np.ndarray, known: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        """The hard negatives of a query, and behind them what is missing of H, drawn from the passages of the set."""
         if len(hard) == self.hard_negatives:
             return hard
         taken = {*known.tolist(), *hard.tolist()}
@@ -281,6 +343,7 @@ class MixtureSampler:
         weights = np.array([member.weight for member in mixture.members], dtype=np.float64)
         self._shares = weights / weights.sum()
         self._one_set = batches == "one_set"
+        self._scored = mixture.teacher is not None
         self._seed, self.size, self.hard_negatives = seed, global_batch_size, hard_negatives
         sizes = [(len(member.set.queries), len(member.set.passages)) for member in mixture.members]
         self._starts = np.cumsum([(0, 0), *sizes], axis=0)  # (sets + 1, 2), first row of queries and of passages
@@ -303,7 +366,10 @@ class MixtureSampler:
             for part in parts
         ]
         order = self._random(_SHUFFLE, step).permutation(self.size)
-        rows = [part.queries for part in parts], [part.passages for part in parts], padded
+        rows = [[part.queries for part in parts], [part.passages for part in parts], padded]
+        if self._scored:
+            none = np.float32(np.nan)
+            rows.append([np.full(p.passages.shape, none) if p.teacher is None else p.teacher for p in parts])
         return StepRows(*(np.concatenate(each)[order] for each in rows))
 
     def counts(self, step: int) -> np.ndarray:
@@ -330,7 +396,7 @@ class MixtureSampler:
 def _moved(rows: StepRows, queries: int, passages: int) -> StepRows:
     """The rows of one set as rows of the mixture."""
     known = np.where(rows.positives == NO_PASSAGE, NO_PASSAGE, rows.positives + passages)
-    return StepRows(rows.queries + queries, rows.passages + passages, known)
+    return StepRows(rows.queries + queries, rows.passages + passages, known, rows.teacher)
 
 
 def make_sampler(

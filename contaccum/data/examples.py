@@ -3,12 +3,14 @@
 The first reading checks the file and writes the tables into the cache; later readings map them.
 """
 
+import math
 import os
 import warnings
 from array import array
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from datasets import Dataset
@@ -31,6 +33,14 @@ from contaccum.errors import InputError
 from contaccum.files import read_json, write_json
 
 _LISTS = ("positives", "negatives", "further")
+_SCORED = ("positives", "negatives")
+
+
+class Teacher(NamedTuple):
+    """A teacher's scores, float32, in the order of the values of two Ragged lists; NaN where it gave none."""
+
+    positives: np.ndarray
+    negatives: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -44,10 +54,11 @@ class ExampleTable:
     further: Ragged
     fingerprint: str
     left_out: int  # bad records
+    teacher: Teacher | None = None  # None: not asked for, or not a single score was found
 
 
 def load_examples(
-    path: str | Path, strict: bool = False, repair: bool = False, max_bad_records: int = 0
+    path: str | Path, strict: bool = False, repair: bool = False, max_bad_records: int = 0, scores: bool = False
 ) -> ExampleTable:
     """Open a DPR JSON, a JSONL of query, pos and neg, or a Tevatron JSONL.
 
@@ -57,7 +68,7 @@ def load_examples(
     their number, of queries without a positive and of passages whose id stood already with another text (the first
     text is kept); both are refused when ``strict``. ``repair``, which is for BEIR folders, has no effect but a warning.
     Up to ``max_bad_records`` records that would be refused are left out whole, listed in a quarantine file that a warning
-    names.
+    names. With ``scores`` those of a teacher are read too, and refused where they are not one finite number for each passage.
     """
     path = Path(path)
     if not os.path.isfile(path):
@@ -65,8 +76,8 @@ def load_examples(
     if repair:
         warnings.warn(f"{path}: repair has no effect on a file of examples", stacklevel=4)
     bad = BadRecords(max_bad_records)
-    key = [file_key(path), max_bad_records]
-    folder = cached_folder("examples", key, lambda folder: _Builder(path, folder, bad).build())
+    key = [file_key(path), max_bad_records, *(["scores"] if scores else [])]
+    folder = cached_folder("examples", key, lambda folder: _Builder(path, folder, bad, scores).build())
     about = read_json(folder / "about.json")
     warn_of(path, about["bad"], folder)
     for problem in about["problems"]:
@@ -79,15 +90,16 @@ def load_examples(
         raise InputError(f"{path}: no query has a positive, expected at least one")
     lists = {name: Ragged(*(_load(folder, f"{name}_{part}") for part in ("offsets", "values"))) for name in _LISTS}
     tables = open_table(folder / "queries.arrow"), open_table(folder / "passages.arrow")
-    return ExampleTable(*tables, **lists, fingerprint=about["fingerprint"], left_out=about["bad"])
+    teacher = Teacher(*(_load(folder, f"{name}_scores") for name in _SCORED)) if about.get("scored") else None
+    return ExampleTable(*tables, **lists, fingerprint=about["fingerprint"], left_out=about["bad"], teacher=teacher)
 
 
 def _load(folder: Path, name: str) -> np.ndarray:
     return np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
 
 
-def _save(folder: Path, name: str, numbers: array) -> None:
-    np.save(folder / f"{name}.npy", np.array(numbers, dtype=np.int64), allow_pickle=False)
+def _save(folder: Path, name: str, numbers: array, dtype: type = np.int64) -> None:
+    np.save(folder / f"{name}.npy", np.array(numbers, dtype=dtype), allow_pickle=False)
 
 
 class _Problem:
@@ -102,8 +114,11 @@ class _Problem:
 
 
 class _Builder:
-    def __init__(self, path: Path, folder: Path, bad: BadRecords) -> None:
+    def __init__(self, path: Path, folder: Path, bad: BadRecords, scores: bool) -> None:
         self.path, self.folder, self.bad = path, folder, bad
+        self.asked = scores
+        self.scored = 0  # examples with scores
+        self.scores: dict[str, array] = {name: array("f") for name in _SCORED}
         self.queries = TableWriter(folder / "queries.arrow", QUERY_COLUMNS)
         self.passages = TableWriter(folder / "passages.arrow", PASSAGE_COLUMNS)
         self.rows: dict[str, int] = {}  # passage id -> row
@@ -115,7 +130,7 @@ class _Builder:
         self.values: dict[str, array] = {name: array("q") for name in _LISTS}
 
     def build(self) -> None:
-        examples = numbered_examples(self.path, self.bad)
+        examples = numbered_examples(self.path, self.bad, self.asked)
         for place, example in tqdm(examples, desc=f"reading {self.path.name}", unit=" examples", disable=None):
             try:
                 self._check(place, example)
@@ -126,6 +141,8 @@ class _Builder:
         for name in _LISTS:
             _save(self.folder, f"{name}_offsets", self.ends[name])
             _save(self.folder, f"{name}_values", self.values[name])
+        for name in _SCORED if self.scored else ():
+            _save(self.folder, f"{name}_scores", self.scores[name], np.float32)
         problems = [problem for problem in (self.unanswerable, self.conflicts) if problem.count]
         about = {
             "fingerprint": self.queries.close() + self.passages.close(),
@@ -133,6 +150,7 @@ class _Builder:
             "answerable": len(self.places) - self.unanswerable.count,
             "problems": [vars(problem) for problem in problems],
             "bad": len(self.bad.found),
+            "scored": self.scored,
         }
         write_quarantine(self.folder, self.bad)
         write_json(self.folder / "about.json", about)
@@ -157,12 +175,17 @@ class _Builder:
         if not example.positives:
             self.unanswerable.add(place, f"query {query.id!r} has no positive, expected at least one")
         self.queries.add(query)
-        rows: dict[int, None] = {}  # in order, each once
+        rows: dict[int, float] = {}  # in order, each once, with its first score
+        self.scored += example.scores is not None
         for name in _LISTS:
-            known = len(rows)
-            rows.update(dict.fromkeys(self._row_of(passage, place) for passage in getattr(example, name)))
+            known, passages = len(rows), getattr(example, name)
+            scores = getattr(example.scores, name, None) or repeat(math.nan, len(passages))
+            for passage, score in zip(passages, scores, strict=True):
+                rows.setdefault(self._row_of(passage, place), score)
             self.values[name].extend(islice(rows, known, None))
             self.ends[name].append(len(self.values[name]))
+            if self.asked and name in _SCORED:
+                self.scores[name].extend(islice(rows.values(), known, None))
 
     def _row_of(self, passage: Passage, place: Place) -> int:
         content = hash((passage.title, passage.text))

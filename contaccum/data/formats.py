@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 from contaccum.data.bad_records import STRICT, BadRecords, Place
 from contaccum.data.dpr import DPR_RECORD, dpr_corpus, dpr_examples, dpr_questions, query_id
 from contaccum.data.json_records import (
+    Read,
     Record,
     id_field,
     json_lines,
@@ -27,7 +28,7 @@ from contaccum.data.json_records import (
     title_field,
 )
 from contaccum.data.lines import first_character, numbered_lines
-from contaccum.data.records import Example, Judgement, Passage, Query, Question, content_id
+from contaccum.data.records import Example, Judgement, Passage, Query, Question, Scores, content_id
 from contaccum.errors import InputError
 
 __all__ = [
@@ -60,6 +61,7 @@ _TEVATRON = "an object with query_id, query, positive_passages and negative_pass
 _DOCUMENT = "a passage (an object with docid, title and text)"
 _LOOKED_AT = 100  # bad records that telling the formats apart reckons with
 MAX_GRADE = 99_999  # trec_eval keeps a count for every grade up to the largest
+MAX_SCORE = 3e38  # of a teacher, either way
 _GRADE = re.compile(r" *[+-]?[0-9]{1,5} *")
 _GRADES = "three columns (query-id, corpus-id, score) or TREC's four (query, iteration, passage, grade)"
 
@@ -156,16 +158,22 @@ def read_examples(path: str | Path) -> Iterator[Example]:
     return (example for _, example in numbered_examples(path))
 
 
-def numbered_examples(path: str | Path, bad: BadRecords = STRICT) -> Iterator[tuple[Place, Example]]:
-    """As ``read_examples``, with the place of each example."""
+def numbered_examples(
+    path: str | Path, bad: BadRecords = STRICT, scores: bool = False
+) -> Iterator[tuple[Place, Example]]:
+    """As ``read_examples``, with the place of each example; with ``scores``, those of its passages are read too, and checked.
+
+    They stand in ``pos_scores`` and ``neg_scores`` (FlagEmbedding's form) or as ``score`` of each passage (Tevatron's). DPR's
+    files are never asked: their ``score`` is what a search gave, and for a gold passage a mark.
+    """
     path = Path(path)
     kind = kind_of_data(path, bad.limit)
     if kind == "dpr":
         return dpr_examples(path, bad, _is_list(path, bad.limit))
     if kind == "jsonl":
-        return json_lines(path, _PAIR, _pair, bad)
+        return json_lines(path, _PAIR, _scored(_pair, _pair_scores) if scores else _pair, bad)
     if kind == "tevatron":
-        return json_lines(path, _TEVATRON, _tevatron, bad)
+        return json_lines(path, _TEVATRON, _scored(_tevatron, _tevatron_scores) if scores else _tevatron, bad)
     raise InputError(f"{path}: found a {kind} file, expected training examples (DPR JSON, query/pos/neg or Tevatron)")
 
 
@@ -206,6 +214,42 @@ def _document(value: Any, place: Place) -> Passage:
     title, text = title_field(record, place), string_field(record, "text", place)
     key = content_id(title, text) if record.get("docid") is None else id_field(record, "docid", place)
     return Passage(key, title, text)
+
+
+def _scored(read: Read[Example], scores: Callable[[Record, Place], list[Sequence[float | None]]]) -> Read[Example]:
+    """As ``read``, with what ``scores`` finds: for positives and for negatives a list, one number for each passage or none."""
+
+    def both(record: Record, place: Place, number: int) -> Example:
+        example = read(record, place, number)
+        found = scores(record, place)
+        given = [sum(score is not None for score in part) for part in found]
+        passages = [len(example.positives), len(example.negatives)]
+        if not any(given):
+            return example
+        if given != passages:
+            of = "{} of positives and {} of negatives".format
+            raise place.error(f"found the scores {of(*given)}, expected one for each passage: {of(*passages)}")
+        return example._replace(scores=Scores(*found))  # type: ignore[arg-type]
+
+    return both
+
+
+def _pair_scores(record: Record, place: Place) -> list[Sequence[float | None]]:
+    return [list_field(record, name, place, _score) for name in ("pos_scores", "neg_scores")]
+
+
+def _tevatron_scores(record: Record, place: Place) -> list[Sequence[float | None]]:
+    def of(passage: Any, place: Place) -> float | None:
+        return None if passage.get("score") is None else _score(passage["score"], place)
+
+    return [list_field(record, name, place, of) for name in ("positive_passages", "negative_passages")]
+
+
+def _score(value: Any, place: Place) -> float:
+    # training holds it in four bytes, in which a number beyond 3e38 is infinite
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_SCORE:
+        return value
+    raise place.error(f"found {kind_of(value)}, expected a score, a finite number")
 
 
 def kind_of_data(path: str | Path, max_bad_records: int = 0) -> Kind:

@@ -41,17 +41,25 @@ class Judgement(NamedTuple):
     line: int
 
 
+class Scores(NamedTuple):
+    """What a teacher, or a search, gave an example's passages."""
+
+    positives: Sequence[float]
+    negatives: Sequence[float]
+
+
 class Example(NamedTuple):
     """A query with its positives and hard negatives.
 
     ``further`` are negatives that nobody called hard (DPR's ``negative_ctxs``): they belong to the corpus, and they
-    fill up a query that has too few hard negatives.
+    fill up a query that has too few hard negatives. ``scores`` is None where the data has none, or nobody asked for them.
     """
 
     query: Query
     positives: Sequence[Passage]
     negatives: Sequence[Passage]
     further: Sequence[Passage] = ()
+    scores: Scores | None = None
 
 
 def is_blank(text: str) -> bool:

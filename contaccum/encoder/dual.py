@@ -56,13 +56,16 @@ class DualEncoder(nn.Module):
         """Whether training replays CUDA graphs, which own the memory that they write to."""
         self.recomputes = False
         """Whether activations are recomputed in the backward pass."""
+        if self.dim > query_tower.dim:
+            raise InputError(f"truncate_dim is {self.dim}, expected at most the encoder's {query_tower.dim}")
         for side, length in (("query", settings.max_query_length), ("passage", settings.max_passage_length)):
             check_length(getattr(self, f"{side}_tower").backbone.config, side, length)
 
     @property
     def dim(self) -> int:
         """Width of the embeddings."""
-        return self.query_tower.dim
+        kept = self.settings.truncate_dim
+        return self.query_tower.dim if kept is None else kept
 
     @property
     def towers(self) -> list[Tower]:
@@ -85,7 +88,7 @@ class DualEncoder(nn.Module):
 
     def embed(self, tower: Tower, tokens: Tokens) -> Tensor:
         """Vectors of tokenised texts, (n, d) float32; of length 1 when similarity is cosine."""
-        vectors = tower(tokens).float()
+        vectors = tower(tokens).float()[:, : self.dim]
         return F.normalize(vectors, dim=-1) if self.settings.similarity == "cosine" else vectors
 
     def encode_queries(self, texts: list[str], batch_tokens: int | None = None, progress: bool = False) -> np.ndarray:
@@ -138,7 +141,10 @@ class DualEncoder(nn.Module):
         # these two change with every call of the tokenizer and say nothing of the texts' tokens
         digest.update(json.dumps({**tokenizer, "truncation": None, "padding": None}, sort_keys=True).encode())
         names = ("pooling", "similarity", f"max_{kind}_length", f"{kind}_prefix")
-        digest.update(json.dumps([getattr(self.settings, name) for name in names]).encode())
+        values = [getattr(self.settings, name) for name in names]
+        if self.settings.truncate_dim is not None:
+            values.append(self.settings.truncate_dim)
+        digest.update(json.dumps(values).encode())
         return digest.hexdigest()
 
     def set_dropout(self, share: float) -> None:

@@ -85,6 +85,7 @@ def _write_prompts(folder: Path, settings: EncoderSettings, side: str) -> None:
             "prompts": prompts,
             "default_prompt_name": side if prompts[side] else None,
             "similarity_fn_name": settings.similarity,
+            **({} if settings.truncate_dim is None else {"truncate_dim": settings.truncate_dim}),
         },
     )
 

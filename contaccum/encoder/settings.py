@@ -22,6 +22,8 @@ class EncoderSettings:
     query_prefix: str = ""
     passage_prefix: str = ""
     tie_towers: bool = False
+    truncate_dim: int | None = None
+    """How many of a vector's first numbers are kept; None: all."""
 
 
 def make_settings(values: dict[str, Any], source: str) -> EncoderSettings:
@@ -29,6 +31,9 @@ def make_settings(values: dict[str, Any], source: str) -> EncoderSettings:
     for key, allowed in (("pooling", POOLINGS), ("similarity", SIMILARITIES)):
         if key in values and values[key] not in allowed:
             raise InputError(f"{source}: {key} is {values[key]!r}, expected one of {', '.join(allowed)}")
+    width = values.get("truncate_dim")
+    if width is not None and (not isinstance(width, int) or width < 1):
+        raise InputError(f"{source}: truncate_dim is {width!r}, expected a whole number of at least 1")
     try:
         return EncoderSettings(**values)
     except TypeError as error:

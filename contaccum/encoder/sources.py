@@ -60,8 +60,6 @@ def read_encoder(name: str) -> Encoder:
     if optional_json(name, "modules.json") is None:
         return Encoder(family_settings(name), Source(name), Source(name))
     about = optional_json(name, "config_sentence_transformers.json") or {}
-    if about.get("truncate_dim"):
-        raise InputError(f"{name}: truncate_dim is {about['truncate_dim']}, expected a model with whole vectors")
     query, query_source = _read_side(name, "query", about)
     passage, passage_source = _read_side(name, "document", about)
     for key in ("pooling", "similarity"):
@@ -71,6 +69,7 @@ def read_encoder(name: str) -> Encoder:
             )
     settings = {**passage, "tie_towers": query_source == passage_source}
     settings |= {"max_query_length": query["max_length"], "max_passage_length": passage["max_length"]}
+    settings |= {"truncate_dim": about.get("truncate_dim")}
     settings = {key: value for key, value in settings.items() if key != "max_length" and value is not None}
     return Encoder(settings | _prefixes(name, about), query_source, passage_source)
 
@@ -128,7 +127,13 @@ def _read_side(name: str, side: str, about: dict[str, Any]) -> tuple[dict[str, A
         )
     source = _source_of(name, parts)
     # their own default where a model neither normalises nor says otherwise
-    dot = about.get("similarity_fn_name") in ("dot", "dot_score") and "Normalize" not in kinds
+    dot = about.get("similarity_fn_name") in ("dot", "dot_score")
+    if dot and "Normalize" in kinds and about.get("truncate_dim"):
+        raise InputError(
+            f"{name}: truncate_dim is {about['truncate_dim']}, which cuts unit vectors to compare them by dot product, expected "
+            "whole vectors or cosine"
+        )
+    dot = dot and "Normalize" not in kinds
     pooling = optional_json(name, _join(parts[1].path, "config.json")) or {}
     if pooling.get("include_prompt") is False and any(_prefixes(name, about).values()):
         raise InputError(f"{name}: its pooling leaves the prompt out, expected one over all tokens")

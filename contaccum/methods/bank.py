@@ -5,6 +5,7 @@ carry no gradient. Source: Kim et al. 2024 (arXiv 2406.12356), section 4.
 """
 
 import hashlib
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from contaccum.batch import NO_PASSAGE, RowIds
 from contaccum.errors import InputError
 from contaccum.methods.logsumexp import NestedLogSumExp
 from contaccum.methods.loss import InfoNCE
+from contaccum.methods.matryoshka import WHOLE, Prefixes
 from contaccum.methods.undo import Undo
 
 
@@ -35,6 +37,7 @@ class Bank:
         keep: bool = True,
         warmup_steps: int = 0,
         age_decay: float = 0.0,
+        prefixes: Prefixes = WHOLE,
         device: torch.device | None = None,
     ) -> None:
         """
@@ -47,8 +50,10 @@ class Bank:
         keep: False empties the bank after each optimizer step (the paper's "without past encoder").
         warmup_steps: optimizer steps during which the bank is filled but not used.
         age_decay: by how much the logit of a row and a column falls for each optimizer step between their encodings.
+        prefixes: widths besides ``dim`` at which the loss compares; for each there is a bank of the cut vectors, with
+        log-sum-exps of its own. Memory: with widths that add up to s, s / dim as much again as without them, and the sums.
         """
-        self.size = size
+        self.size, self.dim = size, dim
         self.loss = loss
         self.row_weight = row_weight
         self.visibility = visibility
@@ -73,6 +78,11 @@ class Bank:
         self.push_rows = push
         self.undo = Undo()
         self.sums = self._no_sums()
+        self.prefixes = prefixes
+        options = {"hard_negatives": hard_negatives, "queries": queries, "row_weight": row_weight}
+        options |= {"visibility": visibility, "keep": keep, "warmup_steps": warmup_steps, "age_decay": age_decay}
+        self.narrower = [Bank(size, width, loss, push=push, device=device, **options) for width in prefixes.widths]  # type: ignore[arg-type]
+        """The banks of ``prefixes``, one for each of its widths; every change here is made in them too."""
         self._begin_step()
 
     def _no_sums(self) -> NestedLogSumExp | None:
@@ -117,6 +127,9 @@ class Bank:
             self.pending.append(rows)
         else:
             self._store(*rows)
+        for bank in self.narrower:
+            cut = partial(self.prefixes.cut, width=bank.dim)
+            bank.push(cut(queries.detach()), cut(passages.detach()), ids)
 
     def end_step(self) -> None:
         """Called after each optimizer step: commits what waits for it, or empties the bank when it is not to be kept."""
@@ -128,6 +141,8 @@ class Bank:
         if not self.keep:
             self.pointer = self.stored = 0
             self.sums = self._no_sums()
+        for bank in self.narrower:
+            bank.end_step()
         self._begin_step()
 
     def rollback(self) -> None:
@@ -138,6 +153,8 @@ class Bank:
         self.pointer, self.stored, self.positives, opened = self._began
         if self.sums is not None:
             self.sums.open = opened
+        for bank in self.narrower:
+            bank.rollback()
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -202,17 +219,27 @@ class Bank:
         tensors = {name: getattr(self, name) for name in self._stored_tensors()}
         if self.sums is not None:
             tensors |= {"sums": self.sums.values, "closed": self.sums.closed}
-        numbers = {
+        numbers: dict[str, Any] = {
             "size": self.size,
             "pointer": self.pointer,
             "stored": self.stored,
             "step": self.step,
             "open": self.sums.open if self.sums else None,
         }
+        for bank in self.narrower:
+            further, numbers[str(bank.dim)] = bank.state()
+            tensors |= {f"{bank.dim}/{name}": tensor for name, tensor in further.items()}
         return {name: tensor.contiguous() for name, tensor in tensors.items()}, numbers
 
     def load_state(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
         """Take over what ``state`` gave; a bank of another shape raises InputError."""
+        for bank in self.narrower:
+            own = f"{bank.dim}/"
+            bank.load_state(
+                {name.removeprefix(own): tensor for name, tensor in tensors.items() if name.startswith(own)},
+                numbers.get(str(bank.dim), {}),
+            )
+        tensors = {name: tensor for name, tensor in tensors.items() if "/" not in name}
         width = tensors["positives"].shape[1] if "positives" in tensors else 1
         self._widen(width)
         shapes = {name: tuple(getattr(self, name).shape) for name in self._stored_tensors()}

@@ -5,16 +5,17 @@ Source: Kim et al. 2024 (arXiv 2406.12356), eq. 5-9.
 
 from contaccum.batch import MicroBatch
 from contaccum.methods.bank import Bank
-from contaccum.methods.loss import InfoNCE, LossValue
-from contaccum.methods.step import Engine, row_weights
+from contaccum.methods.loss import LossValue
+from contaccum.methods.step import Engine, Loss, row_weights
 
 
-def cont_accum(engine: Engine, micro_batches: list[MicroBatch], bank: Bank, loss: InfoNCE) -> list[LossValue]:
+def cont_accum(engine: Engine, micro_batches: list[MicroBatch], bank: Bank, loss: Loss) -> list[LossValue]:
     """One pass; b current rows and the bank's, b (1 + H) current columns and the bank's."""
     values = []
-    for batch, weight in zip(engine.micro_steps(micro_batches), row_weights(micro_batches, bank), strict=True):
+    weights = row_weights(micro_batches, bank), row_weights(micro_batches)
+    for batch, *own in zip(engine.micro_steps(micro_batches), *weights, strict=True):
         queries, passages = engine.encode(batch)  # (b, d), (b, 1 + H, d)
-        value = loss(queries, passages, batch.ids, columns=bank, rows=bank).weighted(weight)
+        value = loss(queries, passages, batch.ids, columns=bank, rows=bank).weighted(*own)
         engine.backward(value.value / len(micro_batches))
         bank.push(queries, passages, batch.ids)
         values.append(value.detach())

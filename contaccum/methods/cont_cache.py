@@ -4,11 +4,11 @@ from functools import partial
 
 from contaccum.batch import MicroBatch
 from contaccum.methods.bank import Bank
-from contaccum.methods.loss import InfoNCE, LossValue
-from contaccum.methods.step import Engine, cache_gradients, replay, represent, whole_step
+from contaccum.methods.loss import LossValue
+from contaccum.methods.step import Engine, Loss, cache_gradients, replay, represent, whole_step
 
 
-def cont_cache(engine: Engine, micro_batches: list[MicroBatch], bank: Bank, loss: InfoNCE) -> list[LossValue]:
+def cont_cache(engine: Engine, micro_batches: list[MicroBatch], bank: Bank, loss: Loss) -> list[LossValue]:
     """Two passes; N current rows and the bank's, N (1 + H) current columns and the bank's."""
     parts = represent(engine, micro_batches)
     value, cache = cache_gradients(parts, partial(loss, columns=bank, rows=bank))

@@ -5,11 +5,11 @@ Source: Gao et al. 2021 (arXiv 2101.06983).
 
 from contaccum.batch import MicroBatch
 from contaccum.methods.bank import Bank
-from contaccum.methods.loss import InfoNCE, LossValue
-from contaccum.methods.step import Engine, cache_gradients, replay, represent
+from contaccum.methods.loss import LossValue
+from contaccum.methods.step import Engine, Loss, cache_gradients, replay, represent
 
 
-def grad_cache(engine: Engine, micro_batches: list[MicroBatch], bank: Bank, loss: InfoNCE) -> list[LossValue]:
+def grad_cache(engine: Engine, micro_batches: list[MicroBatch], bank: Bank, loss: Loss) -> list[LossValue]:
     """Two passes; N rows, N (1 + H) columns. Equal to in_batch to rounding."""
     parts = represent(engine, micro_batches)
     value, cache = cache_gradients(parts, loss)

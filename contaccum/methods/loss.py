@@ -28,23 +28,39 @@ TILE = 1 << 20
 
 
 class LossValue(NamedTuple):
-    """The loss, and what it was taken over."""
+    """The loss, and what it was taken over; of several widths, the whole one's counts."""
 
-    value: Tensor
-    """Mean over rows, with gradient; scalar."""
+    contrast: Tensor
+    """InfoNCE: the mean over rows, with gradient; scalar."""
     negatives: Tensor
     """Negatives that a current row meets, masked ones not counted, mean over the current rows; scalar."""
     masked: Tensor
     """(row, column) pairs of the current rows that were left out as false negatives; scalar."""
     row_weight: Tensor
-    """Weight of each row, current or banked, in ``value``; scalar."""
+    """Weight of each row, current or banked, in ``contrast``; scalar."""
+    distilled: Tensor | None = None
+    """What a teacher's scores add (contaccum.methods.distillation), with gradient; scalar."""
+
+    @property
+    def value(self) -> Tensor:
+        """What is differentiated; scalar."""
+        return self.contrast if self.distilled is None else self.contrast + self.distilled
 
     def detach(self) -> "LossValue":
-        return LossValue(*(number.detach() for number in self))
+        return LossValue(*(number if number is None else number.detach() for number in self))  # type: ignore[arg-type]
 
-    def weighted(self, weight: float) -> "LossValue":
-        """The same, the loss times ``weight``: what it counts for in the mean over a step's micro-batches."""
-        return self._replace(value=self.value * weight)
+    def weighted(self, rows: float, pairs: float | None = None) -> "LossValue":
+        """The same, times what it counts for in the mean over a step's micro-batches: ``rows`` for InfoNCE, whose rows may be
+        banked too, ``pairs`` (not given: the same) for the teacher's part."""
+        taught = None if self.distilled is None else self.distilled * (rows if pairs is None else pairs)
+        return self._replace(contrast=self.contrast * rows, distilled=taught)
+
+    def plus(self, other: "LossValue", weight: float) -> "LossValue":
+        """The same, ``weight`` times the losses of ``other`` added."""
+        pairs = zip((self.contrast, self.distilled), (other.contrast, other.distilled), strict=True)
+        contrast, distilled = (None if one is None or two is None else one + weight * two for one, two in pairs)
+        assert contrast is not None
+        return self._replace(contrast=contrast, distilled=distilled)
 
 
 class BankRows(Protocol):

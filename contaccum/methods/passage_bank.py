@@ -5,11 +5,11 @@ Source: Lee et al. 2021 (arXiv 2012.12624), "pre-batch negatives"; Kim et al. 20
 
 from contaccum.batch import MicroBatch
 from contaccum.methods.bank import Bank
-from contaccum.methods.loss import InfoNCE, LossValue
-from contaccum.methods.step import Engine, row_weights
+from contaccum.methods.loss import LossValue
+from contaccum.methods.step import Engine, Loss, row_weights
 
 
-def passage_bank(engine: Engine, micro_batches: list[MicroBatch], bank: Bank, loss: InfoNCE) -> list[LossValue]:
+def passage_bank(engine: Engine, micro_batches: list[MicroBatch], bank: Bank, loss: Loss) -> list[LossValue]:
     """One pass; b rows, b (1 + H) current columns and the bank's."""
     values = []
     for batch, weight in zip(engine.micro_steps(micro_batches), row_weights(micro_batches), strict=True):

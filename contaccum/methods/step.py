@@ -1,6 +1,7 @@
 """What a method is given for one optimizer step, and the two passes that GradCache and its hybrid share."""
 
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from contaccum.batch import MicroBatch, RowIds
 from contaccum.methods.bank import Bank
 from contaccum.methods.loss import InfoNCE, LossValue
+from contaccum.methods.objective import Objective
 
 
 class Engine(Protocol):
@@ -30,7 +32,10 @@ class Engine(Protocol):
         """Add this process's share of the gradient of ``value`` to the model; shares are summed at the end of the step."""
 
 
-Method = Callable[[Engine, list[MicroBatch], Bank, InfoNCE], list[LossValue]]
+Loss = InfoNCE | Objective
+"""What a method minimises; both are called alike."""
+
+Method = Callable[[Engine, list[MicroBatch], Bank, Loss], list[LossValue]]
 """One optimizer step: leaves gradients on the model, returns the losses whose mean was differentiated (detached)."""
 
 Rows = tuple[Tensor, Tensor, RowIds]
@@ -40,11 +45,7 @@ Rows = tuple[Tensor, Tensor, RowIds]
 def whole_step(parts: list[Rows]) -> Rows:
     """The rows of several micro-batches as one block."""
     queries, passages, ids = zip(*parts, strict=True)
-    return (
-        torch.cat(queries),
-        torch.cat(passages),
-        RowIds(torch.cat([part.columns for part in ids]), torch.cat([part.positives for part in ids])),
-    )
+    return torch.cat(queries), torch.cat(passages), RowIds.merge(list(ids), torch.cat)
 
 
 def row_weights(micro_batches: list[MicroBatch], bank: Bank | None = None) -> list[float]:
@@ -77,11 +78,14 @@ def represent(engine: Engine, micro_batches: list[MicroBatch]) -> list[Rows]:
 def _apart(rows: Rows, sizes: list[int]) -> list[Rows]:
     """The rows of joined micro-batches, which have ``sizes`` rows in each process, one by one."""
     queries, passages, ids = rows  # (W * sum(sizes), ...), process after process, so each process's share is divided
-    tensors = (queries, passages, ids.columns, ids.positives)
-    pieces = [tensor.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1) for tensor in tensors]
+    ends = list(accumulate(sizes))
+
+    def piece(tensor: Tensor, end: int, size: int) -> Tensor:
+        return tensor.unflatten(0, (-1, sum(sizes)))[:, end - size : end].flatten(0, 1)
+
     return [
-        (queries.flatten(0, 1), passages.flatten(0, 1), RowIds(columns.flatten(0, 1), positives.flatten(0, 1)))
-        for queries, passages, columns, positives in zip(*pieces, strict=True)
+        (piece(queries, *own), piece(passages, *own), RowIds.merge([ids], lambda part, own=own: piece(part[0], *own)))  # type: ignore[misc]
+        for own in zip(ends, sizes, strict=True)
     ]
 
 

@@ -122,6 +122,7 @@ scores = queries @ passages.T""",
 
 
 def _plain_use(settings: EncoderSettings, repository: str) -> str:
+    cut = "" if settings.truncate_dim is None else f"\n    vectors = vectors[:, :{settings.truncate_dim}]"
     normal = "\n    vectors = torch.nn.functional.normalize(vectors, dim=1)" * (settings.similarity == "cosine")
     return f"""import torch
 from transformers import AutoModel, AutoTokenizer
@@ -137,7 +138,7 @@ def encode(texts, side, prefix, length):
     with torch.no_grad():
         states = model(input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"]).last_hidden_state
     mask = tokens["attention_mask"].unsqueeze(2)
-    vectors = {POOL[settings.pooling]}{normal}
+    vectors = {POOL[settings.pooling]}{cut}{normal}
     return vectors
 
 

@@ -17,9 +17,9 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from contaccum.data.arrow import PASSAGE_COLUMNS, column_batches
-from contaccum.data.convert import Examples, Form, Scores, example_record, framed, record_line
+from contaccum.data.convert import Examples, Form, example_record, framed, record_line
 from contaccum.data.corpus import find_rows
-from contaccum.data.records import Example, Passage, content_id
+from contaccum.data.records import Example, Passage, Scores, content_id
 from contaccum.errors import InputError
 from contaccum.files import read_json, remove_folder, sweep, whole_file, write_json
 from contaccum.lock import folder_lock
@@ -141,9 +141,9 @@ class Mining:
             order = sorted(range(len(passages)), key=lambda place: (scores[place], passages[place].id), reverse=True)
             passages, scores = [passages[place] for place in order], scores[order]
         chosen = choose(scores, positives, self.settings, number)
-        mined = example._replace(negatives=[passages[place] for place in chosen.places])
         found = Scores([float(score) for score in positives], [float(scores[place]) for place in chosen.places])
-        block.lines.append(record_line(example_record(mined, self.to, found)))
+        mined = example._replace(negatives=[passages[place] for place in chosen.places], scores=found)
+        block.lines.append(record_line(example_record(mined, self.to)))
         block.removed.update(chosen.removed)
         block.short += len(chosen.places) < self.settings.num_negatives
         block.positives.append(min(found.positives))

@@ -66,7 +66,7 @@ class Probe:
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
-        everything = load_training(config.data)
+        everything = load_training(config.data, config.distils)
         self.pairs = len(everything.queries)
         self.longest = narrowed(everything, _longest(everything, most=4 * config.batch.global_batch_size))
         random = np.random.default_rng(config.seed)
@@ -76,7 +76,7 @@ class Probe:
         setup.apply_switches(self.encoder, config)
         self.optimizer = make_optimizer(self.encoder, config.optim)
         self.engine.prepare(self.encoder, self.optimizer)
-        self.loss = setup.build_loss(config)
+        self.loss = setup.build_loss(config, self.encoder)
 
     def peak(self, size: int, bank_size: int) -> Peak:
         """Most memory held while two steps of micro-batches of ``size`` of the longest pairs meet a full bank."""
@@ -117,13 +117,14 @@ class Probe:
     def _full_bank(self, size: int, bank_size: int) -> Bank:
         """A bank all of whose rows are in use; their values do not matter for memory and time."""
         bank = setup.build_bank(self._sized(size, bank_size), self.engine, self.encoder, self.loss)
-        tensors, numbers = bank.state()
-        for name in ("queries", "passages"):
-            if name in tensors:
-                tensors[name] = F.normalize(torch.randn_like(tensors[name]), dim=-1)
-        if "sums" in tensors:
-            tensors["sums"] = torch.zeros_like(tensors["sums"])
-        bank.load_state(tensors, {**numbers, "stored": bank.size, "step": self.config.bank.warmup_steps})
+        for each in (bank, *bank.narrower):
+            tensors, numbers = each.state()
+            for name in ("queries", "passages"):
+                if name in tensors:
+                    tensors[name] = F.normalize(torch.randn_like(tensors[name]), dim=-1)
+            if "sums" in tensors:
+                tensors["sums"] = torch.zeros_like(tensors["sums"])
+            each.load_state(tensors, {**numbers, "stored": bank.size, "step": self.config.bank.warmup_steps})
         return bank
 
     def _steps(self, config: TrainConfig, train_set: TrainSet, bank: Bank, count: int) -> list[float]:

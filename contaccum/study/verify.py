@@ -117,7 +117,7 @@ class Bench:
 
     def __init__(self, config: TrainConfig, engine: Engine) -> None:
         self.config, self.engine = config, engine
-        self.train_set: TrainSet = load_training(config.data)
+        self.train_set: TrainSet = load_training(config.data, config.distils)
         self.encoder: DualEncoder = setup.build_encoder(config.model, self.train_set, config.seed).to(engine.device)
         if config.model.dropout is not None:
             self.encoder.set_dropout(config.model.dropout)
@@ -132,14 +132,14 @@ class Bench:
 
     def bank(self, method: str, size: int) -> Bank:
         config = replace(self.config, method=method, bank=replace(self.config.bank, size=size))  # type: ignore[arg-type]
-        return setup.build_bank(config, self.engine, self.encoder, setup.build_loss(config))
+        return setup.build_bank(config, self.engine, self.encoder, setup.build_loss(config, self.encoder))
 
     def gradients(self, method: str, bank: Bank, steps: int = STEPS) -> list[Gradients]:
         """Of every parameter at each step, by plain gradient descent from the first weights."""
         self.encoder.load_state_dict(self.weights)
         rate = self.config.learning_rate()
         self.engine.prepare(self.encoder, torch.optim.SGD(self.encoder.parameters(), lr=rate))
-        loss, found = setup.build_loss(self.config), []
+        loss, found = setup.build_loss(self.config, self.encoder), []
         for number in range(steps):
             self.engine.step = number
             METHODS[method](self.engine, self.steps[number], bank, loss)
@@ -191,19 +191,25 @@ def _kept_sums(bench: Bench) -> Finding:
     if bank.queries is None or not bank.keep:
         return Finding(name, None, tolerance, "needs bank.queries and bank.keep")
     bench.gradients("cont_accum", bank)
+    apart = max(_sums_apart(each, bench.config) for each in (bank, *bank.narrower))
+    note = f"{bank.size} rows after {STEPS * bench.config.batch.global_batch_size} pushed, in float64, relative"
+    return Finding(name, apart, tolerance, note)
+
+
+def _sums_apart(bank: Bank, config: TrainConfig) -> float:
+    assert bank.queries is not None
     columns, ids = bank.passages.flatten(0, 1).double(), bank.column_ids.flatten()
-    logits = bank.queries.double() @ columns.T / bench.config.model.temperature  # (M, M (1 + H))
+    logits = bank.queries.double() @ columns.T / config.model.temperature  # (M, M (1 + H))
     steps_apart = (bank.born.unsqueeze(1) - bank.born).abs().repeat_interleave(bank.column_ids.shape[1], 1)
     logits -= (steps_apart * bank.age_decay).to(logits)
-    if bench.config.loss.mask_false_negatives:
+    if config.loss.mask_false_negatives:
         hidden = (bank.positives.unsqueeze(2) == ids).any(1)  # (M, M (1 + H))
         rows = torch.arange(bank.size)
         hidden[rows, rows * bank.column_ids.shape[1]] = False  # a row's own positive stays
         logits = logits.masked_fill(hidden.to(logits.device), -torch.inf)
     plain = logits.logsumexp(1)
     apart = (bank.logsumexp().double() - plain).abs() / plain.abs().clamp(min=1.0)
-    note = f"{bank.size} rows after {STEPS * bench.config.batch.global_batch_size} pushed, in float64, relative"
-    return Finding(name, float(apart.max()), tolerance, note)
+    return float(apart.max())
 
 
 def _resume(config: TrainConfig, folder: Path) -> Finding:

@@ -13,7 +13,7 @@ from contaccum.engine import Engine, out_of_memory
 from contaccum.errors import InputError
 from contaccum.methods.bank import Bank
 from contaccum.methods.loss import InfoNCE, LossValue
-from contaccum.methods.step import Method
+from contaccum.methods.step import Loss, Method
 
 GROW_AFTER = 50
 """Steps after which a larger micro-batch is tried again; twice as many after each time that it did not fit."""
@@ -118,7 +118,7 @@ def shrink(size: MicroBatchSize, config: TrainConfig, step: int, last_good: Call
 
 
 def try_step(
-    engine: Engine, method: Method, micro_batches: list[MicroBatch], bank: Bank, loss: InfoNCE
+    engine: Engine, method: Method, micro_batches: list[MicroBatch], bank: Bank, loss: Loss
 ) -> list[LossValue] | None:
     """The step's gradients, by the method; None where memory ran out in any process: then they and the bank are as before.
 
@@ -135,7 +135,8 @@ def try_step(
     if losses is None and engine.world > 1:
         engine.drop_step()
         engine.free_memory()
-        method(StandIn(engine), micro_batches, Bank(0, engine.encoder.dim, loss, push=1), NoLoss(1.0))
+        nothing = NoLoss(1.0)
+        method(StandIn(engine), micro_batches, Bank(0, engine.encoder.dim, nothing, push=1), nothing)
     if not engine.largest(int(losses is None)):
         return losses
     losses = None

@@ -75,7 +75,7 @@ class Training:
         self.folder = Path(config.output_dir)
         checkpoint = newest_checkpoint(self.folder) if config.resume else None
         with engine.main_first():
-            train_set = load_training(config.data)
+            train_set = load_training(config.data, config.distils)
             self.dev = self._load_dev()
         self._require_same(
             checkpoint=str(checkpoint and checkpoint.state["step"]), config=to_yaml(config), data=train_set.fingerprint
@@ -88,7 +88,7 @@ class Training:
         setup.apply_switches(self.encoder, config)
         self.batches = setup.build_batches(config, engine, self.encoder, train_set)
         self.size = setup.build_size(config, engine, self.batches)
-        self.loss = setup.build_loss(config)
+        self.loss = setup.build_loss(config, self.encoder)
         self.bank = setup.build_bank(config, engine, self.encoder, self.loss)
         self.drift = Drift(engine, self.bank, self.batches.twin(), self.size)
         self.examples = len(train_set.queries)
@@ -227,7 +227,7 @@ class Training:
 
     def _finite_means(self, losses: list[LossValue], micro_batches: list[MicroBatch]) -> dict[str, float]:
         """What the step's losses say, each a mean over them; InputError where a loss is no finite number."""
-        table = torch.stack([torch.stack([number.float() for number in value]) for value in losses]).tolist()
+        table = torch.stack([torch.stack([number.float() for number in _numbers(value)]) for value in losses]).tolist()
         for number, (loss, *_) in enumerate(table):
             if not math.isfinite(loss):
                 blamed = micro_batches if len(table) == 1 else [micro_batches[number]]
@@ -238,9 +238,11 @@ class Training:
                 )
         pairs = [len(batch.ids.columns) for batch in micro_batches] if len(table) > 1 else [1]
         shares = [number / sum(pairs) for number in pairs]
-        loss, negatives, masked, row_weight = zip(*table, strict=True)  # the losses carry their shares already
+        # the losses carry their shares already
+        loss, negatives, masked, row_weight, *distilled = zip(*table, strict=True)
         return {
             "loss": sum(loss) / len(table),
+            **({"distillation": sum(distilled[0]) / len(table)} if distilled else {}),
             "negatives": sum(share * number for share, number in zip(shares, negatives, strict=True)),
             "masked": sum(masked),
             "row_weight": sum(share * number for share, number in zip(shares, row_weight, strict=True)),
@@ -347,6 +349,11 @@ class Training:
         if self.dev is None and self.engine.is_main:
             self.encoder.save(self.folder / "model")
         self.engine.barrier()
+
+
+def _numbers(value: LossValue) -> list[torch.Tensor]:
+    """What the log is told of a loss; of its teacher's part, where it has one, last."""
+    return [value.value, *(number for number in value[1:] if number is not None)]
 
 
 def _named(queries: list[str]) -> str:

@@ -25,7 +25,10 @@ from contaccum.files import is_leftover, sha256_of, sweep, write_text
 from contaccum.launch import is_main
 from contaccum.lock import LOCK_FILE, folder_lock
 from contaccum.methods.bank import Bank
+from contaccum.methods.distillation import Distillation
 from contaccum.methods.loss import InfoNCE
+from contaccum.methods.matryoshka import Prefixes
+from contaccum.methods.objective import Objective
 from contaccum.training.fit import MicroBatchSize, halved_pairs, halved_tokens
 
 CONFIG_FILE = "config.yaml"
@@ -254,17 +257,27 @@ def build_size(config: TrainConfig, engine: Engine, batches: BatchSource) -> Mic
     return MicroBatchSize(sizes, unit, grow=config.batch.on_out_of_memory == "grow")
 
 
-def build_loss(config: TrainConfig) -> InfoNCE:
-    return InfoNCE(config.model.temperature, config.loss.mask_false_negatives)
+def build_loss(config: TrainConfig, encoder: DualEncoder) -> Objective:
+    """What the method minimises; InputError where the encoder is too narrow for a width that is asked for."""
+    loss, temperature = config.loss, config.model.temperature
+    for width in loss.matryoshka_dims:
+        if width >= encoder.dim:
+            raise InputError(f"loss.matryoshka_dims has {width}, expected less than the encoder's width {encoder.dim}")
+    weights = loss.matryoshka_weights or [1.0] * len(loss.matryoshka_dims)
+    prefixes = Prefixes(tuple(loss.matryoshka_dims), tuple(weights), encoder.settings.similarity == "cosine")
+    taught = None
+    if loss.distillation != "none":  # spelt out for the type checker
+        taught = Distillation(loss.distillation, temperature, loss.teacher_temperature, loss.distillation_weight)
+    return Objective(InfoNCE(temperature, loss.mask_false_negatives), prefixes, taught)
 
 
-def build_bank(config: TrainConfig, engine: Engine, encoder: DualEncoder, loss: InfoNCE) -> Bank:
+def build_bank(config: TrainConfig, engine: Engine, encoder: DualEncoder, loss: Objective) -> Bank:
     """The bank that the method uses; of size 0 where it uses none."""
     longest = encoder.settings.max_query_length + (1 + config.data.hard_negatives) * encoder.settings.max_passage_length
     return Bank(
         config.bank_size(),
         encoder.dim,
-        loss,
+        loss.info_nce,
         push=config.usual_push(engine.world, longest),
         hard_negatives=config.data.hard_negatives if config.bank.hard_negatives else 0,
         queries=config.bank.queries and config.traits.bank == "pairs",
@@ -273,5 +286,6 @@ def build_bank(config: TrainConfig, engine: Engine, encoder: DualEncoder, loss: 
         keep=config.bank.keep,
         warmup_steps=config.bank.warmup_steps,
         age_decay=config.bank.age_decay,
+        prefixes=loss.prefixes,
         device=engine.device,
     )

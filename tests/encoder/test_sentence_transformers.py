@@ -24,6 +24,7 @@ from contaccum.encoder import EncoderSettings
 from contaccum.encoder.families import family_settings
 from contaccum.encoder.tiny import tiny_tower, wordpiece_tokenizer
 from contaccum.errors import InputError
+from contaccum.options import ModelChoice
 
 ROOT = Path(__file__).resolve().parents[2]
 LONG = [*TEXTS, "owl fox sea whale deep " * 6]
@@ -94,6 +95,27 @@ def test_what_they_save_of_our_model_we_load_again(tie, tmp_path):
     loaded = DualEncoder.load(tmp_path / "theirs")
     assert loaded.settings == ours.settings
     np.testing.assert_array_equal(loaded.encode_queries(LONG), ours.encode_queries(LONG))
+    np.testing.assert_array_equal(loaded.encode_passages(LONG), ours.encode_passages(LONG))
+
+
+@pytest.mark.parametrize("similarity", ["cosine", "dot"])
+def test_truncated_vectors_are_the_first_numbers_and_go_both_ways(similarity, tmp_path):
+    """sentence-transformers cuts unit vectors and leaves them shorter, which its cosine makes up for."""
+    words_encoder("mean", similarity, query_prefix="the ").save(tmp_path / "whole")
+    whole, ours = (DualEncoder.load(tmp_path / "whole", truncate_dim=width) for width in (None, 8))
+
+    def unit(vectors: np.ndarray) -> np.ndarray:
+        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True) if similarity == "cosine" else vectors
+
+    expected = unit(whole.encode_queries(LONG)[:, :8])
+    np.testing.assert_allclose(ours.encode_queries(LONG), expected, atol=1e-6)
+    assert (ours.dim, ours.fingerprint("query") == whole.fingerprint("query")) == (8, False)
+    ours.save(tmp_path / "cut")
+    theirs = peer(tmp_path / "cut")
+    np.testing.assert_allclose(unit(theirs.encode_query(LONG)), expected, atol=1e-6)
+    theirs.save(str(tmp_path / "theirs"), create_model_card=False)
+    loaded = DualEncoder.load(tmp_path / "theirs")
+    assert loaded.settings == ours.settings
     np.testing.assert_array_equal(loaded.encode_passages(LONG), ours.encode_passages(LONG))
 
 
@@ -253,7 +275,16 @@ def test_what_we_cannot_do_is_refused(tmp_path):
         ("2_Dense/config.json", "expected an activation of torch.nn"): {"activation_function": "os.system"},
         ("2_Dense/config.json", "with a residual"): {"use_residual": True},
         ("2_Dense/config.json", "its Dense module could not be loaded"): {"out_features": 5},
-        ("config_sentence_transformers.json", "truncate_dim is 8"): {"truncate_dim": 8},
+        ("config_sentence_transformers.json", "truncate_dim is 8, which cuts unit vectors"): {
+            "truncate_dim": 8,
+            "similarity_fn_name": "dot",
+        },
+        ("config_sentence_transformers.json", "truncate_dim is 99, expected at most the encoder's"): {
+            "truncate_dim": 99
+        },
+        ("config_sentence_transformers.json", "truncate_dim is 'all', expected a whole number"): {
+            "truncate_dim": "all"
+        },
     }
     for number, ((file, said), values) in enumerate(cases.items()):
         with pytest.raises(InputError, match=said):
@@ -295,6 +326,11 @@ def test_their_evaluator_gives_our_ndcg(tmp_path):
     theirs = evaluator(peer(tmp_path / "model"))["cosine_ndcg@10"]
     assert evaluate(ours, str(data))["mean"]["ndcg@10"] == pytest.approx(theirs, abs=1e-4)
     assert 0 < theirs < 1
+    rows = {query: {passage} for query, passage, _ in rows}
+    evaluator = InformationRetrievalEvaluator(queries, corpus, rows, truncate_dim=4)
+    narrow = evaluate(ModelChoice(str(tmp_path / "model"), truncate_dim=4), str(data))["mean"]["ndcg@10"]
+    assert narrow == pytest.approx(evaluator(peer(tmp_path / "model"))["cosine_ndcg@10"], abs=1e-4)
+    assert not math.isclose(theirs, narrow, abs_tol=1e-3)
     other = evaluate(DualEncoder(tower, tower, settings).eval(), str(data))["mean"]["ndcg@10"]
     assert not math.isclose(theirs, other, abs_tol=1e-3)
 

@@ -10,6 +10,7 @@ from helpers import micro_batches
 from contaccum.batch import NO_PASSAGE, RowIds
 from contaccum.methods.bank import Bank
 from contaccum.methods.loss import InfoNCE
+from contaccum.methods.matryoshka import Prefixes
 from contaccum.methods.undo import Undo
 
 DIM = 8
@@ -33,7 +34,8 @@ def push_often(bank: Bank, times: int) -> None:
 
 def everything(bank: Bank) -> dict:
     tensors, numbers = bank.state()
-    return {name: (tuple(tensor.shape), tensor.numpy().tobytes()) for name, tensor in tensors.items()} | numbers
+    held = {name: (tuple(tensor.shape), tensor.numpy().tobytes()) for name, tensor in tensors.items()}
+    return held | copy.deepcopy(numbers)
 
 
 def take_steps(bank: Bank, sizes: list[list[int]], seed: int) -> None:
@@ -53,6 +55,7 @@ def take_steps(bank: Bank, sizes: list[list[int]], seed: int) -> None:
         {"visibility": "on_step"},
         {"keep": False},
         {"warmup_steps": 3},
+        {"prefixes": Prefixes((5, 2), (1.0, 1.0), unit=True), "hard_negatives": 1},
     ],
     ids=str,
 )

@@ -44,7 +44,7 @@ def run_steps(method, data, *, dropout=0.0, ahead=1, count=2, sgd=0.1, **changes
     encoder = setup.build_encoder(config.model, train_set, config.seed).train()
     encoder.set_dropout(dropout)
     batches = setup.build_batches(config, engine, encoder, train_set)
-    loss = setup.build_loss(config)
+    loss = setup.build_loss(config, encoder)
     bank = setup.build_bank(config, engine, encoder, loss)
     engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=sgd))
     engine.ahead = ahead
@@ -139,7 +139,7 @@ def test_equal_weights_of_micro_batches_would_differ(data, monkeypatch):
     changes = {"bank.size": 16, **BY_TOKENS}
     _, _, taken, encoder = run_steps("cont_accum", data, **changes)
     module = importlib.import_module("contaccum.methods.cont_accum")
-    monkeypatch.setattr(module, "row_weights", lambda batches, _: [1.0] * len(batches))
+    monkeypatch.setattr(module, "row_weights", lambda batches, _=None: [1.0] * len(batches))
     even, *_ = run_steps("cont_accum", data, **changes)
     assert largest_difference(even[:1], slow_steps(encoder, taken, "all")[0][:1]) > DIFFERENT
 

@@ -112,7 +112,7 @@ def test_clipped_norms_are_the_gradients_own(data, tmp_path):
     engine, train_set = Engine(device="cpu"), load_train_set(data)
     encoder = setup.build_encoder(config.model, train_set, 0).train()
     engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.0))
-    loss = setup.build_loss(config)
+    loss = setup.build_loss(config, encoder)
     bank = setup.build_bank(config, engine, encoder, loss)
     METHODS["cont_accum"](engine, setup.build_batches(config, engine, encoder, train_set).step(0), bank, loss)
     before = engine.gradient_norms()
@@ -128,7 +128,7 @@ def test_the_sample_reaches_from_the_oldest_to_the_newest(data, tmp_path):
     engine, train_set = Engine(device="cpu"), load_train_set(data)
     encoder = setup.build_encoder(config.model, train_set, 0).train()
     engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.0))
-    batches, loss = setup.build_batches(config, engine, encoder, train_set), setup.build_loss(config)
+    batches, loss = setup.build_batches(config, engine, encoder, train_set), setup.build_loss(config, encoder)
     bank = setup.build_bank(config, engine, encoder, loss)
     drift = Drift(engine, bank, batches.twin(), MicroBatchSize([4], "pairs", grow=False))
     assert drift.measure() == {}

@@ -1,0 +1,164 @@
+"""A teacher's scores from the files to the micro-batch: they stay with their passages, and nothing else is taken for one."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from tiny_data import beir, context, dpr, lines, write
+
+from contaccum.config import DataConfig
+from contaccum.config.settings import MixtureConfig
+from contaccum.data.dataset import load_train_set, load_training, make_sampler, narrowed
+from contaccum.data.formats import numbered_examples, read_examples
+from contaccum.data.records import Scores
+from contaccum.errors import InputError
+
+
+def score(query: str, passage: str) -> float:
+    """Made of both texts, so that one that went astray shows."""
+    return int(query.split()[1]) * 100 + int(passage.split()[1])
+
+
+def record(number: int, positives: int, negatives: int, form: str = "jsonl", scored: bool = True) -> dict:
+    query = f"query {number}"
+    pos = [f"text {10 * number + place}" for place in range(positives)]
+    neg = [f"text {10 * number + 5 + place}" for place in range(negatives)]
+    if form == "jsonl":
+        found = {"query": query, "pos": pos, "neg": neg}
+        given = {f"{name}_scores": [score(query, text) for text in found[name]] for name in ("pos", "neg")}
+        return {**found, **(given if scored else {})}
+    passages = [
+        [
+            {"docid": text, "title": "", "text": text, **({"score": score(query, text)} if scored else {})}
+            for text in part
+        ]
+        for part in (pos, neg)
+    ]
+    return {"query_id": str(number), "query": query, "positive_passages": passages[0], "negative_passages": passages[1]}
+
+
+def written(folder, form="jsonl", count=6, first=0, name="train.jsonl"):
+    """Queries with 1 to 3 positives and 0 to 4 negatives; every fifth without scores."""
+    records = (record(n, 1 + n % 3, n % 5, form, scored=n % 5 != 4) for n in range(first, first + count))
+    return write(folder / name, lines(*records))
+
+
+@pytest.mark.parametrize("form", ["jsonl", "tevatron"])
+def test_the_scores_of_both_forms_are_read_where_they_are_asked_for(form, tmp_path):
+    path = written(tmp_path, form)
+    found = [example.scores for _, example in numbered_examples(path, scores=True)]
+    assert found[3] == Scores([330], [335, 336, 337])
+    assert found[0] == Scores([0], [])
+    assert found[4] is None
+    assert all(example.scores is None for example in read_examples(path))
+
+
+@pytest.mark.parametrize(
+    ("form", "change", "sentence"),
+    [
+        ("jsonl", {"neg_scores": [1, 2]}, "the scores 1 of positives and 2 of negatives, expected one for each passage: 1 of positives"),
+        ("jsonl", {"neg_scores": None}, "found the scores 1 of positives and 0 of negatives"),
+        ("jsonl", {"pos_scores": []}, "found the scores 0 of positives and 3 of negatives"),
+        ("jsonl", {"pos_scores": [float("nan")]}, "pos_scores[0]: found the number nan, expected a score, a finite number"),
+        ("jsonl", {"neg_scores": [1, 2, float("inf")]}, "neg_scores[2]: found the number inf"),
+        ("jsonl", {"neg_scores": [1, 2, 1e39]}, "neg_scores[2]: found the number 1e+39"),
+        ("jsonl", {"neg_scores": [1, None, 3]}, "neg_scores[1]: found null"),
+        ("jsonl", {"neg_scores": [1, True, 3]}, "neg_scores[1]: found true or false"),
+        ("jsonl", {"pos_scores": 3}, "field 'pos_scores' is the number 3, expected a list"),
+        ("tevatron", {"score": None}, "found the scores 1 of positives and 2 of negatives"),
+        ("tevatron", {"score": "high"}, "negative_passages[1]: found a string, expected a score"),
+    ],
+)  # fmt: skip
+def test_what_is_no_score_for_each_passage_is_refused(form, change, sentence, tmp_path):
+    good, bad = record(2, 1, 3, form), record(3, 1, 3, form)
+    if form == "tevatron":
+        bad["negative_passages"][1] |= change
+    else:
+        bad |= change
+    path = write(tmp_path / "train.jsonl", lines(good, bad))
+    with pytest.raises(InputError, match=re.escape(f"{path}, line 2") + ".*" + re.escape(sentence)):
+        load_train_set(path, hard_negatives=1, scores=True)
+    assert len(load_train_set(path, hard_negatives=1).queries) == 2  # nobody asked
+    with pytest.warns(UserWarning, match="1 bad record"):
+        assert len(load_train_set(path, hard_negatives=1, max_bad_records=1, scores=True).queries) == 1
+
+
+def check(train_set, hard: int, batches: str = "mixed", steps: int = 12) -> int:
+    """Holds each score of a sampler's steps to its two texts; returns how many there were."""
+    sampler = make_sampler(train_set, 0, 5, hard, batches)
+    queries, passages = train_set.queries["text"], train_set.passages["text"]
+    known = train_set.positives, train_set.negatives
+    seen = 0
+    for step in range(steps):
+        rows = sampler(step)
+        assert rows.teacher.shape == rows.passages.shape
+        for query, own, scores in zip(rows.queries, rows.passages, rows.teacher, strict=True):
+            for row, found in zip(own, scores, strict=True):
+                listed = any(row in part.row(query) for part in known)
+                if listed and int(queries[query].split()[1]) % 5 != 4:
+                    assert found == score(queries[query], passages[row])
+                    seen += 1
+                else:  # drawn at random, or of a query without scores
+                    assert np.isnan(found)
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore:.*fewer than")
+@pytest.mark.parametrize("form", ["jsonl", "tevatron"])
+def test_scores_follow_the_passages_that_a_step_draws(form, tmp_path):
+    path = written(tmp_path, form)
+    with pytest.warns(UserWarning, match="1 of 6 queries have no scores of a teacher"):
+        train_set = load_training(DataConfig(train=str(path), hard_negatives=3), scores=True)
+    assert check(train_set, 3) > 60
+    assert check(narrowed(train_set, np.array([3, 1, 4])), 2) > 20
+
+
+@pytest.mark.filterwarnings("ignore:.*have no scores", "ignore:.*fewer than")
+def test_a_mixture_joins_scores_and_leaves_out_the_sets_that_have_none(tmp_path):
+    sets = [str(written(tmp_path, name="a.jsonl")), str(written(tmp_path, "tevatron", 7, 10, "b.jsonl"))]
+    sets.append(str(beir(tmp_path / "c")))
+    mixture = [MixtureConfig(train=path) for path in sets[:2]]
+    data = DataConfig(mixture=mixture, hard_negatives=2)
+    for batches in ("mixed", "one_set"):
+        assert check(load_training(data, scores=True), 2, batches) > 60
+    data.mixture.append(MixtureConfig(train=sets[2]))
+    with pytest.warns(UserWarning, match="c: 3 of 3 queries have no scores"):
+        loaded = load_training(data, scores=True)
+    rows = make_sampler(loaded, 0, 64, 2)(0)
+    plain = rows.queries >= 13
+    assert plain.any()
+    assert np.isnan(rows.teacher[plain]).all()
+    assert not np.isnan(rows.teacher[~plain]).all()
+
+
+def test_data_without_any_score_is_refused(tmp_path):
+    plain = write(tmp_path / "plain.jsonl", lines(record(0, 1, 2, scored=False)))
+    search = {"score": 7.5}  # DPR's own: what a search gave
+    theirs = dpr("who", [context(1, **search)], [context(2, **search)])
+    for path in (plain, beir(tmp_path / "beir"), write(tmp_path / "dpr.json", json.dumps([theirs]))):
+        with pytest.raises(InputError, match=re.escape(f"{path}: no scores of a teacher were found")):
+            load_training(DataConfig(train=str(path), hard_negatives=1), scores=True)
+
+
+def test_other_scores_are_other_data_where_they_count(tmp_path):
+    one, two = record(1, 1, 2), record(2, 1, 2)
+    first = write(tmp_path / "a" / "train.jsonl", lines(one, two))
+    second = write(tmp_path / "b" / "train.jsonl", lines(one, {**two, "neg_scores": [9, 8]}))
+    asked = [load_train_set(path, hard_negatives=1, scores=True).fingerprint for path in (first, second, first)]
+    plain = [load_train_set(path, hard_negatives=1).fingerprint for path in (first, second)]
+    assert asked[0] == asked[2]
+    assert len({*asked, plain[0]}) == 3
+    assert plain[0] == plain[1]
+
+
+def test_a_repeated_passage_keeps_its_first_score(tmp_path):
+    twice = {
+        "query": "q",
+        "pos": ["a", "b", "a"],
+        "neg": ["c", "a", "c"],
+        "pos_scores": [5, 4, 3],
+        "neg_scores": [2, 1, 0],
+    }
+    teacher = load_train_set(write(tmp_path / "t.jsonl", lines(twice)), hard_negatives=1, scores=True).teacher
+    assert (teacher.positives.tolist(), teacher.negatives.tolist()) == ([5, 4], [2])
