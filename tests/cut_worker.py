@@ -14,13 +14,14 @@ from safetensors.torch import save_file
 from contaccum.batch import MicroBatch, Tokens
 from contaccum.config import TRAITS, validate
 from contaccum.data.collate import BatchSource
-from contaccum.data.dataset import load_train_set
+from contaccum.data.dataset import load_training
 from contaccum.engine import Engine
 from contaccum.methods import METHODS
 from contaccum.training import setup
 
 CHANGES = {
     "batch.micro_batch_tokens": 250, "batch.micro_batch_size": 8, "data.hard_negatives": 1, "model.max_passage_length": 48,
+    "loss.matryoshka_dims": [8, 20], "loss.distillation": "kl", "loss.teacher_temperature": 2.0,
 }  # fmt: skip
 
 
@@ -31,7 +32,7 @@ def main(arguments: list[str]) -> None:
         engine = Engine(device="cpu")
         config = train_config(Path(data), Path(output), method, **CHANGES)
         validate(config, engine.world)
-        train_set = load_train_set(data, "train", 1)
+        train_set = load_training(config.data, config.distils)
         encoder = setup.build_encoder(config.model, train_set, config.seed).train()
         encoder.set_dropout(0.0)
         places = [SimpleNamespace(rank=rank, world=2, main_first=nullcontext) for rank in range(2)]

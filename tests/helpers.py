@@ -11,6 +11,7 @@ from transformers import BertConfig, BertModel, BertTokenizerFast
 
 from contaccum.batch import NO_PASSAGE, MicroBatch, RowIds, Tokens
 from contaccum.config import TrainConfig
+from contaccum.data.convert import convert
 from contaccum.encoder import DualEncoder, EncoderSettings, Tower
 from contaccum.engine import Engine
 from contaccum.files import sha256_of
@@ -209,6 +210,17 @@ def write_uneven_beir(folder: Path, queries: int = 40) -> Path:
         passage["text"] += "".join(f" {words[(number + 5 * place) % 13]}" for place in range(number * 7 % 22))
     file.write_text("\n".join(map(json.dumps, passages)) + "\n", encoding="utf-8")
     return folder
+
+
+def write_scored_lines(data: Path) -> Path:
+    """The examples of a folder that ``write_beir`` wrote as lines of query, pos and neg with a teacher's scores."""
+    path = data / "scored.jsonl"
+    convert(data, path, "jsonl")
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    for number, record in enumerate(records):
+        record |= {"pos_scores": [5 + number % 3], "neg_scores": [number % 7 - 2.5]}
+    path.write_text("\n".join(map(json.dumps, records)) + "\n", encoding="utf-8")
+    return path
 
 
 def train_config(data: Path, output: Path, method: str = "cont_accum", **changes) -> TrainConfig:

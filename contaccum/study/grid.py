@@ -120,7 +120,10 @@ def identity(kind: str, config: TrainConfig) -> dict[str, Any]:
     if kind != "untrained":
         return {}
     settings = {name: value for name, value in flat(asdict(config)).items() if matters(name, None)}
-    return {"settings": {**settings, "data.train": config.data.train, "seed": config.seed}}
+    data = {"data.train": config.data.train}
+    if config.data.mixture:
+        data["data.mixture"] = [[each.train, each.split] for each in config.data.mixture]
+    return {"settings": {**settings, **data, "seed": config.seed}}
 
 
 def _configured(configure: Configure, output: Path, name: str, changes: Mapping[str, str]) -> TrainConfig:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import yaml
 from helpers import train_config, weights, write_beir
+from launched import Job, run_jobs
 
 from contaccum.batch import NO_PASSAGE
 from contaccum.cli import main
@@ -18,6 +19,7 @@ from contaccum.data.dataset import MixtureSampler, load_training, make_sampler
 from contaccum.engine import Engine
 from contaccum.errors import InputError
 from contaccum.training import setup
+from contaccum.training.log import read_log
 from contaccum.training.loop import train
 
 SIZES = (40, 13)
@@ -132,6 +134,22 @@ def test_a_mixture_resumes_to_the_byte_and_one_set_is_no_mixture(sets, tmp_path)
     for each in (one, plain):
         train(each)
     assert weights(tmp_path / "one") == weights(tmp_path / "plain")
+
+
+@pytest.mark.acceptance
+def test_two_processes_learn_a_mixture_as_one_does(sets, tmp_path):
+    jobs = {}
+    for name, world, batches in (("one", 1, "mixed"), ("two", 2, "mixed"), ("other", 2, "one_set")):
+        changes = {"data.train": "", "optim.max_steps": 4, "model.dropout": 0.0, "batch.micro_batch_size": 4 // world}
+        config = train_config(tmp_path, tmp_path / name, **changes)
+        config.data = mixed(sets, (1.0, 2.0), mixture_batches=batches)
+        (tmp_path / f"{name}.yaml").write_text(to_yaml(config))
+        jobs[name] = Job(["train", "--config", str(tmp_path / f"{name}.yaml")], world)
+    for outcome in run_jobs(jobs, tmp_path / "jobs").values():
+        outcome.check()
+    losses = {name: [line["loss"] for line in read_log(tmp_path / name)] for name in jobs}
+    assert losses["two"] == pytest.approx(losses["one"], rel=1e-4)
+    assert losses["other"] != pytest.approx(losses["one"], rel=1e-3)
 
 
 def test_a_mixture_stands_in_a_config_file(sets, tmp_path, capsys):

@@ -57,7 +57,7 @@ def test_the_scores_of_both_forms_are_read_where_they_are_asked_for(form, tmp_pa
 @pytest.mark.parametrize(
     ("form", "change", "sentence"),
     [
-        ("jsonl", {"neg_scores": [1, 2]}, "the scores 1 of positives and 2 of negatives, expected one for each passage: 1 of positives"),
+        ("jsonl", {"neg_scores": [1, 2]}, "1 of positives and 2 of negatives, expected one for each passage: 1 of positives"),
         ("jsonl", {"neg_scores": None}, "found the scores 1 of positives and 0 of negatives"),
         ("jsonl", {"pos_scores": []}, "found the scores 0 of positives and 3 of negatives"),
         ("jsonl", {"pos_scores": [float("nan")]}, "pos_scores[0]: found the number nan, expected a score, a finite number"),

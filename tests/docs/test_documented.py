@@ -19,6 +19,7 @@ import pytest
 import tomllib
 from documented import PAGES, ROOT, Command, blocks, commands
 from helpers import write_beir
+from transformers import BertConfig, BertForSequenceClassification
 
 from contaccum.cli import main
 from contaccum.cli.parsers import make_parser
@@ -66,6 +67,15 @@ def workspace(tmp_path_factory) -> Path:
     tower = tiny_tower(texts, "mean", layers=1, width=32, vocabulary=200, max_length=256, seed=0)
     settings = EncoderSettings(tie_towers=True)
     DualEncoder(tower, tower, settings).save(folder / "saved")
+    config = BertConfig(vocab_size=len(tower.tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+                        intermediate_size=64, num_labels=1)  # fmt: skip
+    reader = folder / "cross-encoder" / "ms-marco-MiniLM-L6-v2"
+    BertForSequenceClassification(config).save_pretrained(reader)
+    tower.tokenizer.save_pretrained(reader)
+    wide = tiny_tower(texts, "mean", layers=1, width=384, vocabulary=200, max_length=256, seed=0)
+    DualEncoder(wide, wide, settings).save(folder / "wide")
+    (folder / "BAAI").mkdir()
+    (folder / "BAAI" / "bge-small-en-v1.5").symlink_to(folder / "wide" / "query_encoder")
     for name in ENCODERS:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).symlink_to(folder / "saved" / "query_encoder")

@@ -16,8 +16,9 @@ from helpers import train_config, weights, write_beir
 
 from contaccum.cli import main
 from contaccum.config import to_yaml
+from contaccum.config.settings import MixtureConfig
 from contaccum.files import read_json
-from contaccum.study.grid import read_varied, settings
+from contaccum.study.grid import identity, read_varied, settings
 from contaccum.training.log import read_log
 
 pytestmark = pytest.mark.filterwarnings("default:.*1 bad record is left out")
@@ -259,6 +260,28 @@ def test_only_settings_that_a_method_reads_are_varied():
         *(f"grad_cache-micro_batch_size={b}-learning_rate={rate}" for b in (4, 8) for rate in (1, 2)),
     ]  # fmt: skip
     assert len(settings(["cont_cache"], varied)) == 8
+
+
+def test_baselines_of_other_data_are_told_apart():
+    """The encoder `tiny` takes its vocabulary from the training texts, those of a mixture's sets too."""
+
+    def made(*sets: tuple[str, str], train: str = "") -> dict:
+        config = train_config(Path(train), Path("out"))
+        config.data.train = train
+        config.data.mixture = [MixtureConfig(train=name, split=split) for name, split in sets]
+        return identity("untrained", config)
+
+    both = made(("a", "train"), ("b", "train"))
+    assert both == made(("a", "train"), ("b", "train"))
+    others = [
+        made(("a", "train")),
+        made(("a", "train"), ("b", "dev")),
+        made(("b", "train"), ("a", "train")),
+        made(train="a"),
+    ]
+    assert all(both != other for other in others)
+    assert json.loads(json.dumps(both)) == both  # as it is read back
+    assert "data.mixture" not in made(train="a")["settings"]
 
 
 def test_the_report_says_what_the_files_hold(place):

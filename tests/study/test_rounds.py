@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 import yaml
 from helpers import train_config, weights, write_beir
+from launched import Job, run_jobs
 
 from contaccum import api, train
 from contaccum.cli import main
 from contaccum.config import to_yaml
 from contaccum.options import MineSettings, ModelChoice, RoundsOptions
 from contaccum.study.rounds import run_rounds
+from contaccum.training.log import read_log
 
 CHANGES = {"data.hard_negatives": 1, "optim.max_steps": 6}
 MINING = MineSettings(num_negatives=4, range_max=20, range_min=1, sampling_strategy="random", block_size=16)
@@ -92,6 +94,25 @@ def test_killed_in_training_and_in_mining_it_ends_with_the_same_bytes(data, whol
     for number in range(3):
         assert weights(folder / f"round-{number}") == weights(whole / f"round-{number}")
         assert (folder / f"mined-{number}.jsonl").read_bytes() == (whole / f"mined-{number}.jsonl").read_bytes()
+
+
+@pytest.mark.acceptance
+def test_two_processes_go_the_rounds_as_one_does(data, tmp_path):
+    """What is mined is the same; losses and weights are, to rounding."""
+    jobs = {}
+    for world in (1, 2):
+        changes = {**CHANGES, "model.dropout": 0.0, "batch.micro_batch_size": 4 // world}
+        config = train_config(data, tmp_path / f"of {world}", **changes)
+        path = write_config(tmp_path / f"{world}.yaml", config, count=1, first="bm25")
+        jobs[f"of {world}"] = Job(["rounds", "--config", str(path)], world)
+    for outcome in run_jobs(jobs, tmp_path / "jobs").values():
+        outcome.check()
+    for number in range(2):
+        mined = [lines_of(tmp_path / name / f"mined-{number}.jsonl") for name in jobs]
+        assert [row["neg_id"] for row in mined[0]] == [row["neg_id"] for row in mined[1]]
+        losses = [[line["loss"] for line in read_log(tmp_path / name / f"round-{number}")] for name in jobs]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert mined[0] != lines_of(tmp_path / "of 1" / "mined-0.jsonl")
 
 
 def test_from_the_model_before_and_with_the_data_s_own_negatives(data, tmp_path):

@@ -8,7 +8,16 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import SlowBank, gradients, largest_difference, slow_loss, train_config, weights, write_uneven_beir
+from helpers import (
+    SlowBank,
+    gradients,
+    largest_difference,
+    slow_loss,
+    train_config,
+    weights,
+    write_scored_lines,
+    write_uneven_beir,
+)
 from launched import Job, run_jobs
 from safetensors.torch import load_file
 
@@ -156,8 +165,9 @@ def test_micro_batches_of_one_size_weigh_exactly_one(count, stored, data):
 
 
 def test_two_processes_cut_by_tokens_give_the_gradients_of_one(data, tmp_path):
-    """Micro-batches of several sizes, first passes of two at once."""
-    jobs = {f"of {w}": Job([str(data), str(tmp_path / f"of{w}")], w, worker="cut_worker") for w in (1, 2)}
+    """Micro-batches of several sizes, first passes of two at once, losses at three widths and of a teacher's scores."""
+    scored = str(write_scored_lines(data))
+    jobs = {f"of {w}": Job([scored, str(tmp_path / f"of{w}")], w, worker="cut_worker") for w in (1, 2)}
     for outcome in run_jobs(jobs, tmp_path / "jobs").values():
         outcome.check()
     one, *others = (
@@ -177,16 +187,22 @@ def test_two_processes_cut_by_tokens_give_the_gradients_of_one(data, tmp_path):
 
 @pytest.mark.parametrize("method", ["cont_accum", "grad_cache"])
 def test_a_run_by_tokens_resumes_to_the_byte(method, data, tmp_path):
+    scored = write_scored_lines(data)
     changes = {**LENGTHS, **BY_TOKENS, "model.tiny_layers": 1}
-    model = train(train_config(data, tmp_path / "whole", method, **changes))
+    changes |= {"loss.matryoshka_dims": [8, 20], "loss.distillation": "margin"}
+    model = train(train_config(scored, tmp_path / "whole", method, **changes))
     log = read_log(tmp_path / "whole")
     assert all(math.isfinite(line["loss"]) and line["micro_batches"] > 2 for line in log)
-    train(train_config(data, tmp_path / "broken", method, **changes))
+    assert all(line["loss"] > line["distillation"] > 0 for line in log)
+    train(train_config(scored, tmp_path / "broken", method, **changes))
     for leftover in ("checkpoints/step-00000004", "checkpoints/step-00000006"):
         (tmp_path / "broken" / leftover / "manifest.json").unlink()
     assert newest_checkpoint(tmp_path / "broken").state["step"] == 2
-    train(train_config(data, tmp_path / "broken", method, resume=True, **changes))
+    train(train_config(scored, tmp_path / "broken", method, resume=True, **changes))
     assert weights(tmp_path / "broken") == weights(model.parent)
+    banks = [newest_checkpoint(tmp_path / name).folder / "bank.safetensors" for name in ("whole", "broken")]
+    assert banks[0].read_bytes() == banks[1].read_bytes()
+    assert (method == "cont_accum") == any(name.startswith("20/sums") for name in load_file(banks[0]))
 
 
 def test_a_budget_below_the_longest_pair_is_refused(data, tmp_path):
