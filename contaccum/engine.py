@@ -12,6 +12,7 @@ import os
 import resource
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch import Tensor
 from contaccum.batch import MicroBatch, RowIds, Tokens
 from contaccum.encoder import DualEncoder
 from contaccum.errors import InputError
-from contaccum.processes import Processes, refuse_missing_processes
+from contaccum.processes import Processes, own_keys, refuse_missing_processes
 
 ACCELERATE_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 TENSORBOARD_HINT = "pip install 'contaccum[tensorboard]'"
@@ -60,14 +61,17 @@ class Engine(Processes):
         e.g. tensorboard. timeout_minutes: how long a process waits for the others before it gives up.
         """
         _refuse_sharding()
-        wait = InitProcessGroupKwargs(timeout=datetime.timedelta(minutes=timeout_minutes))
+        wait = datetime.timedelta(minutes=timeout_minutes)
+        group = InitProcessGroupKwargs(timeout=wait)
+        # the class has no field for a store, and accelerate takes no class derived from it
+        group.to_kwargs = partial(dict, timeout=wait, **own_keys(wait))
         try:
             self.accelerator = Accelerator(
                 mixed_precision=ACCELERATE_PRECISION[precision],
                 cpu=encoding_device(device).type == "cpu",  # else several processes without a GPU would each be alone
                 log_with=trackers or None,
                 project_dir=tracker_dir,
-                kwargs_handlers=[wait],
+                kwargs_handlers=[group],
             )
         except (ValueError, ImportError) as error:
             raise InputError(
@@ -87,7 +91,7 @@ class Engine(Processes):
         super().__init__(place.process_index, place.num_processes, place.local_process_index, place.device)
         refuse_missing_processes(self.world)
         if precision == "fp16" and self.device.type == "cpu":  # accelerate would run in fp32 and not say so
-            self._forget_choices()
+            self._forget_choices(group=self.world == 1)
             raise InputError("run.precision is fp16 on cpu, expected fp32 or bf16")
         if tf32 and self.device.type != "cuda":
             warnings.warn(f"run.tf32 has no effect on {self.device.type}", stacklevel=2)
@@ -250,11 +254,11 @@ class Engine(Processes):
         if self.tf32:
             torch.backends.cuda.matmul.allow_tf32 = False
         self.accelerator.end_training()
-        self._forget_choices()
+        self._forget_choices(group=True)  # it has ended the group, which a next run would take for alive
 
-    def _forget_choices(self) -> None:
+    def _forget_choices(self, group: bool) -> None:
         # accelerate keeps device and precision for the whole process
-        AcceleratorState._reset_state(reset_partial_state=self.world == 1)
+        AcceleratorState._reset_state(reset_partial_state=group)
 
     def peak_memory(self) -> int:
         """Most memory held since the engine was made, in bytes, what ``unmeasured`` blocks held left out: allocated on a GPU,

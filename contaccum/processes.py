@@ -6,9 +6,10 @@ torchrun and accelerate launch start the processes and end them all when one of 
 import contextlib
 import datetime
 import hashlib
+import itertools
 import os
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -123,6 +124,21 @@ def started_elsewhere(device: torch.device) -> Processes:
     return Processes(dist.get_rank(), dist.get_world_size(), device=device)
 
 
+def own_keys(timeout: datetime.timedelta) -> dict[str, Any]:
+    """What to give ``init_process_group`` so that the new group has keys of its own in the launcher's store; nothing where one
+    process was started, a group is there already, or the launcher (MPI) has another way.
+
+    torch itself takes the same keys for every group that a process makes, and finds the addresses of an earlier one there.
+    """
+    if process_place()[1] == 1 or dist.is_initialized() or "MASTER_ADDR" not in os.environ:
+        return {}
+    store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+    return {"store": dist.PrefixStore(f"contaccum/group/{next(_GROUPS)}", store), "rank": rank, "world_size": world}
+
+
+_GROUPS = itertools.count()  # every process of a launch makes the same groups in the same order
+
+
 @contextlib.contextmanager
 def joined(timeout_minutes: float) -> Iterator[Processes]:
     """Inside the block the processes of a launch can exchange results, on the CPU; without a launcher there is one."""
@@ -131,7 +147,8 @@ def joined(timeout_minutes: float) -> Iterator[Processes]:
     if world == 1:
         yield ALONE
         return
-    dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=timeout_minutes))
+    timeout = datetime.timedelta(minutes=timeout_minutes)
+    dist.init_process_group("gloo", timeout=timeout, **own_keys(timeout))
     yield Processes(rank, world, int(os.environ.get("LOCAL_RANK", rank)))
     dist.destroy_process_group()  # not after an error: the others, who then fail too, are to fail after this process
 

@@ -120,7 +120,7 @@ def identity(kind: str, config: TrainConfig) -> dict[str, Any]:
     if kind != "untrained":
         return {}
     settings = {name: value for name, value in flat(asdict(config)).items() if matters(name, None)}
-    data = {"data.train": config.data.train}
+    data: dict[str, Any] = {"data.train": config.data.train}
     if config.data.mixture:
         data["data.mixture"] = [[each.train, each.split] for each in config.data.mixture]
     return {"settings": {**settings, **data, "seed": config.seed}}
