@@ -53,7 +53,7 @@ def measure(args: Any, folder: str, method: str) -> list[dict[str, Any]]:
     config.batch.global_batch_size, config.batch.micro_batch_size = args.global_batch_size, args.pairs
     train_set = load_train_set(args.data, repair=True)
     engine = Engine(device=args.device, precision=args.precision)
-    encoder = setup.build_encoder(config.model, train_set, 0).to(engine.device).train()
+    encoder = setup.build_encoder(config, train_set).to(engine.device).train()
     cuts = {PAIRS: setup.build_batches(config, engine, encoder, train_set)}
     longest = encoder.settings.max_query_length + encoder.settings.max_passage_length
     config.batch.micro_batch_tokens = args.pairs * longest

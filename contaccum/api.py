@@ -45,6 +45,7 @@ __all__ = [
     "evaluate_run_file",
     "joined",
     "look",
+    "merge",
     "mine",
     "render_benchmark",
     "render_mined",
@@ -80,6 +81,17 @@ def open_finder(
         return LexicalIndex(corpus)
     encoder = load_encoder(choice) if isinstance(choice, ModelChoice) else choice
     return Searcher(encoder, corpus, settings, group)
+
+
+def merge(model: str, output: str, trust_remote_code: bool = False) -> str:
+    """Write a model trained with adapters as one of plain weights, with the same vectors to rounding; returns ``output``.
+
+    A base in 4 or 8 bits is widened to float32 first.
+    """
+    if Path(output).exists():
+        raise InputError(f"{output}: exists already, expected a new folder")
+    DualEncoder.load(model, trust_remote_code=trust_remote_code, merge=True).save(output)
+    return output
 
 
 def encode(

@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> None:
         config = train_config(Path(data), Path(output), method, **CHANGES)
         validate(config, engine.world)
         train_set = load_training(config.data, config.distils)
-        encoder = setup.build_encoder(config.model, train_set, config.seed).train()
+        encoder = setup.build_encoder(config, train_set).train()
         encoder.set_dropout(0.0)
         places = [SimpleNamespace(rank=rank, world=2, main_first=nullcontext) for rank in range(2)]
         sources = [setup.build_batches(config, place, encoder, train_set) for place in places]

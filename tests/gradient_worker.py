@@ -49,7 +49,7 @@ def three_steps(method: str, engine: Engine, data: str, weights: dict[str, torch
     config = train_config(Path(data), Path("unused"), method, **changes)
     validate(config, engine.world)
     train_set = load_train_set(data, "train", 1)
-    encoder = setup.build_encoder(config.model, train_set, config.seed).train()
+    encoder = setup.build_encoder(config, train_set).train()
     encoder.set_dropout(0.0)
     batches = setup.build_batches(config, engine, encoder, train_set)
     loss = setup.build_loss(config, encoder)
@@ -86,7 +86,7 @@ def own_ids(batch: MicroBatch, engine: Engine) -> MicroBatch:
 def uneven_evaluation(engine: Engine, data: str) -> dict[str, torch.Tensor]:
     """Vectors of 1 to 5 texts, which no number of processes above 1 divides evenly every time."""
     config = train_config(Path(data), Path("unused"))
-    encoder = setup.build_encoder(config.model, load_train_set(data, "train"), 0)
+    encoder = setup.build_encoder(config, load_train_set(data, "train"))
     engine.prepare(encoder, torch.optim.SGD(encoder.parameters()))
     texts = [f"the fox of valley {number}" for number in range(5)]
     shared = SharedEncoder(engine)

@@ -29,6 +29,7 @@ HOMES = {
     "pytrec_eval": {"evaluation/beir.py"},
     "jsonargparse": {"cli/main.py", "cli/parsers.py", "cli/verbs.py"},
     "bitsandbytes": {"training/optimizer.py"},
+    "peft": {"encoder/adapters.py"},
     "scipy": {"evaluation/significance.py"},
     "matplotlib": {"study/plots.py"},
     "sentence_transformers": {"integrations/sentence_transformers.py", "retrieval/rerank.py"},

@@ -33,6 +33,7 @@ def make_parser() -> ArgumentParser:
         "verify", _verify_parser(), help="hold the methods' equivalences on your model, data and device"
     )
     verbs.add_subcommand("report", _report_parser(), help="put training runs side by side: table, tests, page")
+    verbs.add_subcommand("merge", _merge_parser(), help="make plain weights of a model that was trained with LoRA")
     verbs.add_subcommand("push", _push_parser(), help="write a model's card and send both to the Hugging Face Hub")
     doctor = _new(
         "contaccum doctor",
@@ -313,6 +314,21 @@ def _report_parser() -> ArgumentParser:
         help="one of the runs, which the others are tested against, query by query; runs that differ in the seed are one",
     )
     parser.add_argument("--html", help="page to write; nothing is loaded from elsewhere (needs the extra `study`)")
+    return parser
+
+
+def _merge_parser() -> ArgumentParser:
+    parser = _new(
+        "contaccum merge",
+        "Add the adapters of a model trained with LoRA to the weights of their base, and write a model without adapters, with "
+        "the same vectors to rounding. A base in 4 or 8 bits is widened to float32 first.",
+        "%(prog)s MODEL OUTPUT",
+    )
+    parser.add_argument("model", help="folder of the trained model, or its hub name")
+    parser.add_argument("output", help="folder to write; must not exist")
+    parser.add_argument(
+        "--trust_remote_code", action="store_true", help="run model code that comes with the base. Only if you trust it"
+    )
     return parser
 
 

@@ -188,6 +188,12 @@ def _report(options: Namespace) -> None:
     print(console_report(options.runs, options.metric, options.against, options.html))
 
 
+def _merge(options: Namespace) -> None:
+    from contaccum import api
+
+    print(api.merge(**options.as_dict()))
+
+
 def _push(options: Namespace) -> None:
     from contaccum.publish.hub import push
 
@@ -241,6 +247,7 @@ VERBS: dict[str, Callable[[Namespace], None]] = {
     "verify": _verify,
     "plan": _plan,
     "report": _report,
+    "merge": _merge,
     "push": _push,
     "doctor": _doctor,
     "data check": _check,

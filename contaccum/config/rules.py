@@ -11,6 +11,7 @@ from contaccum.config.settings import (
     METRIC_CUTS,
     METRIC_MEASURES,
     TRAITS,
+    AdapterConfig,
     BatchConfig,
     DataConfig,
     LossConfig,
@@ -36,6 +37,7 @@ def validate(config: TrainConfig, world: int = 1) -> None:
     _check_bank(config, world)
     _check_encoder(config)
     _check_loss(config)
+    _check_adapters(config)
     if config.run.memory_budget is not None:
         parse_bytes(config.run.memory_budget)
     if config.optim.warmup_steps is not None and config.optim.warmup_ratio is not None:
@@ -56,6 +58,7 @@ def check_total(config: TrainConfig, total: int) -> None:
 
 AT_LEAST: dict[str, float] = {
     "seed": 0,
+    "lora.rank": 0,
     "model.tiny_layers": 1,
     "model.tiny_width": 32,
     "model.tiny_vocabulary": 100,
@@ -100,10 +103,12 @@ def _check_ranges(config: TrainConfig) -> None:
     for name in ("optim.adam_beta1", "optim.adam_beta2"):
         if not 0 <= value_at(config, name) < 1:
             raise InputError(f"{name} is {value_at(config, name)}, expected at least 0 and less than 1")
-    for name in ("optim.warmup_ratio", "model.dropout"):
+    for name in ("optim.warmup_ratio", "model.dropout", "lora.dropout"):
         value = value_at(config, name)
         if value is not None and not 0 <= value <= 1:
             raise InputError(f"{name} is {value}, expected a share between 0 and 1")
+    if config.lora.alpha is not None and not config.lora.alpha > 0:
+        raise InputError(f"lora.alpha is {config.lora.alpha}, expected more than 0")
     if config.model.tiny_width % 32:
         raise InputError(f"model.tiny_width is {config.model.tiny_width}, expected a multiple of 32")
 
@@ -225,6 +230,22 @@ def _check_loss(config: TrainConfig) -> None:
         )
 
 
+def _check_adapters(config: TrainConfig) -> None:
+    if config.model.quantize != "none" and not config.lora.rank:
+        raise InputError(
+            f"model.quantize is {config.model.quantize} with lora.rank 0, expected adapters: few bits cannot be trained"
+        )
+    if config.lora.rank and config.model.name == "tiny":
+        raise InputError(
+            "lora.rank is above 0 with model.name tiny, expected an encoder's folder or hub name: an adapter is saved without "
+            "its base, and tiny's random weights lie nowhere"
+        )
+    if config.model.quantize != "none" and config.run.compile != "off":
+        raise InputError(
+            f"run.compile is {config.run.compile} with model.quantize {config.model.quantize}, expected one or the other"
+        )
+
+
 def _without_effect(config: TrainConfig) -> Iterator[str]:
     """A sentence for each setting that was changed and changes nothing, bank settings aside."""
     model, optim, run = config.model, config.optim, config.run
@@ -249,10 +270,17 @@ def _without_effect(config: TrainConfig) -> Iterator[str]:
         yield f"optim.fused has no effect with optim.name {optim.name}"
     if model.name == "tiny" and model.passage_name:
         yield "model.passage_name has no effect with model.name tiny"
+    for name in ("alpha", "dropout", "target_modules"):
+        if not config.lora.rank and getattr(config.lora, name) != getattr(AdapterConfig(), name):
+            yield f"lora.{name} has no effect with lora.rank 0"
     for name in ("tiny_layers", "tiny_width", "tiny_vocabulary"):
         if model.name != "tiny" and getattr(model, name) != getattr(ModelConfig, name):
             yield f"model.{name} has no effect with model.name {model.name}"
     if model.pack_linears and run.precision != "fp32":
         yield f"model.pack_linears has no effect with run.precision {run.precision}"
+    if model.pack_linears and model.quantize != "none":
+        yield f"model.pack_linears has no effect on the layers that model.quantize {model.quantize} holds in few bits"
+    if model.name == "tiny" and model.append_eos is not None:
+        yield "model.append_eos has no effect with model.name tiny"
     if model.unpad and model.attention in ("eager", "sdpa"):
         yield f"model.attention {model.attention} has no effect with model.unpad, which has its own"

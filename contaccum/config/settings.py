@@ -79,6 +79,12 @@ class ModelConfig:
     pack_linears: bool = False
     """On a CPU in fp32: multiply by weights that oneDNN has packed once an update, forwards and for the gradient of a layer's
     input. Less time on AMD's processors, equal to rounding; no effect on a GPU."""
+    append_eos: bool | None = None
+    """Whether texts end with the tokenizer's end-of-text token where it sets none itself; texts that are cut keep it. Not given:
+    true where a decoder-only encoder that is no sentence-transformers model is pooled by its last token."""
+    quantize: Literal["none", "4bit", "8bit"] = "none"
+    """Hold the frozen base of adapters in few bits (needs `lora.rank` and the extra `bitsandbytes`): `4bit` is NF4 with doubly
+    quantised scales, as in QLoRA, `8bit` is LLM.int8."""
     trust_remote_code: bool = False
     """Run model code that comes with the checkpoint. Only for sources that you trust."""
     tiny_layers: int = 2
@@ -87,6 +93,27 @@ class ModelConfig:
     """Width of the `tiny` encoder, in numbers per vector; a multiple of 32."""
     tiny_vocabulary: int = 4000
     """Most word pieces in the `tiny` encoder's vocabulary."""
+
+
+@dataclass
+class AdapterConfig:
+    """Low-rank adapters (LoRA): the encoders stay as they are, and small matrices beside their linear layers are trained.
+
+    Tied towers have one adapter. Two towers from one encoder share it in memory and have an adapter each. Needs the extra `lora`.
+    """
+
+    rank: int = 0
+    """Rank of the adapters' matrices (r); 0 trains all weights instead."""
+    alpha: float | None = None
+    """An adapter's output is multiplied by alpha / rank. Not given: twice the rank."""
+    dropout: float = 0.0
+    """Dropout of the adapters' inputs in training, a share between 0 and 1; `model.dropout` is that of the encoders."""
+    target_modules: list[str] = field(default_factory=list)
+    """Names of the linear layers that get an adapter, such as q_proj and v_proj. Not given: all of them."""
+
+    def scale(self) -> float:
+        """alpha, given or not."""
+        return 2.0 * self.rank if self.alpha is None else self.alpha
 
 
 @dataclass
@@ -294,6 +321,7 @@ class TrainConfig:
     """With `resume`: go on although settings, data, tokenizer, encoder or the number of processes differ from the run's; the
     differences are printed. Where B x W stays the same, another number of processes changes the result by rounding alone."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: AdapterConfig = field(default_factory=AdapterConfig)
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     bank: BankConfig = field(default_factory=BankConfig)

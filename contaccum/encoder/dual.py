@@ -4,7 +4,6 @@ Each tower's folder is what ``AutoModel.from_pretrained`` and ``SentenceTransfor
 pooling, normalisation, prefix. ``contaccum.json`` beside the two folders holds what belongs to the pair.
 """
 
-import copy
 import hashlib
 import json
 from collections.abc import Iterator
@@ -21,12 +20,14 @@ from tqdm.auto import tqdm
 from transformers.utils import is_flash_attn_2_available
 
 from contaccum.batch import MicroBatch, Tokens
+from contaccum.encoder.adapters import Adapters, few_bits, own_dropouts
 from contaccum.encoder.folder import save_encoder
 from contaccum.encoder.inference import PACK_FROM, WINDOW, default_batch_tokens, token_batches
+from contaccum.encoder.loading import Loading
 from contaccum.encoder.packed import pack_linears, packed_linears, weights_changed
 from contaccum.encoder.settings import EncoderSettings, make_settings
 from contaccum.encoder.sources import read_encoder
-from contaccum.encoder.tower import Tower, check_length, check_unpad, load_tower, position_limit, set_attention
+from contaccum.encoder.tower import Tower, check_length, check_unpad, position_limit, set_attention
 from contaccum.encoder.unpadded import ATTENTION
 from contaccum.errors import InputError
 from contaccum.files import whole_folder
@@ -71,6 +72,11 @@ class DualEncoder(nn.Module):
     def towers(self) -> list[Tower]:
         """Both towers, or the one that both sides share."""
         return list(dict.fromkeys((self.query_tower, self.passage_tower)))
+
+    @property
+    def adapted(self) -> bool:
+        """Whether a tower is an adapter beside a frozen base."""
+        return any(tower.base is not None for tower in self.towers)
 
     @property
     def similarity(self) -> str:
@@ -149,9 +155,10 @@ class DualEncoder(nn.Module):
 
     def set_dropout(self, share: float) -> None:
         """Replace every dropout probability of both backbones; what is saved keeps the encoder's own."""
+        for tower in self.towers:
+            for dropout in own_dropouts(tower):
+                dropout.p = share
         for module in self.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = share
             for name in DROPOUT_NUMBERS:
                 if isinstance(getattr(module, name, None), (int, float)):
                     setattr(module, name, share)
@@ -188,6 +195,11 @@ class DualEncoder(nn.Module):
         """To be called after each step of an optimizer: packed layers take their weights anew."""
         for tower in self.towers:
             weights_changed(tower.backbone)
+
+    def set_compute_dtype(self, dtype: torch.dtype) -> None:
+        """Multiply in this precision where a base is held in 4 bits; the rest is autocast's to say."""
+        for layer in few_bits(self):
+            layer.compute_dtype = dtype
 
     def compile_backbones(self, graphs: bool = False) -> None:
         """Compile both backbones for training; with ``graphs`` the kernels of each length are replayed as one CUDA graph.
@@ -235,6 +247,9 @@ class DualEncoder(nn.Module):
         trust_remote_code: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
+        append_eos: bool | None = None,
+        adapters: Adapters | None = None,
+        merge: bool = False,
         **overrides: Any,
     ) -> "DualEncoder":
         """Load what we saved, any sentence-transformers model, or any encoder, from a folder or by hub name.
@@ -242,6 +257,11 @@ class DualEncoder(nn.Module):
         ``overrides`` are fields of EncoderSettings; one that is None keeps what the folder says. With ``tie_towers`` both
         sides share their weights; without it they start equal and part in training. Where the folder does not say otherwise
         one encoder for both sides is tied, since nothing can tell its towers apart before training.
+
+        append_eos: whether texts end with the end-of-text token where the tokenizer sets none; not given, as
+        ``contaccum.config.ModelConfig`` says. adapters: what is trained beside the encoders, which are then frozen; towers from
+        one encoder share it in memory. merge: add adapters that the folder holds to the weights; those of a base in few bits are
+        widened first.
         """
         unknown = set(overrides) - {field.name for field in fields(EncoderSettings)}
         assert not unknown, f"no such encoder setting: {unknown}"
@@ -255,13 +275,8 @@ class DualEncoder(nn.Module):
             raise InputError(f"passage_name {passage_name} was given with tied towers, expected one or the other")
         if tied and passage_source != query_source:
             raise InputError(f"{name}: holds two towers, expected one to be tied")
-        query_tower = load_tower(query_source, settings.pooling, trust_remote_code, dtype)
-        if tied:
-            passage_tower = query_tower
-        elif passage_source == query_source:
-            passage_tower = copy.deepcopy(query_tower)
-        else:
-            passage_tower = load_tower(passage_source, settings.pooling, trust_remote_code, dtype)
+        loading = Loading(settings.pooling, trust_remote_code, dtype, append_eos, adapters, merge, device)
+        query_tower, passage_tower = loading.towers(query_source, query_source if tied else passage_source, tied)
         for key, tower in (("max_query_length", query_tower), ("max_passage_length", passage_tower)):
             limit = position_limit(tower.backbone.config)
             if (

@@ -1,7 +1,8 @@
 """The form of a saved encoder: two folders with weights, and what transformers, sentence-transformers and we read beside them.
 
 model/
-    query_encoder/      weights, tokenizer, 1_Pooling/ ...: a whole encoder for transformers and sentence-transformers
+    query_encoder/      weights, tokenizer, 1_Pooling/ ...: a whole encoder for transformers and sentence-transformers; of one
+                        trained with LoRA the adapter in place of the weights, and the name and hash of its base
     passage_encoder/    the same; tied towers are one file of weights under two names where the file system has hard links
     modules.json        one sentence-transformers model whose Router leads queries and documents to the two folders
     router_config.json
@@ -15,12 +16,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from contaccum.encoder.adapters import save_base
 from contaccum.encoder.settings import SETTINGS_FILE, TOWERS, EncoderSettings
 from contaccum.encoder.tower import Tower, quiet_transformers
 from contaccum.files import write_json
 
 KIND = "sentence_transformers.models."
 """Where modules.json says that classes lie: the path that old and new versions of sentence-transformers understand."""
+WHOLE = "sentence_transformers.SentenceTransformer"
+"""A model as a module of another one."""
 
 
 def save_encoder(query_tower: Tower, passage_tower: Tower, settings: EncoderSettings, folder: Path) -> None:
@@ -50,18 +54,26 @@ def save_encoder(query_tower: Tower, passage_tower: Tower, settings: EncoderSett
 
 def _write_router(routes: dict[str, tuple[str, Tower]], settings: EncoderSettings, folder: Path) -> None:
     """What joins the towers' folders, which lie beside it, into one sentence-transformers model."""
-    parts = {
-        side: {f"{name}/{path}".rstrip("/"): kind for path, kind in _parts(tower, settings).items()}
-        for side, (name, tower) in routes.items()
-    }
+    parts = {side: _routed(name, tower, settings) for side, (name, tower) in routes.items()}
     router = {
-        "types": {path: KIND + kind for found in parts.values() for path, kind in found.items()},
+        "types": {path: kind for found in parts.values() for path, kind in found.items()},
         "structure": {side: list(found) for side, found in parts.items()},
         "parameters": {"default_route": "document", "allow_empty_key": True},
     }
     write_json(folder / "router_config.json", router)
     write_json(folder / "modules.json", [_module(0, "", "Router")])
     _write_prompts(folder, settings, "document")
+
+
+def _routed(name: str, tower: Tower, settings: EncoderSettings) -> dict[str, str]:
+    """The modules of one route: their folders within the model's, and their classes with the path to them.
+
+    A tower that is an adapter is one module, a whole model by itself, which is loaded from its own folder: transformers would
+    look for the base of an adapter in a subfolder under the subfolder's name.
+    """
+    if tower.base is not None:
+        return {name: WHOLE}
+    return {f"{name}/{path}".rstrip("/"): KIND + kind for path, kind in _parts(tower, settings).items()}
 
 
 def _parts(tower: Tower, settings: EncoderSettings) -> dict[str, str]:
@@ -95,8 +107,10 @@ def _save_tower(tower: Tower, folder: Path) -> None:
     tower.tokenizer.backend_tokenizer.no_truncation()  # a call leaves its own truncation behind, which would be saved too
     tower.tokenizer.backend_tokenizer.no_padding()
     with quiet_transformers():
-        tower.backbone.save_pretrained(folder)
+        tower.backbone.save_pretrained(folder)  # of a backbone with an adapter, the adapter
         tower.tokenizer.save_pretrained(folder)
+    if tower.base is not None:
+        save_base(tower.base, folder)
     pooling = {
         "word_embedding_dimension": tower.backbone.config.hidden_size,
         "pooling_mode_cls_token": tower.pooling == "cls",

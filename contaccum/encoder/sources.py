@@ -7,6 +7,7 @@ in older versions); a plain encoder, whose family is known by name or not.
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from transformers.models.auto import modeling_auto
 from transformers.utils import cached_file
 
 from contaccum.encoder.families import family_settings
@@ -16,8 +17,24 @@ from contaccum.files import read_json
 
 SIDES = {"query": ("query",), "document": ("document", "passage", "corpus")}
 """sentence-transformers' names of the two sides, under which it keeps prompts and routes."""
+ADAPTER_FILE = "adapter_config.json"
+"""peft's file beside an adapter; it names the base."""
+BASE_FILE = "base.json"
+"""Ours beside it: what the base was when the adapter was trained."""
 NO_LIMIT = 1_000_000
 """A tokenizer's length from here on stands for none."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """The encoder that an adapter was trained beside."""
+
+    place: str
+    """Folder or hub name."""
+    sha256: str | None = None
+    """Hash of its files; None where an adapter of another program does not say."""
+    quantize: str = "none"
+    """The bits that it was held in: none (all), 4bit or 8bit."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +49,10 @@ class Source:
     """Subfolders of the Dense modules behind the pooling."""
     lower_case: bool = False
     """Whether texts are to be lower-cased, whatever the tokenizer does by itself."""
+    base: Base | None = None
+    """Where the backbone's own weights are, when nothing but an adapter lies here."""
+    plain: bool = False
+    """Whether the folder says nothing of pooling and of how texts end."""
 
 
 class Part(NamedTuple):
@@ -58,7 +79,9 @@ def read_encoder(name: str) -> Encoder:
         first, second = (_source_of(name, _parts(name, tower)) for tower in TOWERS)
         return Encoder({"tie_towers": False, **ours}, first, first if ours.get("tie_towers") else second)
     if optional_json(name, "modules.json") is None:
-        return Encoder(family_settings(name), Source(name), Source(name))
+        plain = Source(name, base=_base(name, ""), plain=True)
+        by_kind = {"pooling": "last"} if _decoder_only(plain) else {}
+        return Encoder(by_kind | family_settings(name), plain, plain)
     about = optional_json(name, "config_sentence_transformers.json") or {}
     query, query_source = _read_side(name, "query", about)
     passage, passage_source = _read_side(name, "document", about)
@@ -120,6 +143,8 @@ def _read_side(name: str, side: str, about: dict[str, Any]) -> tuple[dict[str, A
     parts = _parts(name)
     if parts[0].kind in ("Router", "Asym"):
         parts = [*_routed(name, parts[0], side), *parts[1:]]
+    if parts[0].kind == "SentenceTransformer":  # a model as a module of another one, as routes lead to adapters
+        parts = [*_parts(name, parts[0].path), *parts[1:]]
     kinds = [part.kind for part in parts]
     if kinds != ["Transformer", "Pooling", *["Dense"] * kinds.count("Dense"), *["Normalize"] * ("Normalize" in kinds)]:
         raise InputError(
@@ -147,7 +172,32 @@ def _read_side(name: str, side: str, about: dict[str, Any]) -> tuple[dict[str, A
 def _source_of(name: str, parts: list[Part]) -> Source:
     dense = tuple(part.path for part in parts if part.kind == "Dense")
     said = optional_json(name, _join(parts[0].path, "sentence_bert_config.json")) or {}
-    return Source(name, parts[0].path, dense, bool(said.get("do_lower_case")))
+    return Source(name, parts[0].path, dense, bool(said.get("do_lower_case")), _base(name, parts[0].path))
+
+
+def _base(name: str, subfolder: str) -> Base | None:
+    """The base of the adapter in a folder; None where a whole encoder lies there."""
+    adapter = optional_json(name, _join(subfolder, ADAPTER_FILE))
+    if adapter is None or optional_json(name, _join(subfolder, "config.json")) is not None:
+        return None
+    place = adapter.get("base_model_name_or_path")
+    if not place:
+        raise InputError(
+            f"{name}: its {ADAPTER_FILE} has no base_model_name_or_path, expected the encoder it belongs to"
+        )
+    said = optional_json(name, _join(subfolder, BASE_FILE)) or {}
+    return Base(place, said.get("sha256"), said.get("quantize", "none"))
+
+
+def _decoder_only(source: Source) -> bool:
+    config = optional_json(source.base.place if source.base else source.name, "config.json") or {}
+    return decoder_only(config.get("model_type", ""))
+
+
+def decoder_only(family: str) -> bool:
+    """Whether a model type is a decoder's without an encoder: one that writes texts, and fills in no masks."""
+    mapped = (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES)
+    return family in mapped[0] and family not in mapped[1]
 
 
 def _length(name: str, subfolder: str, side: str) -> int | None:

@@ -7,15 +7,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from tokenizers import normalizers
 from torch import Tensor, nn
-from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from contaccum.batch import Tokens
-from contaccum.encoder.dense import Dense, load_dense
-from contaccum.encoder.sources import Source
+from contaccum.config import AdapterConfig
+from contaccum.encoder.adapters import add_adapter, merge
+from contaccum.encoder.dense import Dense
+from contaccum.encoder.sources import Base
 from contaccum.encoder.unpadded import FAMILIES, first_position, token_states
 from contaccum.errors import InputError
 
@@ -37,24 +36,41 @@ def pool(states: Tensor, mask: Tensor, pooling: str) -> Tensor:
 class Tower(nn.Module):
     """A backbone with its tokenizer: token ids in, one vector per text out."""
 
-    def __init__(self, backbone: Any, tokenizer: Any, pooling: str, dense: Sequence[Dense] = ()) -> None:
-        """dense: layers that the pooled vector passes, in their order."""
+    def __init__(
+        self, backbone: Any, tokenizer: Any, pooling: str, dense: Sequence[Dense] = (), base: Base | None = None
+    ) -> None:
+        """dense: layers that the pooled vector passes, in their order. base: what the backbone is besides its adapter."""
         super().__init__()
         self.backbone = backbone
         self.tokenizer = tokenizer
         self.pooling = pooling
         self.dense: Any = nn.ModuleList(dense)
+        self.base = base
         self.unpad = False
         self.compiled: Callable[..., Any] | None = None
         self.bucket = 1  # compiled passes see lengths that are multiples of it
         # BERT's own pooler takes no part here; frozen, it is saved as it came and costs neither gradient nor optimizer state
         if getattr(backbone, "pooler", None) is not None:
             backbone.pooler.requires_grad_(False)
+        if base is not None:
+            self.dense.requires_grad_(False)
+
+    def add_adapter(self, base: Base, config: AdapterConfig) -> None:
+        """Freeze the tower and train an adapter beside it instead."""
+        add_adapter(self.backbone, base, config)
+        self.dense.requires_grad_(False)
+        self.base = base
 
     @property
     def dim(self) -> int:
         """Width of the vectors."""
         return int(self.dense[-1].linear.out_features if len(self.dense) else self.backbone.config.hidden_size)
+
+    def merge_adapter(self) -> None:
+        """Add the adapter, where there is one, to the weights; the tower is then a plain one."""
+        if self.base is not None:
+            merge(self.backbone)
+            self.base = None
 
     def forward(self, tokens: Tokens) -> Tensor:
         vectors = pool(self._states(tokens), tokens.attention_mask, self.pooling)
@@ -70,39 +86,10 @@ class Tower(nn.Module):
         if self.compiled is None or not self.training:  # evaluation runs seldom: it would not earn its own compilation
             return self.backbone(input_ids=ids, attention_mask=mask).last_hidden_state
         length = ids.shape[1]
-        limit = self.backbone.config.max_position_embeddings - first_position(self.backbone.config)
-        extra = min(-(-length // self.bucket) * self.bucket, limit) - length
+        whole = -(-length // self.bucket) * self.bucket
+        extra = min(whole, position_limit(self.backbone.config) or whole) - length
         ids = F.pad(ids, (0, extra), value=self.tokenizer.pad_token_id)
         return self.compiled(input_ids=ids, attention_mask=F.pad(mask, (0, extra))).last_hidden_state[:, :length]
-
-
-def load_tower(
-    source: Source, pooling: str, trust_remote_code: bool = False, dtype: torch.dtype = torch.float32
-) -> Tower:
-    """Backbone, tokenizer and Dense layers of an encoder; half-precision weights are widened to ``dtype``."""
-    name, where = source.name, {"subfolder": source.subfolder, "trust_remote_code": trust_remote_code}
-    try:
-        with quiet_transformers():
-            backbone = AutoModel.from_pretrained(name, dtype=dtype, use_safetensors=True, **where)
-            tokenizer = AutoTokenizer.from_pretrained(name, **where)
-    except (OSError, ValueError, SafetensorError) as error:
-        reason = " ".join(str(error).split())
-        raise InputError(f"{name}: no encoder could be loaded from this folder or hub name ({reason})") from error
-    if backbone.config.is_encoder_decoder:
-        raise InputError(f"{name}: a {backbone.config.model_type} with encoder and decoder, expected an encoder alone")
-    for key in ("is_local", "local_files_only"):  # how it was loaded, which would be saved with it
-        tokenizer.init_kwargs.pop(key, None)
-    if tokenizer.pad_token is None:  # decoder-only families: padding is masked, so any token will do
-        tokenizer.pad_token = tokenizer.eos_token
-    if source.lower_case:
-        _lower_case(tokenizer.backend_tokenizer)
-    return Tower(backbone, tokenizer, pooling, [load_dense(name, path, dtype) for path in source.dense])
-
-
-def _lower_case(tokenizer: Any) -> None:
-    """Let a tokenizer lower-case its texts first; for one that does so itself it changes nothing."""
-    own = tokenizer.normalizer
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *([] if own is None else [own])])
 
 
 @contextmanager

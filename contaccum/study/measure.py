@@ -72,7 +72,7 @@ class Probe:
         random = np.random.default_rng(config.seed)
         self.ordinary = narrowed(everything, random.permutation(self.pairs)[: max(64, MICRO_BATCHES * SAMPLE)])
         self.engine = Engine(device=config.run.device, precision=config.run.precision, seed=config.seed)
-        self.encoder = setup.build_encoder(config.model, everything, config.seed).to(self.engine.device)
+        self.encoder = setup.build_encoder(config, everything, self.engine.device)
         setup.apply_switches(self.encoder, config)
         self.optimizer = make_optimizer(self.encoder, config.optim)
         self.engine.prepare(self.encoder, self.optimizer)

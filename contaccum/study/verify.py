@@ -31,6 +31,7 @@ from contaccum.study.pool import one_process
 from contaccum.study.tables import Table
 from contaccum.training import setup
 from contaccum.training.loop import train
+from contaccum.training.optimizer import trained_parameters
 
 STEPS = 3
 MICRO_BATCHES = 4
@@ -118,13 +119,13 @@ class Bench:
     def __init__(self, config: TrainConfig, engine: Engine) -> None:
         self.config, self.engine = config, engine
         self.train_set: TrainSet = load_training(config.data, config.distils)
-        self.encoder: DualEncoder = setup.build_encoder(config.model, self.train_set, config.seed).to(engine.device)
+        self.encoder: DualEncoder = setup.build_encoder(config, self.train_set, engine.device)
         if config.model.dropout is not None:
             self.encoder.set_dropout(config.model.dropout)
         self.encoder.train()
         batches = setup.build_batches(config, engine, self.encoder, self.train_set)
         self.steps: list[list[MicroBatch]] = [batches.step(step) for step in range(STEPS)]
-        self.weights = {name: value.detach().clone() for name, value in self.encoder.state_dict().items()}
+        self.weights = {name: p.detach().clone() for name, p in trained_parameters(self.encoder).items()}
 
     @property
     def tolerance(self) -> float:
@@ -136,7 +137,7 @@ class Bench:
 
     def gradients(self, method: str, bank: Bank, steps: int = STEPS) -> list[Gradients]:
         """Of every parameter at each step, by plain gradient descent from the first weights."""
-        self.encoder.load_state_dict(self.weights)
+        self.encoder.load_state_dict(self.weights, strict=False)
         rate = self.config.learning_rate()
         self.engine.prepare(self.encoder, torch.optim.SGD(self.encoder.parameters(), lr=rate))
         loss, found = setup.build_loss(self.config, self.encoder), []
@@ -251,9 +252,11 @@ def _processes(config: TrainConfig, folder: Path) -> Finding:
     for world in (1, 2):
         half = replace(config.batch, micro_batch_tokens=None, micro_batch_size=config.batch.micro_batch_size // world)
         run = replace(config.run, device="auto" if nccl else "cpu", precision=config.run.precision)
-        model = replace(config.model, dropout=0.0)
+        model, lora = replace(config.model, dropout=0.0), replace(config.lora, dropout=0.0)
         job, output = folder / f"processes-{world}.json", folder / f"processes-{world}.safetensors"
-        write_json(job, {**asdict(replace(config, batch=half, run=run, model=model)), "output_dir": str(output)})
+        write_json(
+            job, {**asdict(replace(config, batch=half, run=run, model=model, lora=lora)), "output_dir": str(output)}
+        )
         found.append(_launch(world, job, output))
     kind = "nccl" if nccl else "gloo on the CPU"
     note = f"{config.method}, gradients of {STEPS} steps, {kind}, dropout 0: a process's noise is its own"

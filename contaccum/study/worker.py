@@ -67,7 +67,7 @@ def _model(kind: str, config: TrainConfig) -> ModelChoice | DualEncoder:
         return ModelChoice(api.BM25)
     if kind == "untrained":
         train_set = load_training(config.data)
-        return build_encoder(config.model, train_set, config.seed).to(encoding_device(config.run.device))
+        return build_encoder(config, train_set, encoding_device(config.run.device))
     choice = ModelChoice(
         str(Path(config.output_dir) / "model"),
         device=config.run.device,

@@ -12,7 +12,6 @@ from contaccum.batch import MicroBatch
 from contaccum.config import METRIC_CUTS, TrainConfig, check_total, parse_bytes, to_yaml, validate
 from contaccum.data.dataset import load_training
 from contaccum.data.tables import RetrievalSet, load_retrieval_set
-from contaccum.encoder import DualEncoder
 from contaccum.engine import Engine, SharedEncoder
 from contaccum.errors import InputError, Interrupted, NotFiniteError
 from contaccum.evaluation.beir import evaluate_encoder
@@ -81,10 +80,10 @@ class Training:
             checkpoint=str(checkpoint and checkpoint.state["step"]), config=to_yaml(config), data=train_set.fingerprint
         )
         self.encoder = (
-            DualEncoder.load(checkpoint.model, trust_remote_code=config.model.trust_remote_code)
+            setup.load_encoder(config, checkpoint.model, engine.device)
             if checkpoint
-            else setup.build_encoder(config.model, train_set, config.seed)
-        ).to(engine.device)
+            else setup.build_encoder(config, train_set, engine.device)
+        )
         setup.apply_switches(self.encoder, config)
         self.batches = setup.build_batches(config, engine, self.encoder, train_set)
         self.size = setup.build_size(config, engine, self.batches)

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from transformers import PreTrainedTokenizerBase
 
@@ -17,9 +18,9 @@ from contaccum.config import ModelConfig, TrainConfig, to_yaml
 from contaccum.data.collate import BatchSource
 from contaccum.data.dataset import TrainSet, make_sampler
 from contaccum.data.tokens import JoinedTokens, TokenTable, build_token_table, tokenizer_hash
-from contaccum.encoder import DualEncoder, EncoderSettings, make_settings
+from contaccum.encoder import Adapters, DualEncoder, EncoderSettings, make_settings
 from contaccum.encoder.tiny import tiny_tower
-from contaccum.engine import Engine
+from contaccum.engine import Engine, torch_dtype
 from contaccum.errors import InputError
 from contaccum.files import is_leftover, sha256_of, sweep, write_text
 from contaccum.launch import is_main
@@ -152,10 +153,11 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def build_encoder(config: ModelConfig, train_set: TrainSet, seed: int) -> DualEncoder:
+def build_encoder(config: TrainConfig, train_set: TrainSet, device: torch.device | str = "cpu") -> DualEncoder:
     """The towers that training starts from."""
+    model = config.model
     settings = {
-        name: getattr(config, name)
+        name: getattr(model, name)
         for name in (
             "pooling",
             "similarity",
@@ -165,27 +167,42 @@ def build_encoder(config: ModelConfig, train_set: TrainSet, seed: int) -> DualEn
             "passage_prefix",
         )
     }
-    if config.name != "tiny":
-        return DualEncoder.load(
-            config.name,
-            passage_name=config.passage_name,
-            tie_towers=config.tie_towers,
-            trust_remote_code=config.trust_remote_code,
+    if model.name != "tiny":
+        return load_encoder(
+            config,
+            model.name,
+            device,
+            passage_name=model.passage_name,
+            tie_towers=model.tie_towers,
+            append_eos=model.append_eos,
+            adapters=Adapters(config.lora, model.quantize) if config.lora.rank else None,
             **settings,
         )
     chosen = {name: value for name, value in settings.items() if value is not None}
-    made = make_settings({**chosen, "tie_towers": config.tie_towers}, "model")
+    made = make_settings({**chosen, "tie_towers": model.tie_towers}, "model")
     texts = [*train_set.queries["text"], *train_set.passages["title"], *train_set.passages["text"]]
     query = tiny_tower(
         texts,
         made.pooling,
-        layers=config.tiny_layers,
-        width=config.tiny_width,
-        vocabulary=config.tiny_vocabulary,
+        layers=model.tiny_layers,
+        width=model.tiny_width,
+        vocabulary=model.tiny_vocabulary,
         max_length=max(made.max_query_length, made.max_passage_length),
-        seed=seed,
+        seed=config.seed,
     )
-    return DualEncoder(query, query if config.tie_towers else copy.deepcopy(query), made)
+    return DualEncoder(query, query if model.tie_towers else copy.deepcopy(query), made).to(device)
+
+
+def load_encoder(config: TrainConfig, name: str | Path, device: torch.device | str, **how: Any) -> DualEncoder:
+    """An encoder, to be trained or trained further, from a folder or hub name."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)  # a new adapter's weights
+        encoder = DualEncoder.load(name, trust_remote_code=config.model.trust_remote_code, device=device, **how)
+    if encoder.adapted and not config.lora.rank:
+        raise InputError(
+            f"{name} has an adapter, expected an encoder without one to train as a whole (contaccum merge makes it one)"
+        )
+    return encoder
 
 
 def apply_switches(encoder: DualEncoder, config: TrainConfig) -> None:
@@ -193,6 +210,8 @@ def apply_switches(encoder: DualEncoder, config: TrainConfig) -> None:
     if config.model.dropout is not None:
         encoder.set_dropout(config.model.dropout)
     encoder.set_attention(config.model.attention, config.model.unpad)
+    if config.model.quantize == "4bit":
+        encoder.set_compute_dtype(torch_dtype(config.run.precision))
     if config.model.pack_linears and config.run.precision == "fp32" and not encoder.pack_linears():
         warnings.warn(f"model.pack_linears has no effect on {encoder.device.type}", stacklevel=2)
     if config.model.gradient_checkpointing:

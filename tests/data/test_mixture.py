@@ -93,7 +93,7 @@ def test_each_set_has_its_prefixes(sets, tmp_path):
     config = train_config(tmp_path, tmp_path, **{"model.query_prefix": "lives ", "model.passage_prefix": "valley "})
     config.data = data
     found = load_training(data)
-    encoder = setup.build_encoder(config.model, found, 0)
+    encoder = setup.build_encoder(config, found)
     batches = setup.build_batches(config, Engine(device="cpu"), encoder, found)
     tokenizer = encoder.query_tower.tokenizer
     seen = Counter()

@@ -22,7 +22,7 @@ def searches(tmp_path_factory):
             file.write(json.dumps({"_id": f"twin{number * 7 % 30}", "title": "fox", "text": "a red fox"}) + "\n")
     model = folder / "model"
     train_set = load_train_set(data)
-    setup.build_encoder(train_config(data, folder).model, train_set, 0).save(model)
+    setup.build_encoder(train_config(data, folder), train_set).save(model)
     with (folder / "questions.csv").open("w") as file:
         file.writelines(f"where is the fox of valley {n}\t['valley {n}']\n" for n in range(5))
     rows = [f"twin{n}\ta red fox\tfox" for n in range(20)] + [f"{n}\tin valley {n}\tfox" for n in range(20)]

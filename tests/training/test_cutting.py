@@ -50,7 +50,7 @@ def run_steps(method, data, *, dropout=0.0, ahead=1, count=2, sgd=0.1, **changes
     config = train_config(data, data / "run", method, **LENGTHS, **changes)
     validate(config)
     train_set = load_train_set(str(data), "train", 1)
-    encoder = setup.build_encoder(config.model, train_set, config.seed).train()
+    encoder = setup.build_encoder(config, train_set).train()
     encoder.set_dropout(dropout)
     batches = setup.build_batches(config, engine, encoder, train_set)
     loss = setup.build_loss(config, encoder)

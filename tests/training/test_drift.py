@@ -47,7 +47,7 @@ def test_other_noise_would_pass_for_drift(data, tmp_path):
     config = train_config(data, tmp_path / "run", **DROPOUT)
     engine = Engine(device="cpu")
     train_set = load_train_set(data)
-    encoder = setup.build_encoder(config.model, train_set, 0).train()
+    encoder = setup.build_encoder(config, train_set).train()
     encoder.set_dropout(0.3)
     engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.0))
     batch = setup.build_batches(config, engine, encoder, train_set).step(0)[1]
@@ -110,7 +110,7 @@ def test_clipped_norms_are_the_gradients_own(data, tmp_path):
         ratio = line["passage_grad_norm_clipped"] / line["query_grad_norm_clipped"]
         assert ratio == pytest.approx(line["grad_norm_ratio"])
     engine, train_set = Engine(device="cpu"), load_train_set(data)
-    encoder = setup.build_encoder(config.model, train_set, 0).train()
+    encoder = setup.build_encoder(config, train_set).train()
     engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.0))
     loss = setup.build_loss(config, encoder)
     bank = setup.build_bank(config, engine, encoder, loss)
@@ -126,7 +126,7 @@ def test_clipped_norms_are_the_gradients_own(data, tmp_path):
 def test_the_sample_reaches_from_the_oldest_to_the_newest(data, tmp_path):
     config = train_config(data, tmp_path / "run", **{"bank.size": 40})
     engine, train_set = Engine(device="cpu"), load_train_set(data)
-    encoder = setup.build_encoder(config.model, train_set, 0).train()
+    encoder = setup.build_encoder(config, train_set).train()
     engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.0))
     batches, loss = setup.build_batches(config, engine, encoder, train_set), setup.build_loss(config, encoder)
     bank = setup.build_bank(config, engine, encoder, loss)
