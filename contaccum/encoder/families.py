@@ -1,6 +1,7 @@
 """What well-known families of encoders want where their own folders do not say it: pooling, similarity, prefixes.
 
-Each entry is taken from the model card named beside it. A folder's own words go first, and what a user asks for before both.
+The entries are what the models' authors published, as it was known to whoever wrote them here: they were not compared with the
+cards named beside them. A folder's own words go first, so check those; what a user asks for goes before both.
 """
 
 import re
@@ -8,11 +9,11 @@ from typing import Any
 
 _SEARCH = "Represent this sentence for searching relevant passages: "
 _SEARCH_ZH = "为这个句子生成表示以用于检索相关文章："  # noqa: RUF001
-_E5_TASK = "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery: "
+_TASK = "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery:"
 
 FAMILIES: list[tuple[str, dict[str, str]]] = [
     # https://huggingface.co/intfloat/multilingual-e5-large-instruct
-    (r"multilingual-e5-large-instruct", {"pooling": "mean", "similarity": "cosine", "query_prefix": _E5_TASK}),
+    (r"multilingual-e5-large-instruct", {"pooling": "mean", "similarity": "cosine", "query_prefix": f"{_TASK} "}),
     # https://huggingface.co/intfloat/e5-base-v2, https://huggingface.co/intfloat/multilingual-e5-base
     (
         r"(multilingual-)?e5-(small|base|large)(-v2|-unsupervised)?",
@@ -42,6 +43,13 @@ FAMILIES: list[tuple[str, dict[str, str]]] = [
     (
         r"snowflake-arctic-embed-(xs|s|m|l)|mxbai-embed-large-v1",
         {"pooling": "cls", "similarity": "cosine", "query_prefix": _SEARCH},
+    ),
+    # decoder-only: https://huggingface.co/Qwen/Qwen3-Embedding-0.6B, whose task is followed by no space
+    (r"qwen3-embedding-(0\.6b|4b|8b)", {"pooling": "last", "similarity": "cosine", "query_prefix": _TASK}),
+    # https://huggingface.co/intfloat/e5-mistral-7b-instruct, https://huggingface.co/Salesforce/SFR-Embedding-Mistral
+    (
+        r"e5-mistral-7b-instruct|sfr-embedding-mistral|linq-embed-mistral",
+        {"pooling": "last", "similarity": "cosine", "query_prefix": f"{_TASK} "},
     ),
     # https://huggingface.co/facebook/contriever
     (r"(m?contriever)(-msmarco)?", {"pooling": "mean", "similarity": "dot"}),

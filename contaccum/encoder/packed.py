@@ -30,7 +30,8 @@ def pack_linears(backbone: nn.Module) -> list[nn.Linear]:
 def weights_changed(backbone: nn.Module) -> None:
     """Let packed layers take their weights anew."""
     for module in backbone.modules():
-        if isinstance(packed := vars(module).get("forward"), _Packed):
+        packed = vars(module).get("forward")
+        if isinstance(packed, _Packed) and packed.layer.weight.requires_grad:  # a frozen base stays packed
             packed.version = -1
 
 

@@ -1,8 +1,9 @@
 """A tower's tokenizer: where it is loaded from, and what is made of it so that every text ends as the pooling expects."""
 
+import json
 from typing import Any
 
-from tokenizers import normalizers, processors
+from tokenizers import Tokenizer, normalizers
 from transformers import AutoTokenizer
 
 from contaccum.encoder.sources import Source, optional_json
@@ -40,9 +41,24 @@ def append_eos(tokenizer: Any, name: str) -> None:
     end = tokenizer.eos_token
     if end is None:
         raise InputError(f"{name}: its tokenizer has no end-of-text token, expected one, or model.append_eos false")
-    number = tokenizer.convert_tokens_to_ids(end)
-    last = processors.TemplateProcessing(
-        single=f"$A {end}", pair=f"$A {end} $B:1 {end}:1", special_tokens=[(end, number)]
-    )
-    own = tokenizer.backend_tokenizer.post_processor
-    tokenizer.backend_tokenizer.post_processor = last if own is None else processors.Sequence([own, last])
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state["post_processor"] = _ended(state["post_processor"], end, tokenizer.convert_tokens_to_ids(end))
+    tokenizer.backend_tokenizer.post_processor = Tokenizer.from_str(json.dumps(state)).post_processor
+
+
+def _ended(own: dict[str, Any] | None, end: str, number: int) -> dict[str, Any]:
+    """A post-processor, as tokenizer.json has it, that puts ``end`` behind what ``own`` makes of a text.
+
+    A template is made longer: a second one behind it would take the first one's pieces for two texts.
+    """
+    if own is not None and own["type"] == "TemplateProcessing":
+        last = {"SpecialToken": {"id": end, "type_id": 0}}
+        known = {**own["special_tokens"], end: {"id": end, "ids": [number], "tokens": [end]}}
+        return own | {"single": [*own["single"], last], "pair": [*own["pair"], last], "special_tokens": known}
+    parts = [] if own is None else own["processors"] if own["type"] == "Sequence" else [own]
+    if all(part["type"] != "TemplateProcessing" for part in parts):
+        text = {"Sequence": {"id": "A", "type_id": 0}}
+        parts = [*parts, {"type": "TemplateProcessing", "single": [text], "pair": [text, {"Sequence": {"id": "B", "type_id": 1}}],
+                          "special_tokens": {}}]  # fmt: skip
+    ended = [_ended(part, end, number) if part["type"] == "TemplateProcessing" else part for part in parts]
+    return {"type": "Sequence", "processors": ended}

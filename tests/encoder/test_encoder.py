@@ -8,13 +8,12 @@ import pytest
 import torch
 from helpers import micro_batches, tiny_encoder
 from sentence_transformers import SentenceTransformer
+from tiny_families import TEXTS
 from transformers import AutoModel, AutoTokenizer
 
 from contaccum.encoder import DualEncoder, EncoderSettings, pool
 from contaccum.encoder.tiny import tiny_tower
 from contaccum.errors import InputError
-
-TEXTS = ["the red fox", "a blue whale swims in the deep sea and sings", "owl", "", "fox whale owl sea deep the a red"]
 
 
 def words_encoder(pooling="mean", similarity="cosine", tie=False, **settings) -> DualEncoder:

@@ -17,16 +17,18 @@ from sentence_transformers.base.modules import Dense, Normalize, Router, Transfo
 from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
 from sentence_transformers.sentence_transformer.modules import Pooling
 from test_encoder import TEXTS, words_encoder
-from transformers import AutoConfig, AutoModel, AutoTokenizer
+from tiny_families import DECODERS, FAMILIES, family_folder
+from transformers import AutoModel, AutoTokenizer
 
 from contaccum import DualEncoder, evaluate, train
 from contaccum.encoder import EncoderSettings
 from contaccum.encoder.families import family_settings
-from contaccum.encoder.tiny import tiny_tower, wordpiece_tokenizer
+from contaccum.encoder.tiny import tiny_tower
 from contaccum.errors import InputError
 from contaccum.options import ModelChoice
 
 ROOT = Path(__file__).resolve().parents[2]
+TASK = "Instruct: Given a web search query, retrieve relevant passages that answer the query"
 LONG = [*TEXTS, "owl fox sea whale deep " * 6]
 
 
@@ -121,29 +123,6 @@ def test_truncated_vectors_are_the_first_numbers_and_go_both_ways(similarity, tm
 
 # any model of theirs
 
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-FAMILIES = {
-    "bert": SIZES,
-    "roberta": SIZES,
-    "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64},
-    "xlm-roberta": SIZES,
-    "modernbert": SIZES | {"cls_token_id": 2, "sep_token_id": 3, "bos_token_id": 2, "eos_token_id": 3},
-    "mpnet": SIZES,
-    "electra": SIZES | {"embedding_size": 32},
-}
-
-
-def family_folder(family: str, folder: Path) -> Path:
-    """Two random layers of a family with a word-piece tokenizer."""
-    tokenizer = wordpiece_tokenizer(TEXTS * 3, 150)
-    config = AutoConfig.for_model(
-        family, vocab_size=len(tokenizer), max_position_embeddings=40, pad_token_id=0, **FAMILIES[family]
-    )
-    torch.manual_seed(0)
-    AutoModel.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
 
 def their_model(folder: Path, pooling: str = "mean", dense: bool = False, normalize: bool = True, **more):
     transformer = Transformer(str(folder))
@@ -158,10 +137,12 @@ def their_model(folder: Path, pooling: str = "mean", dense: bool = False, normal
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_their_vectors(family, tmp_path):
     plain = family_folder(family, tmp_path / "plain")
-    theirs = their_model(plain, "cls", prompts={"query": "the ", "document": "sea "})
+    pooling = "last" if family in DECODERS else "cls"
+    their_name = {"last": "lasttoken"}.get(pooling, pooling)
+    theirs = their_model(plain, their_name, prompts={"query": "the ", "document": "sea "})
     theirs.save(str(tmp_path / "theirs"), create_model_card=False)
     ours = DualEncoder.load(tmp_path / "theirs")
-    assert (ours.settings.pooling, ours.settings.query_prefix, ours.settings.max_query_length) == ("cls", "the ", 12)
+    assert (ours.settings.pooling, ours.settings.query_prefix, ours.settings.max_query_length) == (pooling, "the ", 12)
     assert max(differences(ours, theirs)) < 1e-6
     cut = DualEncoder.load(tmp_path / "theirs", max_query_length=6, query_prefix="")
     assert differences(cut, theirs)[0] > 5e-4
@@ -238,6 +219,8 @@ def test_a_length_beyond_the_positions_is_cut_to_them(tmp_path):
         ("thenlper/gte-base", "mean", None, None),
         ("Alibaba-NLP/gte-modernbert-base", "cls", None, None),
         ("nomic-ai/nomic-embed-text-v1.5", "mean", "search_query: ", "search_document: "),
+        ("Qwen/Qwen3-Embedding-0.6B", "last", f"{TASK}\nQuery:", None),
+        ("intfloat/e5-mistral-7b-instruct", "last", f"{TASK}\nQuery: ", None),
     ],
 )
 def test_families_by_name(name, pooling, query, passage):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from helpers import train_config, weights, write_beir
+from tiny_families import family_folder
 
 from contaccum.config import TRAITS, to_yaml
 from contaccum.errors import InputError
@@ -178,15 +179,21 @@ LONG = {"optim.max_steps": 40, "run.save_steps": 3}
 
 
 @pytest.mark.acceptance  # in the default suite test_faults.py kills processes
-def test_kill_minus_nine_then_resume(data, tmp_path):
+@pytest.mark.parametrize("kind", ["tiny", "decoder with adapters"])
+def test_kill_minus_nine_then_resume(kind, data, tmp_path):
+    settings = LONG
+    if kind != "tiny":
+        folder = family_folder("qwen3", tmp_path / "base", [(data / "corpus.jsonl").read_text()])
+        settings = LONG | {"model.name": str(folder), "lora.rank": 4, "lora.dropout": 0.1}
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    train(train_config(data, whole, **LONG))
-    process = subprocess.Popen(command(train_config(data, killed, **LONG), killed), stderr=subprocess.DEVNULL)
+    train(train_config(data, whole, **settings))
+    process = subprocess.Popen(command(train_config(data, killed, **settings), killed), stderr=subprocess.DEVNULL)
     wait_for(killed / "checkpoints" / "step-00000003", process)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     assert not (killed / "model").exists()
-    assert subprocess.run(command(train_config(data, killed, resume=True, **LONG), killed), check=False).returncode == 0
+    again = command(train_config(data, killed, resume=True, **settings), killed)
+    assert subprocess.run(again, check=False).returncode == 0
     assert weights(killed) == weights(whole)
     assert steps_of(killed) == steps_of(whole)
 

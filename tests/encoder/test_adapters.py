@@ -1,0 +1,364 @@
+"""LoRA and QLoRA: what is trained, what is shared, what is saved, and what is refused."""
+
+import copy
+import importlib.util
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from helpers import gradients, largest_difference, micro_batches, run_steps, train_config, weights, write_beir
+from launched import Job, run_jobs
+from sentence_transformers import SentenceTransformer
+from tiny_families import FAMILIES, TEXTS, family_folder
+from transformers import AutoModel
+
+from contaccum import DualEncoder, train
+from contaccum.batch import MicroBatch, RowIds, Tokens
+from contaccum.cli import main
+from contaccum.config import AdapterConfig, to_yaml, validate
+from contaccum.encoder import Adapters
+from contaccum.errors import InputError
+from contaccum.files import sha256_of
+from contaccum.methods import METHODS
+from contaccum.training.optimizer import trained_parameters
+
+SIZE = {"max_query_length": 8, "max_passage_length": 12}
+LORA = AdapterConfig(rank=4)
+
+
+def adapted(folder, quantize="none", seed=1, config=LORA, **how) -> DualEncoder:
+    """An encoder whose adapters have weights that change its vectors."""
+    encoder = DualEncoder.load(folder, adapters=Adapters(config, quantize), **{"tie_towers": False, **SIZE, **how})
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in trained_parameters(encoder).values():
+            parameter.normal_(std=0.3)
+    return encoder
+
+
+def bases(encoder: DualEncoder) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in encoder.named_parameters() if not p.requires_grad}
+
+
+def apart(one: DualEncoder, other) -> float:
+    """Largest difference of vectors; the other may be sentence-transformers'."""
+    if isinstance(other, DualEncoder):
+        theirs = other.encode_queries(TEXTS), other.encode_passages(TEXTS)
+    else:
+        theirs = other.encode_query(TEXTS), other.encode_document(TEXTS)
+    ours = one.encode_queries(TEXTS), one.encode_passages(TEXTS)
+    return max(float(np.abs(left - right).max()) for left, right in zip(ours, theirs, strict=True))
+
+
+# what is trained
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=() if name in ("bert", "qwen3") else pytest.mark.acceptance)
+        for name in FAMILIES
+        if name not in ("mpnet", "electra")
+    ],
+)
+def test_every_method_moves_the_adapters_and_nothing_else(family, tmp_path):
+    folder = family_folder(family, tmp_path / "base")
+    plain = DualEncoder.load(folder, **SIZE)
+    encoder = DualEncoder.load(folder, tie_towers=False, adapters=Adapters(LORA), **SIZE)
+    assert apart(encoder, plain) == 0  # until it is trained
+    names = set(trained_parameters(encoder))
+    assert names
+    assert all("lora_" in name and "pooler" not in name for name in names)
+    steps = [micro_batches(2, 4, hard_negatives=1, seed=seed) for seed in range(2)]
+    before = bases(encoder)
+    for method in METHODS:
+        trained = []
+        batches = (
+            [micro_batches(1, 8, hard_negatives=1, seed=seed) for seed in range(2)] if method == "in_batch" else steps
+        )
+        found, losses = run_steps(method, batches, encoder=encoder, bank_size=16, switch=trained.append)
+        assert all(set(step) == names for step in found)
+        assert losses[0] != losses[1]
+        after = bases(trained[0])
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        moved = dict(trained[0].named_parameters())
+        assert any(not torch.equal(moved[name], dict(encoder.named_parameters())[name]) for name in names)
+
+
+def test_grad_cache_over_adapters_has_the_gradients_of_the_whole_batch(tmp_path):
+    encoder = adapted(family_folder("qwen3", tmp_path / "base"))
+    parts = micro_batches(4, 4)
+    queries, passages = (
+        Tokens.join([getattr(part, side) for part in parts], 0, "right") for side in ("queries", "passages")
+    )
+    ids = RowIds(*(torch.cat([getattr(part.ids, name) for part in parts]) for name in ("columns", "positives")))
+    whole = MicroBatch(queries, passages, ids, [name for part in parts for name in part.query_ids])
+    joined = run_steps("in_batch", [[whole]], encoder=encoder)[0]
+    assert largest_difference(run_steps("grad_cache", [parts], encoder=encoder)[0], joined) < 1e-5
+    assert largest_difference(run_steps("grad_accum", [parts], encoder=encoder)[0], joined) > 1e-2  # the control
+
+
+def test_the_dropout_of_adapters_is_their_own(tmp_path):
+    folder = family_folder("bert", tmp_path / "base")
+    for share, any_left in ((0.0, False), (0.25, True)):
+        encoder = DualEncoder.load(folder, adapters=Adapters(AdapterConfig(rank=3, dropout=share)), **SIZE)
+        encoder.set_dropout(0.0)
+        assert encoder.has_dropout() == any_left
+
+
+def test_recomputed_and_packed_passes_give_the_same_gradients(tmp_path):
+    encoder = adapted(family_folder("qwen3", tmp_path / "base"))
+    steps = [micro_batches(2, 4, seed=seed) for seed in range(2)]
+    plain = run_steps("cont_cache", steps, encoder=encoder, bank_size=8)[0]
+    for switch in (DualEncoder.gradient_checkpointing_enable, DualEncoder.pack_linears):
+        assert (
+            largest_difference(run_steps("cont_cache", steps, encoder=encoder, bank_size=8, switch=switch)[0], plain)
+            < 1e-4
+        )
+    other = run_steps("cont_accum", steps, encoder=encoder, bank_size=8)[0]
+    assert largest_difference(other, plain) > 1e-3  # negative control
+
+
+def test_towers_from_one_encoder_share_it_and_tied_ones_share_all(tmp_path):
+    folder = family_folder("llama", tmp_path / "base")
+    two, one = adapted(folder), adapted(folder, tie_towers=True)
+    towers = [dict(tower.named_parameters()) for tower in (two.query_tower, two.passage_tower)]
+    for name, parameter in towers[0].items():
+        assert (parameter.data_ptr() == towers[1][name].data_ptr()) == ("lora_" not in name)
+    assert len(trained_parameters(two)) == 2 * len(trained_parameters(one))
+    assert two.encode_queries(["red fox"]).tolist() != two.encode_passages(["red fox"]).tolist()
+    moved = copy.deepcopy(two)
+    with torch.no_grad():
+        for name, parameter in moved.passage_tower.named_parameters():
+            if "lora_" in name:
+                parameter.zero_()
+    np.testing.assert_array_equal(moved.encode_queries(TEXTS), two.encode_queries(TEXTS))
+    assert np.abs(moved.encode_passages(TEXTS) - two.encode_passages(TEXTS)).max() > 0.01
+
+
+def test_settings_of_the_adapters(tmp_path):
+    folder = family_folder("bert", tmp_path / "base")
+    config = AdapterConfig(rank=3, alpha=5, dropout=0.25, target_modules=["query", "value"])
+    encoder = DualEncoder.load(folder, adapters=Adapters(config), **SIZE)
+    names = set(trained_parameters(encoder))
+    assert {name.split(".")[-4] for name in names} == {"query", "value"}
+    assert {min(p.shape) for p in trained_parameters(encoder).values()} == {3}
+    layer = encoder.query_tower.backbone.encoder.layer[0].attention.self.query
+    assert layer.scaling["default"] == pytest.approx(5 / 3)
+    assert layer.lora_dropout["default"].p == 0.25
+    assert AdapterConfig(rank=8).scale() == 16
+    with pytest.raises(InputError, match=r"\['nothing'\] cannot be had .* expected names of its linear layers"):
+        DualEncoder.load(folder, adapters=Adapters(AdapterConfig(rank=3, target_modules=["nothing"])), **SIZE)
+
+
+# what is saved
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("family", ["bert", "qwen3"])
+def test_an_adapter_is_saved_alone_and_gives_the_same_vectors_everywhere(family, tie, tmp_path):
+    folder = family_folder(family, tmp_path / "base")
+    ours = adapted(folder, tie_towers=tie, query_prefix="the ", passage_prefix="sea ")
+    ours.save(tmp_path / "model")
+    for name in ("query_encoder", "passage_encoder"):
+        files = {path.name for path in (tmp_path / "model" / name).iterdir()}
+        assert {"adapter_model.safetensors", "adapter_config.json", "base.json", "tokenizer.json"} <= files
+        assert not {"model.safetensors", "config.json"} & files
+        AutoModel.from_pretrained(tmp_path / "model" / name)
+    said = json.loads((tmp_path / "model" / "query_encoder" / "adapter_config.json").read_text())
+    assert said["base_model_name_or_path"] == str(folder)
+    loaded = DualEncoder.load(tmp_path / "model")
+    assert loaded.settings == ours.settings
+    assert [loaded.fingerprint(side) for side in ("query", "passage")] == [
+        ours.fingerprint("query"),
+        ours.fingerprint("passage"),
+    ]
+    assert set(trained_parameters(loaded)) == set(trained_parameters(ours))
+    shared = {p.data_ptr() for p in loaded.query_tower.parameters()} & {
+        p.data_ptr() for p in loaded.passage_tower.parameters()
+    }
+    assert len(shared) >= len(bases(ours))
+    theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu")
+    assert apart(loaded, theirs) < 1e-6
+    assert apart(loaded, DualEncoder.load(folder, **SIZE)) > 0.01  # negative control: the base alone
+    alone = SentenceTransformer(str(tmp_path / "model" / "query_encoder"), device="cpu")
+    np.testing.assert_allclose(alone.encode(TEXTS), ours.encode_queries(TEXTS), atol=1e-6)
+    theirs.save(str(tmp_path / "theirs"), create_model_card=False)
+    assert apart(DualEncoder.load(tmp_path / "theirs"), theirs) < 1e-6
+
+
+def test_merged_it_is_a_plain_model_with_the_same_vectors(tmp_path, capsys):
+    folder = family_folder("mistral", tmp_path / "base")
+    ours = adapted(folder)
+    ours.save(tmp_path / "model")
+    assert main(["merge", str(tmp_path / "model"), str(tmp_path / "merged")]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "merged")
+    shutil.rmtree(folder)
+    merged = DualEncoder.load(tmp_path / "merged")
+    assert not merged.adapted
+    assert all(parameter.requires_grad for parameter in merged.parameters())
+    assert apart(merged, ours) < 1e-5
+    assert apart(merged, SentenceTransformer(str(tmp_path / "merged"), device="cpu")) < 1e-6
+    query, passage = (dict(tower.named_parameters()) for tower in merged.towers)
+    name = "backbone.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(query[name], passage[name])  # neither took the other's adapter into a common weight
+    assert main(["merge", str(tmp_path / "model"), str(tmp_path / "merged")]) == 2
+    assert main(["merge", str(tmp_path / "merged"), str(tmp_path / "again")]) == 2
+    assert "has no adapter, expected a model that was trained with lora.rank above 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("quantize", "activations"), [("4bit", 1e-5), ("8bit", 0.05)])
+def test_a_base_in_few_bits(quantize, activations, tmp_path):
+    """Shared by both towers, loaded as it was trained, and widened to be merged; 8 bits also round activations."""
+    folder = family_folder("qwen3", tmp_path / "base")
+    ours = adapted(folder, quantize)
+    whole = adapted(folder)
+    assert 1e-3 < apart(ours, whole) < 0.5
+    two = [tower.backbone.layers[0].self_attn.q_proj.base_layer for tower in ours.towers]
+    assert two[0].weight.data_ptr() == two[1].weight.data_ptr()
+    assert two[0].weight.dtype in (torch.uint8, torch.int8)
+    ours.save(tmp_path / "model")
+    loaded = DualEncoder.load(tmp_path / "model")
+    assert apart(loaded, ours) == 0
+    assert loaded.fingerprint("query") == ours.fingerprint("query")
+    assert apart(DualEncoder.load(tmp_path / "model", merge=True), ours) < activations
+    found, _ = run_steps("cont_cache", [micro_batches(2, 4)], encoder=ours, bank_size=8)
+    assert set(found[0]) == set(trained_parameters(ours))
+    ours.zero_grad(set_to_none=True)
+    assert not gradients(ours)
+
+
+# a whole run
+
+
+@pytest.mark.parametrize("quantize", ["none", "4bit"])
+def test_resumed_equals_unbroken_to_the_byte(quantize, tmp_path):
+    data = write_beir(tmp_path / "data")
+    folder = family_folder("qwen3", tmp_path / "base", [(data / "corpus.jsonl").read_text()])
+    before = {path.name: sha256_of(path) for path in folder.iterdir()}
+    lora = {
+        "model.name": str(folder),
+        "lora.rank": 4,
+        "lora.dropout": 0.1,
+        "model.quantize": quantize,
+        "optim.max_steps": 4,
+    }
+    dev = {"data.dev": str(data), "run.eval_steps": 1}
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    train(train_config(data, whole, "cont_cache", **lora, **dev))
+    assert {path.name: sha256_of(path) for path in folder.iterdir()} == before
+    shutil.copytree(whole, broken)
+    shutil.rmtree(broken / "model")
+    shutil.rmtree(broken / "checkpoints" / "step-00000004")
+    held = {path.name for path in (broken / "checkpoints").rglob("*.safetensors")}
+    assert held == {"adapter_model.safetensors", "bank.safetensors", "optimizer.safetensors"}
+    train(train_config(data, broken, "cont_cache", resume=True, **lora, **dev))
+    last = [run / "checkpoints" / "step-00000004" for run in (whole, broken)]
+    assert sha256_of(last[0] / "manifest.json") == sha256_of(last[1] / "manifest.json")
+    if (broken / "model").exists():  # the best step may have come before the break
+        assert weights(broken) == weights(whole)
+    with pytest.raises(InputError, match=r"lora\.rank was 4 and is 8"):
+        train(train_config(data, broken, "cont_cache", resume=True, **{**lora, **dev, "lora.rank": 8}))
+    other = family_folder("qwen3", tmp_path / "other", [(data / "corpus.jsonl").read_text()], seed=5)
+    shutil.copyfile(other / "model.safetensors", folder / "model.safetensors")
+    with pytest.raises(InputError, match="beside which the adapter was trained"):
+        train(train_config(data, broken, "cont_cache", resume=True, **lora, **dev))
+
+
+@pytest.mark.acceptance
+def test_two_processes_train_the_adapters_of_one(tmp_path):
+    data = write_beir(tmp_path / "data")
+    folder = family_folder("qwen3", tmp_path / "base", [(data / "corpus.jsonl").read_text()])
+    calls = {}
+    for world in (1, 2):
+        config = train_config(
+            data,
+            tmp_path / f"run-{world}",
+            **{"model.name": str(folder), "lora.rank": 4, "batch.micro_batch_size": 4 // world, "model.dropout": 0.0},
+        )
+        path = tmp_path / f"{world}.yaml"
+        path.write_text(to_yaml(config))
+        calls[str(world)] = Job(["train", "--config", str(path)], processes=world)
+    for outcome in run_jobs(calls, tmp_path / "jobs").values():
+        outcome.check()
+    one, two = (DualEncoder.load(tmp_path / f"run-{world}" / "model", **SIZE) for world in (1, 2))
+    start = DualEncoder.load(folder, **SIZE)
+    assert apart(one, two) < 1e-4
+    assert apart(one, start) > 1e-2  # negative control
+
+
+# what is refused
+
+
+def test_what_an_adapter_cannot_be_trained_on_or_loaded_beside(tmp_path, monkeypatch):
+    folder = family_folder("distilbert", tmp_path / "base")
+    adapted(folder).save(tmp_path / "model")
+    with pytest.raises(InputError, match=r"has an adapter already, expected an encoder without one"):
+        adapted(tmp_path / "model")
+    data = write_beir(tmp_path / "data")
+    with pytest.raises(InputError, match=r"has an adapter, expected an encoder without one to train as a whole"):
+        train(train_config(data, tmp_path / "run", **{"model.name": str(tmp_path / "model")}))
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"dropout": 0.1', '"dropout": 0.2'))
+    with pytest.raises(InputError, match="beside which the adapter was trained"):
+        DualEncoder.load(tmp_path / "model")
+    (tmp_path / "model" / "query_encoder" / "base.json").unlink()
+    (tmp_path / "model" / "passage_encoder" / "base.json").unlink()
+    DualEncoder.load(tmp_path / "model")  # other programs' adapters know nothing of their base
+    found = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "peft" else found(name))
+    with pytest.raises(InputError, match=r"pip install 'contaccum\[lora\]'"):
+        adapted(folder)
+    with pytest.raises(InputError, match=r"pip install 'contaccum\[lora\]'"):
+        DualEncoder.load(tmp_path / "model")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "bitsandbytes" else found(name))
+    with pytest.raises(InputError, match=r"an encoder in 8bit needs an extra: pip install 'contaccum\[bitsandbytes\]'"):
+        adapted(folder, "8bit")
+    monkeypatch.undo()
+    shutil.rmtree(folder)
+    with pytest.raises(InputError, match="no encoder could be loaded"):
+        DualEncoder.load(tmp_path / "model")
+
+
+def settings(tmp_path, **changes):
+    return train_config(tmp_path, tmp_path, **{"model.name": "somebody/encoder"} | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"model.quantize": "4bit"}, "model.quantize is 4bit with lora.rank 0, expected adapters"),
+        ({"lora.rank": 4, "model.name": "tiny"}, "lora.rank is above 0 with model.name tiny"),
+        ({"lora.rank": -1}, "lora.rank is -1, expected at least 0"),
+        ({"lora.rank": 4, "lora.alpha": 0.0}, "lora.alpha is 0.0, expected more than 0"),
+        ({"lora.rank": 4, "lora.dropout": 1.5}, "lora.dropout is 1.5, expected a share between 0 and 1"),
+        (
+            {"lora.rank": 4, "model.quantize": "8bit", "run.compile": "default"},
+            "run.compile is default with model.quantize 8bit",
+        ),
+    ],
+)
+def test_rules(changes, sentence, tmp_path):
+    with pytest.raises(InputError) as error:
+        validate(settings(tmp_path, **changes))
+    assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"lora.alpha": 3.0}, "lora.alpha has no effect with lora.rank 0"),
+        ({"lora.dropout": 0.1}, "lora.dropout has no effect with lora.rank 0"),
+        ({"lora.target_modules": ["q_proj"]}, "lora.target_modules has no effect with lora.rank 0"),
+        ({"model.name": "tiny", "model.append_eos": True}, "model.append_eos has no effect with model.name tiny"),
+        (
+            {"lora.rank": 2, "model.quantize": "4bit", "model.pack_linears": True},
+            "model.pack_linears has no effect on the layers that model.quantize 4bit holds in few bits",
+        ),
+    ],
+)
+def test_settings_without_effect(changes, sentence, tmp_path):
+    with pytest.warns(UserWarning, match=sentence):
+        validate(settings(tmp_path, **changes))

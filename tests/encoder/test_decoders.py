@@ -1,0 +1,108 @@
+"""Decoder-only encoders: the last token counts, texts end with the end-of-text token, padding stands on the right."""
+
+import numpy as np
+import pytest
+from tiny_families import DECODERS, TEXTS, family_folder
+from tokenizers import processors
+
+from contaccum import DualEncoder
+from contaccum.batch import Tokens
+from contaccum.encoder import Source, load_tower
+from contaccum.encoder.tokenizer import append_eos
+from contaccum.errors import InputError
+
+SIZE = {"max_query_length": 8, "max_passage_length": 12}
+
+
+@pytest.fixture(params=DECODERS)
+def folder(request, tmp_path):
+    return family_folder(request.param, tmp_path / "plain")
+
+
+def end_of(encoder: DualEncoder, text: str = "the red fox", **how) -> str:
+    tokenizer = encoder.query_tower.tokenizer
+    return tokenizer.convert_ids_to_tokens(tokenizer(text, **how)["input_ids"])[-1]
+
+
+def test_the_defaults_of_a_plain_folder(folder, tmp_path):
+    encoder = DualEncoder.load(folder, **SIZE)
+    assert encoder.settings.pooling == "last"
+    assert end_of(encoder) == "[SEP]"
+    assert end_of(encoder, "a blue whale swims in the deep sea", truncation=True, max_length=5) == "[SEP]"
+    assert encoder.query_tower.tokenizer.padding_side == "right"
+    assert not encoder.query_tower.backbone.config.use_cache
+    encoder.save(tmp_path / "saved")
+    again = DualEncoder.load(tmp_path / "saved")
+    assert end_of(again) == "[SEP]"
+    np.testing.assert_array_equal(again.encode_queries(TEXTS), encoder.encode_queries(TEXTS))
+
+
+def test_what_is_asked_for_goes_before_the_defaults(folder):
+    assert end_of(DualEncoder.load(folder, append_eos=False, **SIZE)) != "[SEP]"
+    assert end_of(DualEncoder.load(folder, pooling="mean", **SIZE)) != "[SEP]"
+    assert end_of(DualEncoder.load(folder, pooling="mean", append_eos=True, **SIZE)) == "[SEP]"
+    once = DualEncoder.load(folder, append_eos=True, **SIZE)
+    once.save(folder.parent / "saved")
+    again = DualEncoder.load(folder.parent / "saved", append_eos=True)
+    ids = again.query_tower.tokenizer("the red fox")["input_ids"]
+    assert ids.count(again.query_tower.tokenizer.eos_token_id) == 1
+
+
+@pytest.mark.parametrize("before", ["nothing", "bytes", "template", "both"])
+def test_the_end_stands_behind_whatever_a_tokenizer_does(before, tmp_path):
+    tokenizer = load_tower(Source(str(family_folder("qwen3", tmp_path / "plain"))), "mean").tokenizer
+    bytes_, first = (
+        processors.ByteLevel(),
+        processors.TemplateProcessing(single="[CLS] $A", special_tokens=[("[CLS]", 2)]),
+    )
+    own = {"nothing": None, "bytes": bytes_, "template": first, "both": processors.Sequence([bytes_, first])}[before]
+    if own is not None:
+        tokenizer.backend_tokenizer.post_processor = own
+    plain = tokenizer("the red fox")["input_ids"]
+    append_eos(tokenizer, "it")
+    append_eos(tokenizer, "it")  # once is enough
+    assert tokenizer("the red fox")["input_ids"] == [*plain, 3]
+    assert tokenizer("the red fox", truncation=True, max_length=3)["input_ids"] == [*plain[:2], 3]
+    assert plain[0] == 2 or before in ("nothing", "bytes")
+
+
+def test_bidirectional_families_stay_as_they_are(tmp_path):
+    encoder = DualEncoder.load(family_folder("bert", tmp_path / "bert"), **SIZE)
+    assert encoder.settings.pooling == "mean"
+    tokenizer = load_tower(Source(str(tmp_path / "bert")), "last", with_eos=True).tokenizer
+    assert tokenizer("fox")["input_ids"].count(tokenizer.sep_token_id) == 1  # it ends texts by itself
+
+
+def test_a_tokenizer_without_an_end_is_refused(tmp_path):
+    folder = family_folder("qwen3", tmp_path / "plain")
+    config = folder / "tokenizer_config.json"
+    config.write_text(config.read_text().replace('"eos_token": "[SEP]",', ""))
+    with pytest.raises(InputError, match="has no end-of-text token, expected one"):
+        DualEncoder.load(folder, **SIZE)
+
+
+def test_padding_on_either_side_gives_the_vectors_of_each_text_alone(folder):
+    encoder = DualEncoder.load(folder, **SIZE)
+    tower = encoder.query_tower
+    texts = [text for text in TEXTS if text]
+    alone = np.concatenate([encoder.encode_queries([text]) for text in texts])
+    for side in ("right", "left"):
+        tower.tokenizer.padding_side = side
+        padded = tower.tokenizer(texts, padding=True, truncation=True, max_length=8, return_tensors="pt")
+        tokens = Tokens(padded["input_ids"], padded["attention_mask"])
+        np.testing.assert_allclose(encoder.embed(tower, tokens).detach().numpy(), alone, atol=1e-6)
+        blind = Tokens(tokens.input_ids, tokens.attention_mask.new_ones(tokens.attention_mask.shape))
+        assert np.abs(encoder.embed(tower, blind).detach().numpy() - alone).max() > 1e-2  # the control
+
+
+@pytest.mark.parametrize(("family", "sees"), [("qwen3", False), ("mistral", False), ("llama", False), ("bert", True)])
+def test_a_decoder_does_not_see_what_follows(family, sees, tmp_path):
+    encoder = DualEncoder.load(family_folder(family, tmp_path / "plain"), pooling="cls", append_eos=False, **SIZE)
+    one, other = encoder.encode_queries(["the red fox", "the blue whale"])
+    assert (np.abs(one - other).max() > 1e-3) == sees
+
+
+def test_unpadded_passes_are_refused(tmp_path):
+    encoder = DualEncoder.load(family_folder("qwen3", tmp_path / "plain"), **SIZE)
+    with pytest.raises(InputError, match="unpad is true for a qwen3 encoder, expected one of bert"):
+        encoder.set_attention("auto", unpad=True)
