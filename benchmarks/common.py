@@ -28,7 +28,7 @@ from contaccum.methods import METHODS
 from contaccum.methods.bank import Bank
 from contaccum.methods.loss import InfoNCE
 
-PACKAGES = ("contaccum", "torch", "transformers", "sentence-transformers", "numpy", "faiss-cpu")
+PACKAGES = ("contaccum", "torch", "transformers", "sentence-transformers", "peft", "bitsandbytes", "numpy", "faiss-cpu")
 QUERY_TOKENS, PASSAGE_TOKENS = 16, 128
 """Length of the made texts, special tokens included."""
 TEMPERATURE = 0.05

@@ -12,7 +12,9 @@ from contaccum.encoder import DualEncoder, EncoderSettings
 from contaccum.encoder.tiny import tiny_tower
 
 ROOT = Path(__file__).parent.parent
-NAMES = ["methods", "peers", "loss", "scaling", "data_path", "micro_batch_tokens", "memory_switches", "trainer_loss"]
+NAMES = [
+    "methods", "peers", "loss", "scaling", "data_path", "micro_batch_tokens", "memory_switches", "trainer_loss", "adapters",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -28,11 +28,13 @@ DECODERS = {
 FAMILIES = BIDIRECTIONAL | DECODERS
 
 
-def family_folder(family: str, folder: Path, texts: Iterable[str] = TEXTS * 3, seed: int = 0) -> Path:
+def family_folder(
+    family: str, folder: Path, texts: Iterable[str] = TEXTS * 3, seed: int = 0, positions: int = 40
+) -> Path:
     tokenizer = wordpiece_tokenizer(texts, 150)
     if family in DECODERS:
         tokenizer = decoder_tokenizer(tokenizer, family != "qwen3")
-    size = {"vocab_size": len(tokenizer), "max_position_embeddings": 40, "pad_token_id": 0}
+    size = {"vocab_size": len(tokenizer), "max_position_embeddings": positions, "pad_token_id": 0}
     config = AutoConfig.for_model(family, **size, **FAMILIES[family])
     torch.manual_seed(seed)
     AutoModel.from_config(config).save_pretrained(folder)

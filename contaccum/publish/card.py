@@ -88,9 +88,8 @@ def _last(path: Any) -> str:
 
 def _summary(model: Path, settings: EncoderSettings, config: dict[str, Any]) -> str:
     kind = "one encoder for queries and passages" if settings.tie_towers else "a query encoder and a passage encoder"
-    backbone = read_json(model / TOWERS[0] / "config.json")
     rows = {
-        "architecture": f"{backbone.get('model_type')}, {backbone.get('num_hidden_layers', '?')} layers",
+        "architecture": _architecture(model),
         "pooling": settings.pooling,
         "similarity": settings.similarity,
         "longest query, longest passage (tokens)": f"{settings.max_query_length}, {settings.max_passage_length}",
@@ -99,6 +98,19 @@ def _summary(model: Path, settings: EncoderSettings, config: dict[str, Any]) -> 
     }
     how = f", trained with contaccum's `{config['method']}`" if config else ""
     return f"A dense retriever: {kind}{how}.\n\n{_table(('', ''), list(rows.items()))}"
+
+
+def _architecture(model: Path) -> str:
+    if adapter := adapter_of(model):
+        return f"LoRA of rank {adapter['r']} beside {_last(adapter['base_model_name_or_path'])}"
+    backbone = read_json(model / TOWERS[0] / "config.json")
+    return f"{backbone.get('model_type')}, {backbone.get('num_hidden_layers', '?')} layers"
+
+
+def adapter_of(model: Path) -> dict[str, Any] | None:
+    """What the model's adapter says of itself; None of a model with weights of its own."""
+    file = model / TOWERS[0] / "adapter_config.json"
+    return read_json(file) if file.is_file() else None
 
 
 def _use(model: Path, settings: EncoderSettings, repository: str) -> list[str]:
@@ -116,7 +128,8 @@ queries = encoder.encode_queries(["What is asked"])
 passages = encoder.encode_passages(["Title and text of a passage"])
 scores = queries @ passages.T""",
     }
-    if not list(model.glob("*/*_Dense")):  # layers that transformers does not know of
+    # Dense layers are not known to transformers, and the base of an adapter in a subfolder it does not find
+    if not list(model.glob("*/*_Dense")) and adapter_of(model) is None:
         blocks["transformers"] = _plain_use(settings, repository)
     return ["## Use", *(f"{name}:\n\n```python\n{code}\n```" for name, code in blocks.items())]
 

@@ -9,7 +9,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from contaccum.errors import InputError
 from contaccum.files import write_text
-from contaccum.publish.card import CARD, find_model, write_up
+from contaccum.publish.card import CARD, adapter_of, find_model, write_up
 
 CLIENT_ERROR: Any = HfHubHTTPError.__bases__[0]
 """What the HTTP client of this version of huggingface_hub raises where there is no connection."""
@@ -23,6 +23,7 @@ def push(path: str, repository: str, private: bool = False, licence: str | None 
     """
     model, run = find_model(Path(path))
     _check_name(repository)
+    _check_base(model)
     if not (model / CARD).exists():
         write_text(model / CARD, write_up(model, run, repository, licence))
     elif licence is not None:
@@ -32,6 +33,15 @@ def push(path: str, repository: str, private: bool = False, licence: str | None 
     if dry_run:
         return f"{listed}\nnothing was sent; without --dry_run these {len(files)} files go to {repository}"
     return f"{listed}\n{_send(model, repository, private)}"
+
+
+def _check_base(model: Path) -> None:
+    adapter = adapter_of(model)
+    if adapter is not None and Path(adapter["base_model_name_or_path"]).is_absolute():
+        raise InputError(
+            f"{model}: an adapter whose base is a folder of this machine, expected one from the Hub, or whole weights "
+            "(contaccum merge makes them)"
+        )
 
 
 def _check_name(repository: str) -> None:

@@ -19,6 +19,7 @@ import pytest
 import tomllib
 from documented import PAGES, ROOT, Command, blocks, commands
 from helpers import write_beir
+from tiny_families import family_folder
 from transformers import BertConfig, BertForSequenceClassification
 
 from contaccum.cli import main
@@ -79,6 +80,7 @@ def workspace(tmp_path_factory) -> Path:
     for name in ENCODERS:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).symlink_to(folder / "saved" / "query_encoder")
+    family_folder("qwen3", folder / "Qwen" / "Qwen3-Embedding-0.6B", texts, positions=256)
     return folder
 
 
@@ -109,6 +111,8 @@ def make_way(arguments: list[str]) -> None:
         target = arguments[arguments.index("--output_dir") + 1]
     elif arguments[0] in ("encode", "mine"):
         target = arguments[arguments.index("--output") + 1]
+    elif arguments[0] == "merge":
+        target = arguments[2]
     elif arguments[:2] == ["data", "convert"]:
         target = arguments[3]
     if target is not None:

@@ -22,6 +22,7 @@ from contaccum.encoder import Adapters
 from contaccum.errors import InputError
 from contaccum.files import sha256_of
 from contaccum.methods import METHODS
+from contaccum.publish.hub import push
 from contaccum.training.optimizer import trained_parameters
 
 SIZE = {"max_query_length": 8, "max_passage_length": 12}
@@ -187,6 +188,18 @@ def test_an_adapter_is_saved_alone_and_gives_the_same_vectors_everywhere(family,
     np.testing.assert_allclose(alone.encode(TEXTS), ours.encode_queries(TEXTS), atol=1e-6)
     theirs.save(str(tmp_path / "theirs"), create_model_card=False)
     assert apart(DualEncoder.load(tmp_path / "theirs"), theirs) < 1e-6
+
+
+def test_an_adapter_is_pushed_when_others_can_have_its_base(tmp_path):
+    adapted(family_folder("bert", tmp_path / "base")).save(tmp_path / "model")
+    with pytest.raises(InputError, match="an adapter whose base is a folder of this machine"):
+        push(str(tmp_path / "model"), "owner/name", dry_run=True)
+    for file in (tmp_path / "model").glob("*/adapter_config.json"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "somebody/base"}))
+    assert "adapter_model.safetensors" in push(str(tmp_path / "model"), "owner/name", dry_run=True)
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "LoRA of rank 4 beside base" in card
+    assert "AutoModel" not in card
 
 
 def test_merged_it_is_a_plain_model_with_the_same_vectors(tmp_path, capsys):
