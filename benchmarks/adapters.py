@@ -1,7 +1,7 @@
 """What LoRA and QLoRA save: peak memory and time of a step, against all weights, for a decoder-only encoder of random weights.
 
-Two towers from one encoder (Qwen3's architecture; 12 layers, 768 wide unless told otherwise), 8 pairs a step in micro-batches of 4,
-texts of random tokens. Each row is a process of its own. On CUDA the peak is PyTorch's allocated memory, on a CPU the whole
+Two towers from one encoder (Qwen3's architecture; 12 layers, 768 wide unless told otherwise), 8 pairs a step in micro-batches of
+4, texts of random tokens. Each row is a process of its own. On CUDA the peak is PyTorch's allocated memory, on a CPU the whole
 process's resident memory while it trains, libraries included.
 
 usage: python benchmarks/adapters.py [--json OUT] [--quick] [--layers 12] [--width 768] [--length 64] [--steps 2]
