@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # The runs behind docs/results/study.md, part by part. Started again, it does what is missing and nothing else.
 #   MODEL=DIR MEDQUAD=BEIR_DIR SCIFACT=BEIR_DIR bash benchmarks/study/run.sh [PART...]
-# Parts: medquad (four methods at M = N, learning rates tuned on dev), aged (rows weighed by age), scifact (both, at MedQuAD's
-# rate), bank (M = 8 N), switches, all_methods, tied, heads (many settings and seeds on small towers over frozen vectors, see
-# heads.py), demo.
+# Parts: medquad (four methods at M = N, learning rates tuned on dev), aged (rows weighed by age), scifact (both), bank (M = 8 N),
+# switches, all_methods, tied (towers that share their weights), six (MODEL6, another encoder, at RATE6), heads (many settings
+# and seeds on small towers over frozen vectors, see heads.py), demo.
 # MODEL: encoder folder. SEEDS (5), RATES (1e-4,2e-4,4e-4,8e-4), METHODS of the first part, OUT (runs/study), DEVICE (cpu),
 # PRECISION (fp32).
 # FULL=1: configs/study/full.yaml and whole corpora instead of configs/study/short.yaml and cut ones; RATES are then
@@ -65,10 +65,10 @@ for part in ${*:-medquad aged scifact bank switches all_methods tied heads demo}
         aged)
             compare aged medquad --methods cont_accum "${aged[@]}" --seeds "$seeds" --tune_learning_rate "$rates"
             ;;
-        scifact) # at the rate that MedQuAD's dev chose for grad_cache
-            own=$(rate medquad grad_cache)
-            compare scifact scifact --methods grad_cache --seeds "$seeds" --optim.learning_rate "$own" --baselines untrained
-            compare scifact-aged scifact --methods cont_accum "${aged[@]}" --seeds "$seeds" --optim.learning_rate "$own"
+        scifact)
+            compare scifact scifact --methods grad_accum,grad_cache,cont_accum --seeds "$seeds" \
+                --tune_learning_rate "$rates" --baselines bm25,untrained
+            compare scifact-aged scifact --methods cont_accum "${aged[@]}" --seeds "$seeds" --tune_learning_rate "$rates"
             ;;
         bank)
             n=$(sed -n 's/ *global_batch_size: //p' "$config")
@@ -88,9 +88,17 @@ for part in ${*:-medquad aged scifact bank switches all_methods tied heads demo}
             own=$(rate medquad cont_accum)
             compare all_methods medquad --methods passage_bank --seeds "$seeds" --optim.learning_rate "$own"
             ;;
-        tied)
-            compare tied medquad --methods grad_cache,cont_accum --seeds "$seeds" --model.tie_towers true \
-                --tune_learning_rate "$rates"
+        tied) # at the rate that MedQuAD's dev chose for grad_cache
+            own=$(rate medquad grad_cache)
+            compare tied medquad --methods grad_cache --seeds "$seeds" --model.tie_towers true --optim.learning_rate "$own"
+            compare tied-aged medquad --methods cont_accum "${aged[@]}" --seeds "$seeds" --model.tie_towers true \
+                --optim.learning_rate "$own"
+            ;;
+        six) # all-MiniLM-L6-v2 with all its layers
+            [ -f "${MODEL6:-}/config.json" ] || fail "MODEL6='${MODEL6:-}' has no config.json, expected an encoder folder"
+            own=${RATE6:-4e-4}
+            MODEL=$MODEL6 compare six medquad --methods grad_cache --seeds "$seeds" --optim.learning_rate "$own" --baselines untrained
+            MODEL=$MODEL6 compare six-aged medquad --methods cont_accum "${aged[@]}" --seeds "$seeds" --optim.learning_rate "$own"
             ;;
         heads)
             for name in medquad scifact; do
@@ -101,6 +109,6 @@ for part in ${*:-medquad aged scifact bank switches all_methods tied heads demo}
             python -m contaccum compare --config configs/demo.yaml --methods grad_accum,grad_cache,cont_accum,cont_cache \
                 --seeds "$seeds" --output_dir "$out/demo" --data.dev data/demo
             ;;
-        *) fail "part $part: expected medquad, aged, scifact, bank, switches, all_methods, tied, heads or demo" ;;
+        *) fail "part $part: expected medquad, aged, scifact, bank, switches, all_methods, tied, six, heads or demo" ;;
     esac
 done

@@ -177,11 +177,15 @@ def some(runs: Iterable[Run], pattern: str) -> list[Run]:
 
 def encoders(studies: Studies, name: str) -> list[Run]:
     """The runs of a set and, where they were made, those with age."""
-    return studies[name] + studies.get({"medquad": "aged", "scifact": "scifact-aged"}[name], [])
+    return studies[name] + studies.get("aged" if name == "medquad" else f"{name}-aged", [])
 
 
 def order(studies: Studies, name: str) -> Table:
     return against(best_rates(encoders(studies, name)), "grad_cache", times=True)
+
+
+def encoder_rates(studies: Studies, name: str) -> Table:
+    return rates([run for run in encoders(studies, name) if run.method])
 
 
 def heads_order(studies: Studies, name: str) -> Table:
@@ -255,6 +259,9 @@ TABLES: dict[str, tuple[Callable[[Studies, str], Table], str]] = {
     "medquad": (order, "medquad"),
     "medquad-rates": (real_tuning, "medquad"),
     "scifact": (order, "scifact"),
+    "scifact-rates": (encoder_rates, "scifact"),
+    "tied": (order, "tied"),
+    "six": (order, "six"),
     **{
         f"{study}-{name}": (make, study)
         for study in ("heads-medquad", "heads-scifact")
