@@ -185,7 +185,7 @@ def order(studies: Studies, name: str) -> Table:
 
 
 def encoder_rates(studies: Studies, name: str) -> Table:
-    return rates([run for run in encoders(studies, name) if run.method])
+    return rates([run for run in encoders(studies, name) if run.method and run.metrics is not None])
 
 
 def heads_order(studies: Studies, name: str) -> Table:

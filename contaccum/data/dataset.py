@@ -103,19 +103,31 @@ def load_training(data: DataConfig, scores: bool = False) -> TrainSet:
 
 
 def _check_scores(names: Sequence[str], sets: Sequence[TrainSet]) -> None:
-    """InputError where there is no score at all; a warning for each set of which some queries have none."""
-    if all(each.teacher is None for each in sets):
+    """InputError where no query has scores to compare; a warning for each set of which some have none."""
+    compared = [_compared(each) for each in sets]
+    if not any(found.any() for found in compared):
         raise InputError(
             f"{', '.join(names)}: no scores of a teacher were found, which loss.distillation learns, expected pos_scores and "
             "neg_scores in lines of query, pos and neg, or a score with each of Tevatron's passages"
         )
-    for name, each in zip(names, sets, strict=True):
-        firsts = each.scores().positives[each.positives.offsets[:-1]]
-        if without := int(np.isnan(firsts).sum()):
+    for name, found in zip(names, compared, strict=True):
+        if without := int((~found).sum()):
             warnings.warn(
-                f"{name}: {without} of {len(firsts)} queries have no scores of a teacher; they learn by InfoNCE alone",
+                f"{name}: {without} of {len(found)} queries have no scores of a teacher for a positive and a negative; they "
+                "learn by InfoNCE alone",
                 stacklevel=3,
             )
+
+
+def _compared(examples: TrainSet) -> np.ndarray:
+    """Which queries have a teacher's score for a positive and for a hard negative, (n,) bool."""
+    scores = examples.scores()
+    return _any_known(scores.positives, examples.positives) & _any_known(scores.negatives, examples.negatives)
+
+
+def _any_known(values: np.ndarray, lists: Ragged) -> np.ndarray:
+    known = np.concatenate([[0], np.cumsum(~np.isnan(values))])
+    return known[lists.offsets[1:]] > known[lists.offsets[:-1]]
 
 
 def mixture_of(members: Sequence[Member]) -> Mixture:

@@ -12,6 +12,7 @@ from contaccum.errors import InputError
 from contaccum.explore import html
 from contaccum.explore.explorer import Explorer
 from contaccum.explore.sides import open_sides
+from contaccum.launch import process_place
 from contaccum.options import ExploreOptions, ModelChoice, SearchSettings
 
 SHOWN = (5, 10, 20, 50)
@@ -40,6 +41,8 @@ def explore(
     choice: how the models are loaded. Raises InputError without gradio, for a port that cannot be had, and for what the data, the
     models and the search refuse.
     """
+    if (world := process_place()[1]) > 1:
+        raise InputError(f"explore serves one page, but {world} processes were started, expected one")
     _refuse_taken(options.host, options.port)
     load_gradio()
     if options.k < 1:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 from contaccum import api
 from contaccum.data.tables import RetrievalSet
@@ -70,7 +70,8 @@ def open_sides(
     model that made it; other vectors, and an approximate index, are kept in the cache. Raises InputError for a model that
     comes twice, and for a folder of vectors that none of the models made.
     """
-    if repeated := [name for name in models if models.count(name) > 1]:
+    places = [str(Path(name).resolve()) if Path(name).exists() else name for name in models]
+    if repeated := [name for name, place in zip(models, places, strict=True) if places.count(place) > 1]:
         raise InputError(f"--models names {repeated[0]} twice, expected every model once")
     source = Texts.of_corpus(data.corpus).fingerprint
     unused = {str(folder): ShardFolder(folder, source=source).job.encoder for folder in folders}
@@ -87,7 +88,10 @@ def open_sides(
             unused.pop(given or "", None)
         sides.append(Side(label, api.open_finder(own, data.corpus, kept), data, k))
     if unused:
-        raise InputError(f"{next(iter(unused))}: these vectors were made by none of the models {', '.join(models)}")
+        raise InputError(
+            f"{next(iter(unused))}: these vectors were made by none of the models {', '.join(models)}, or by one whose vectors "
+            "stand in a folder named before"
+        )
     return sides
 
 
@@ -100,7 +104,7 @@ def where_kept(settings: SearchSettings, encoder: str, source: str, given: str |
     vectors = given or str(home / _name(encoder, source, settings.dtype))
     if settings.factory == "Flat":
         return replace(settings, embeddings=vectors)
-    index = home / _name(encoder, source, settings.factory, str(settings.seed))
+    index = home / _name(encoder, source, settings.dtype, settings.factory, str(settings.seed))
     return replace(settings, embeddings=vectors, index_dir=str(index))
 
 
@@ -110,5 +114,9 @@ def _name(*parts: str) -> str:
 
 def labels(models: Sequence[str]) -> list[str]:
     """A short name for each: the last part of its path that is not ``model``, or the whole where two share it."""
-    short = [next((part for part in reversed(PurePath(name).parts) if part != "model"), name) for name in models]
+    places = [Path(name).resolve() if Path(name).exists() else PurePath(name) for name in models]
+    short = [
+        next((part for part in reversed(place.parts) if part != "model"), name)
+        for name, place in zip(models, places, strict=True)
+    ]
     return [label if short.count(label) == 1 else name for label, name in zip(short, models, strict=True)]

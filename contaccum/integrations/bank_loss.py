@@ -104,12 +104,27 @@ class BankLoss:
         queries, passages, ids = (group.all_rows(each) for each in (queries, passages, ids))
         rows = _row_ids(ids)
         bank = self.bank = self.bank or self._make_bank(queries, passages)
+        self._refuse_other_shapes(bank, passages)
         value = self.loss(queries, passages, rows, columns=bank, rows=bank).value
         if not torch.isfinite(value):
             raise NotFiniteError(f"the loss is {value.item()}, expected a finite number; the bank is as it was before")
         bank.push(queries, passages, rows)
         # the gradient is averaged over the processes, where a sum over the rows of all is meant
         return value if group.world == 1 else value.detach() + (value - value.detach()) * group.world
+
+    def _refuse_other_shapes(self, bank: Bank, passages: Tensor) -> None:
+        """The bank was made for the first batch; rows of another shape cannot stand in it."""
+        hard, width = passages.shape[1] - 1, passages.shape[2]
+        if width != bank.passages.shape[2]:
+            raise InputError(
+                f"vectors are {width} wide and the bank's {bank.passages.shape[2]}, expected one width: a loss that cuts vectors "
+                "cannot be wrapped around this one (contaccum train has loss.matryoshka_dims)"
+            )
+        if self.hard_negatives and hard != bank.hard_negatives:
+            raise InputError(
+                f"a batch has {hard} hard negatives a query and the bank's rows have {bank.hard_negatives}, expected one number "
+                "in all data sets that share the loss, or hard_negatives=False"
+            )
 
     def _make_bank(self, queries: Tensor, passages: Tensor) -> Bank:
         if 0 < self.size < len(queries):

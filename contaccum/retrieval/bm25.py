@@ -57,11 +57,6 @@ class BM25:
         return {query_id: self.best(scores, k) for query_id, scores in zip(queries, found, strict=True)}
 
 
-def bm25_search(queries: Mapping[str, str], corpus: "Dataset", k: int = 100) -> Run:
-    """As ``BM25.find``, over a corpus that is asked once."""
-    return BM25(corpus).find(queries, k)
-
-
 def words_of(texts: Sequence[str]) -> list[list[str]]:
     """The words of each text that BM25 reads: lower-cased, stop words left out."""
     return bm25s.tokenize(list(texts), return_ids=False, show_progress=False, **WORDS)

@@ -48,7 +48,8 @@ class Setting:
 
 
 def comma_list(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
+    """The parts of a text between its commas, those inside of brackets left alone."""
+    return [part.strip() for part in re.split(r",(?![^\[]*\])", text) if part.strip()]
 
 
 def read_methods(text: str, own: str) -> list[str]:

@@ -57,6 +57,15 @@ def _check(config: TrainConfig, mining: MineSettings, options: RoundsOptions) ->
         raise InputError(f"rounds.count is {options.count}, expected at least 1")
     if config.data.mixture:
         raise InputError("data.mixture is given, expected data.train: rounds mine one data set")
+    if options.start == "previous" and config.lora.rank:
+        raise InputError(
+            "rounds.start is previous with lora.rank above 0, expected base: an adapter stands on no other adapter"
+        )
+    if config.distils and mining.cross_encoder is None:
+        raise InputError(
+            f"loss.distillation is {config.loss.distillation} without mine.cross_encoder, expected one: the scores of a search "
+            "are no teacher's"
+        )
     wanted = config.data.hard_negatives
     if wanted < 1:
         raise InputError("data.hard_negatives is 0, expected at least 1: training would not read what is mined")

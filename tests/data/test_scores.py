@@ -108,7 +108,7 @@ def check(train_set, hard: int, batches: str = "mixed", steps: int = 12) -> int:
 @pytest.mark.parametrize("form", ["jsonl", "tevatron"])
 def test_scores_follow_the_passages_that_a_step_draws(form, tmp_path):
     path = written(tmp_path, form)
-    with pytest.warns(UserWarning, match="1 of 6 queries have no scores of a teacher"):
+    with pytest.warns(UserWarning, match="3 of 6 queries have no scores of a teacher"):
         train_set = load_training(DataConfig(train=str(path), hard_negatives=3), scores=True)
     assert check(train_set, 3) > 60
     assert check(narrowed(train_set, np.array([3, 1, 4])), 2) > 20
@@ -136,7 +136,8 @@ def test_data_without_any_score_is_refused(tmp_path):
     plain = write(tmp_path / "plain.jsonl", lines(record(0, 1, 2, scored=False)))
     search = {"score": 7.5}  # DPR's own: what a search gave
     theirs = dpr("who", [context(1, **search)], [context(2, **search)])
-    for path in (plain, beir(tmp_path / "beir"), write(tmp_path / "dpr.json", json.dumps([theirs]))):
+    alone = write(tmp_path / "alone.jsonl", lines({"query": "q", "pos": ["a"], "neg": [], "pos_scores": [1.0]}))
+    for path in (plain, alone, beir(tmp_path / "beir"), write(tmp_path / "dpr.json", json.dumps([theirs]))):
         with pytest.raises(InputError, match=re.escape(f"{path}: no scores of a teacher were found")):
             load_training(DataConfig(train=str(path), hard_negatives=1), scores=True)
 

@@ -1,5 +1,7 @@
 """The pages over real searches with an encoder of words, and what is opened and kept for a set of models."""
 
+from pathlib import Path
+from shutil import copytree
 from types import SimpleNamespace
 
 import pytest
@@ -97,6 +99,7 @@ def test_the_list_has_pages():
 def test_labels_are_short_and_different():
     assert labels(["runs/one/model", "owner/name", "bm25"]) == ["one", "name", "bm25"]
     assert labels(["a/x/model", "b/x"]) == ["a/x/model", "b/x"]
+    assert labels(["..", "bm25"]) == [Path("..").resolve().name, "bm25"]
 
 
 @pytest.fixture
@@ -118,13 +121,17 @@ def test_vectors_are_made_once_and_kept(trained, tmp_path, capsys, monkeypatch):
     vectors = str(tmp_path / "vectors")
     monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path / "other-cache"))
     assert main(["encode", "--model", trained.model, "--input", str(trained.data), "--output", vectors]) == 0
+    copytree(vectors, tmp_path / "again")
     given = open_sides(models, choice, trained.read, 10, SearchSettings(), [vectors])
     assert given[0].ask("red fox", 3) == found
     assert not (tmp_path / "other-cache" / "explore").exists()
     with pytest.raises(InputError, match="made by none of the models bm25"):
         open_sides(["bm25"], choice, trained.read, 10, SearchSettings(), [vectors])
-    with pytest.raises(InputError, match="names bm25 twice"):
-        open_sides(["bm25", "bm25"], choice, trained.read, 10, SearchSettings(), [])
+    with pytest.raises(InputError, match="or by one whose vectors stand in a folder named before"):
+        open_sides([trained.model], choice, trained.read, 10, SearchSettings(), [vectors, str(tmp_path / "again")])
+    for one, other in (("bm25", "bm25"), (trained.model, trained.model + "/")):
+        with pytest.raises(InputError, match=f"names {one} twice"):
+            open_sides([one, other], choice, trained.read, 10, SearchSettings(), [])
     every_list = SearchSettings(factory="IVF2,Flat", search_params="nprobe=2")
     index = open_sides([trained.model], choice, trained.read, 10, every_list, [vectors])
     assert index[0].ask("red fox", 3)[0].score == pytest.approx(found[0].score, abs=1e-5)

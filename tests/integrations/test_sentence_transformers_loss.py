@@ -22,7 +22,7 @@ from contaccum.encoder import EncoderSettings
 from contaccum.encoder.tiny import tiny_tower
 from contaccum.engine import Engine
 from contaccum.errors import InputError
-from contaccum.integrations.bank_loss import BANK_FILE, read_bank, write_bank
+from contaccum.integrations.bank_loss import BANK_FILE, BankLoss, read_bank, write_bank
 from contaccum.integrations.sentence_transformers import ContAccumLoss
 from contaccum.training import setup
 from contaccum.training.log import read_log
@@ -264,6 +264,23 @@ def test_equal_passages_are_no_negatives(plain):
             columns[torch.arange(3), torch.arange(3, 6)] = -torch.inf
         right = torch.nn.functional.cross_entropy(columns, torch.arange(3)).item()  # bank rows mirror the current ones
         assert loss(features).item() == pytest.approx(right, abs=1e-5)
+
+
+def test_a_bank_takes_rows_of_one_shape():
+    bank = BankLoss(8, "cosine")
+    bank.begin()
+    queries, passages = torch.randn(2, 16), torch.randn(2, 2, 16)
+    bank(queries, passages, training=True)
+    with pytest.raises(InputError, match="a batch has 0 hard negatives a query and the bank's rows have 1"):
+        bank(queries, passages[:, :1], training=True)
+    with pytest.raises(InputError, match="vectors are 4 wide and the bank's 16"):
+        bank(queries[:, :4], passages[:, :, :4], training=True)
+    assert bank.bank.fill == 2
+    without = BankLoss(8, "cosine", hard_negatives=False)
+    without.begin()
+    for columns in (2, 1):
+        without(queries, passages[:, :columns], training=True)
+    assert without.bank.fill == 4
 
 
 def test_refusals(data, plain, tmp_path):

@@ -253,6 +253,7 @@ def test_a_launcher_of_several_processes_is_refused(place, tmp_path, capsys, mon
 
 
 def test_only_settings_that_a_method_reads_are_varied():
+    assert read_varied(("loss.matryoshka_dims=[64,32],[],[16]",)) == {"loss.matryoshka_dims": ["[64,32]", "[]", "[16]"]}
     varied = read_varied(("bank.size=1,2", "batch.micro_batch_size=4,8", "optim.learning_rate=1,2"))
     names = [one.name for one in settings(["in_batch", "grad_cache"], varied)]
     assert names == [
