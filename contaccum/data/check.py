@@ -24,9 +24,9 @@ def check(
 ) -> Stats:
     """Read all of a data set and return its statistics; ``split`` names one split of a BEIR folder, None means all.
 
-    Whatever training or evaluation would refuse raises the same InputError here, whatever they would warn of gives the
-    same warning; ``strict``, ``repair`` and ``max_bad_records`` as in ``load_retrieval_set``. Lengths are in words
-    (between white space).
+    Whatever training, by a teacher's scores too, or evaluation would refuse raises the same InputError here, whatever they
+    would warn of gives the same warning; ``strict``, ``repair`` and ``max_bad_records`` as in ``load_retrieval_set``. Lengths
+    are in words (between white space).
     """
     source = path
     path, repair = resolve(path, split or "train", repair)
@@ -42,7 +42,7 @@ def check(
     elif kind == "questions":
         about = _questions(path, max_bad_records)
     else:
-        about = _examples(load_examples(path, strict, repair, max_bad_records))
+        about = _examples(load_examples(path, strict, repair, max_bad_records, scores=True))
     return {"path": str(source), "kind": kind, **about}
 
 
@@ -85,9 +85,15 @@ def _split(path: Path, name: str, judged: JudgedSplit, strict: bool) -> Stats:
 
 def _examples(examples: ExampleTable) -> Stats:
     lengths = examples.positives.lengths
+    scored = 0
+    if examples.teacher is not None:
+        scored = int(
+            np.count_nonzero(~np.isnan(examples.teacher.positives[examples.positives.offsets[:-1][lengths > 0]]))
+        )
     return {
         "examples": len(lengths),
         "queries without a positive": int(np.count_nonzero(lengths == 0)),
+        **({"examples with a teacher's scores": scored} if scored else {}),
         "words per query": _spread(_words(examples.queries["text"])),
         **_passages(examples.passages),
         "positives per query": _spread(lengths),

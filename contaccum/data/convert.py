@@ -3,11 +3,13 @@
 Ids go along: formats that have no place for them get extra fields (``query_id``, ``pos_id``, ``neg_id``) that our
 readers know and others skip. JSONL has no titles: a passage there is its title and text in one. Negatives that are
 not hard (DPR's ``negative_ctxs``) go into a BEIR corpus and another DPR file; JSONL and Tevatron have no place for them.
+A teacher's scores stay with their passages in JSONL and Tevatron; BEIR has no place for them, and DPR's is a search's.
 """
 
 import json
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -16,8 +18,9 @@ from datasets import Dataset
 from tqdm import tqdm
 
 from contaccum.data.arrow import PASSAGE_COLUMNS, Ragged, column_batches
-from contaccum.data.examples import load_examples
+from contaccum.data.examples import Teacher, load_examples
 from contaccum.data.formats import Example, Passage, Query, kind_of_data
+from contaccum.data.records import Scores
 from contaccum.data.sources import resolve
 from contaccum.data.tables import answerable_split
 from contaccum.errors import InputError
@@ -41,7 +44,8 @@ def convert(
     ``split`` is the split of a BEIR folder that is read or written; a folder that is written holds the passages of the
     examples alone, one that is read gives its whole corpus only to another BEIR folder. Grades above 0 become
     positives and others negatives; written, they are 1 and 0. ``strict``, ``repair`` and ``max_bad_records`` as in
-    ``load_train_set``.
+    ``load_train_set``. A teacher's scores, where the source has any, are checked and kept, or lost with a warning where the new
+    format has no place for them.
 
     Raises InputError where ``target`` exists already (an empty folder may), or an id cannot stand in the new format.
     """
@@ -52,7 +56,10 @@ def convert(
     target = Path(target)
     if target.exists() and not (to == "beir" and target.is_dir() and not any(target.iterdir())):
         raise InputError(f"{target}: exists already, expected a new path")
-    found = open_examples(source, split, strict, repair, max_bad_records)
+    found = open_examples(source, split, strict, repair, max_bad_records, scores=True)
+    if found.teacher is not None and to in ("beir", "dpr"):
+        warnings.warn(f"{source}: a teacher's scores are lost, for which {to} has no place", stacklevel=2)
+        found = replace(found, teacher=None)
     examples = tqdm(found, desc="converting", unit=" examples", disable=None)
     if to == "beir":
         with whole_folder(target) as folder:
@@ -71,6 +78,7 @@ class Examples:
     positives: Ragged  # rows of the corpus, a list a query, as the next two
     negatives: Ragged
     further: Ragged
+    teacher: Teacher | None = None  # scores of positives and of negatives
 
     def __len__(self) -> int:
         return int(np.count_nonzero(self.positives.lengths))
@@ -87,17 +95,30 @@ class Examples:
             for number, *query in zip(numbers, batch["id"], batch["text"], strict=True):
                 lists = (self.positives, self.negatives, self.further)
                 positives, negatives, further = (_passages(self.corpus, ragged.row(number)) for ragged in lists)
-                yield Example(Query(*query), positives, negatives, further)
+                yield Example(Query(*query), positives, negatives, further, self._scores(number))
+
+    def _scores(self, number: int) -> Scores | None:
+        """What the teacher gave an example's passages, each the shortest number that is the same in four bytes."""
+        if self.teacher is None:
+            return None
+        lists = zip((self.positives, self.negatives), self.teacher, strict=True)
+        found = [scores[ragged.offsets[number] : ragged.offsets[number + 1]] for ragged, scores in lists]
+        return None if np.isnan(found[0][0]) else Scores(*([float(str(score)) for score in part] for part in found))
 
 
 def open_examples(
-    source: str | Path, split: str = "train", strict: bool = False, repair: bool = False, max_bad_records: int = 0
+    source: str | Path,
+    split: str = "train",
+    strict: bool = False,
+    repair: bool = False,
+    max_bad_records: int = 0,
+    scores: bool = False,
 ) -> Examples:
-    """The examples of a data set in any form, ``split`` being one of a BEIR folder; errors as in ``load_train_set``."""
+    """The examples of a data set in any form, ``split`` being one of a BEIR folder; the rest as in ``load_train_set``."""
     source, repair = resolve(source, split, repair)
     if kind_of_data(source, max_bad_records) != "beir":
-        table = load_examples(source, strict, repair, max_bad_records)
-        return Examples(table.passages, table.queries, table.positives, table.negatives, table.further)
+        table = load_examples(source, strict, repair, max_bad_records, scores)
+        return Examples(table.passages, table.queries, table.positives, table.negatives, table.further, table.teacher)
     judged = answerable_split(source, split, strict, repair, max_bad_records)
     none: list[list[int]] = [[] for _ in judged.queries]
     lists = [Ragged.of(rows) for rows in (*judged.graded_rows(), none)]

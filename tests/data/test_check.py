@@ -87,3 +87,22 @@ def test_render_has_a_line_for_every_figure(tmp_path):
     for name in [*found, *found["splits"]["train"]]:
         if name not in ("path", "kind", "splits"):
             assert name in shown
+
+
+def test_examples_with_a_teachers_scores_are_counted_and_checked(tmp_path):
+    scored = {"query": "a", "pos": ["x"], "neg": ["y"], "pos_scores": [2], "neg_scores": [1]}
+    records = [
+        scored,
+        {"query": "b", "pos": [], "neg": ["y"], "neg_scores": [1]},
+        {"query": "c", "pos": ["x"], "neg": []},
+    ]
+    path = write(tmp_path / "t.jsonl", lines(*records))
+    with pytest.warns(UserWarning, match="1 queries without a positive"):
+        found = check(path)
+    assert (found["examples"], found["examples with a teacher's scores"]) == (3, 1)
+    assert "examples with a teacher's scores" in render(found)
+    plain = check(write(tmp_path / "plain.jsonl", lines(records[2])))
+    assert "examples with a teacher's scores" not in plain
+    wrong = write(tmp_path / "wrong.jsonl", lines(scored, {**scored, "neg_scores": []}))
+    with pytest.raises(InputError, match="line 2: found the scores 1 of positives and 0 of negatives"):
+        check(wrong)

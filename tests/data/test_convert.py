@@ -8,7 +8,7 @@ from tiny_data import beir, context, dpr, lines, write
 
 from contaccum.data.convert import convert
 from contaccum.data.corpus import load_corpus
-from contaccum.data.formats import read_examples
+from contaccum.data.formats import numbered_examples, read_examples
 from contaccum.data.tables import load_retrieval_set
 from contaccum.errors import InputError
 
@@ -107,3 +107,47 @@ def test_bad_input_leaves_nothing_behind(tmp_path):
     with pytest.raises(InputError, match="'csv'"):
         convert(source, tmp_path / "t", "csv")
     assert {path.name for path in tmp_path.iterdir()} == {"s.jsonl", "cache"}
+
+
+def scored_lines(folder):
+    """A query with scores, one whose repeated passage has two, one without; 0.1 is no number of four bytes."""
+    records = [
+        {"query_id": "a", "query": "a", "pos": ["x"], "neg": ["y", "z"], "pos_scores": [7], "neg_scores": [0.1, -3e10]},
+        {"query_id": "b", "query": "b", "pos": ["x", "x"], "neg": [], "pos_scores": [1.5, 9]},
+        {"query_id": "c", "query": "c", "pos": ["z"], "neg": ["x"]},
+    ]
+    return write(folder / "scored.jsonl", lines(*records))
+
+
+def scores_of(path):
+    return {example.query.id: example.scores for _, example in numbered_examples(path, scores=True)}
+
+
+def test_the_scores_of_a_teacher_stay_with_their_passages(tmp_path):
+    source = scored_lines(tmp_path)
+    expected = {"a": ([7], [0.1, -3e10]), "b": ([1.5], []), "c": None}
+    assert scores_of(source) != expected  # the repeated passage
+    for form, then in (("jsonl", "tevatron"), ("tevatron", "jsonl")):
+        convert(source, tmp_path / form, form)
+        convert(tmp_path / form, tmp_path / f"{form}-{then}", then)
+        assert scores_of(tmp_path / form) == scores_of(tmp_path / f"{form}-{then}") == expected
+    assert b'"neg_scores": [0.1, -30000000000.0]' in (tmp_path / "jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("form", ["beir", "dpr"])
+def test_scores_without_a_place_are_lost_with_one_warning(form, tmp_path):
+    source = scored_lines(tmp_path)
+    with pytest.warns(
+        UserWarning, match=f"scored.jsonl: a teacher's scores are lost, for which {form} has no place"
+    ) as said:
+        convert(source, tmp_path / "t", form)
+    assert len(said) == 1
+    assert form == "beir" or b"score" not in (tmp_path / "t").read_bytes()
+    assert meaning(tmp_path / "t") == meaning(source)
+
+
+def test_a_score_that_is_none_is_refused_before_anything_is_written(tmp_path):
+    source = write(tmp_path / "s.jsonl", lines({"query": "a", "pos": ["x"], "pos_scores": ["high"]}))
+    with pytest.raises(InputError, match=r"line 1, pos_scores\[0\]: found a string, expected a score"):
+        convert(source, tmp_path / "t", "tevatron")
+    assert not (tmp_path / "t").exists()
