@@ -9,6 +9,7 @@ from helpers import train_config
 
 from contaccum.cli import main
 from contaccum.config import TRAITS, TrainConfig, check_total, from_mapping, parse_bytes, to_yaml, validate
+from contaccum.config.settings import MixtureConfig
 from contaccum.errors import InputError
 from contaccum.methods import METHODS
 from contaccum.options import ModelChoice
@@ -132,6 +133,20 @@ def test_the_saved_config_is_complete_and_can_be_read_back(tmp_path, capsys):
         ({"loss.distillation": "kl"}, "loss.distillation is kl with data.hard_negatives 0, expected at least 1"),
         ({"loss.distillation_weight": 0.0}, "loss.distillation_weight is 0.0, expected more than 0"),
         ({"loss.teacher_temperature": -1.0}, "loss.teacher_temperature is -1.0, expected more than 0"),
+        ({"data.streaming": True, "optim.max_steps": None}, "data.streaming without optim.max_steps, expected it"),
+        (
+            {"data.streaming": True, "data.train": "", "data.mixture": [MixtureConfig("x")]},
+            "data.streaming is true with data.mixture, expected one or the other",
+        ),
+        (
+            {"data.streaming": True, "batch.micro_batch_tokens": 320},
+            "data.streaming is true with batch.micro_batch_tokens, expected batch.micro_batch_size",
+        ),
+        (
+            {"data.streaming": True, "data.hard_negatives": 1, "loss.distillation": "kl"},
+            "data.streaming is true with loss.distillation kl, expected none",
+        ),
+        ({"data.shuffle_buffer": 0}, "data.shuffle_buffer is 0, expected at least 1"),
         ({"optim.adam_beta1": 1.5}, "optim.adam_beta1 is 1.5, expected at least 0 and less than 1"),
         (
             {"run.metric": "ndcg@1O"},
@@ -175,6 +190,8 @@ def test_each_broken_rule_is_one_sentence(changes, sentence):
         ({"bank.keep": False, "bank.age_decay": 1.0}, "bank.age_decay has no effect with bank.keep false"),
         ({"bank.queries": False, "bank.row_weight": "current"}, "bank.row_weight has no effect without bank.queries"),
         ({"bank.hard_negatives": False}, "bank.hard_negatives has no effect with data.hard_negatives 0"),
+        ({"data.shuffle_buffer": 5}, "data.shuffle_buffer has no effect without data.streaming"),
+        ({"data.streaming": True, "data.repair": True}, "data.repair has no effect with data.streaming"),
         ({"run.metric": "mrr@10"}, "run.metric has no effect without data.dev"),
         ({"optim.epochs": 3.0}, "optim.epochs has no effect with optim.max_steps"),
         ({"optim.name": "adamw_8bit", "optim.fused": False}, "optim.fused has no effect with optim.name adamw_8bit"),

@@ -33,6 +33,7 @@ def validate(config: TrainConfig, world: int = 1) -> None:
     if measure not in METRIC_MEASURES or cut not in map(str, METRIC_CUTS):
         expected = f"{', '.join(METRIC_MEASURES)} at {', '.join(map(str, METRIC_CUTS))}, such as ndcg@10"
         raise InputError(f"run.metric is {config.run.metric!r}, expected one of {expected}")
+    _check_streaming(config)
     _check_batch(config, world)
     _check_bank(config, world)
     _check_encoder(config)
@@ -64,6 +65,7 @@ AT_LEAST: dict[str, float] = {
     "model.tiny_vocabulary": 100,
     "data.hard_negatives": 0,
     "data.max_bad_records": 0,
+    "data.shuffle_buffer": 1,
     "batch.global_batch_size": 1,
     "batch.micro_batch_size": 1,
     "batch.micro_batch_tokens": 1,
@@ -149,6 +151,24 @@ def _check_mixture(config: TrainConfig) -> None:
             raise InputError(f"data.mixture[{number}].weight is {each.weight}, expected more than 0")
     if len({each.weight is None for each in sets}) > 1:
         raise InputError("data.mixture has sets with a weight and sets without, expected one or the other")
+
+
+def _check_streaming(config: TrainConfig) -> None:
+    if not config.data.streaming:
+        return
+    if config.optim.max_steps is None:
+        raise InputError("data.streaming without optim.max_steps, expected it: nobody knows how long an epoch is")
+    if config.data.mixture:
+        raise InputError("data.streaming is true with data.mixture, expected one or the other: one set is streamed")
+    if config.micro_batch_tokens is not None:
+        raise InputError(
+            "data.streaming is true with batch.micro_batch_tokens, expected batch.micro_batch_size: the longest pair is not known"
+        )
+    if config.distils:
+        raise InputError(
+            f"data.streaming is true with loss.distillation {config.loss.distillation}, expected none: no scores are read from a"
+            " stream"
+        )
 
 
 def _check_batch(config: TrainConfig, world: int) -> None:
@@ -255,6 +275,10 @@ def _without_effect(config: TrainConfig) -> Iterator[str]:
         yield "data.split has no effect with data.mixture, whose sets have splits of their own"
     if config.data.mixture_batches != DataConfig.mixture_batches and not config.data.mixture:
         yield "data.mixture_batches has no effect without data.mixture"
+    if config.data.shuffle_buffer != DataConfig.shuffle_buffer and not config.data.streaming:
+        yield "data.shuffle_buffer has no effect without data.streaming"
+    if config.data.repair and config.data.streaming and not config.data.dev:
+        yield "data.repair has no effect with data.streaming, which reads examples"
     if run.eval_steps and not config.data.dev:
         yield "run.eval_steps has no effect without data.dev"
     if run.metric != RunConfig.metric and not config.data.dev:

@@ -146,6 +146,12 @@ class DataConfig:
     as many examples as all of them have queries."""
     mixture_batches: Literal["mixed", "one_set"] = "mixed"
     """Whether a step takes its examples from all sets, or from one of them, drawn by weight."""
+    streaming: bool = False
+    """Read the examples of `train` as they are needed, and keep nothing of them on disk: for a file, or a set of the Hub, that is
+    too large for the cache. Needs `optim.max_steps`; every process reads the whole stream."""
+    shuffle_buffer: int = 10_000
+    """Examples of a stream that are in memory at once: each that is learned from is drawn from as many, and the next one of the
+    file takes its place. 1 is the file's own order."""
     dev: str | None = None
     """Data for evaluation during training, in any of the same forms. Not given: no evaluation, the last model is kept."""
     dev_split: str = "dev"

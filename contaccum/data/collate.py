@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -26,6 +26,22 @@ def pad(rows: Sequence[np.ndarray], pad_id: int, side: Side = "right") -> Tokens
         ids[number, place] = row
         mask[number, place] = 1
     return Tokens(torch.from_numpy(ids), torch.from_numpy(mask))
+
+
+class Batches(Protocol):
+    """What training and the measurement of drift ask for micro-batches."""
+
+    size: int
+    smallest: int
+
+    def twin(self) -> "Batches":
+        """The same batches for another thread."""
+
+    def step(self, step: int, size: int | None = None) -> list[MicroBatch]:
+        """The micro-batches of optimizer step ``step``, in their order; of ``size`` where that is given."""
+
+    def rows_of(self, step: int, size: int | None = None) -> list[int]:
+        """How many rows, those of all processes, each of the step's micro-batches has."""
 
 
 class BatchSource:

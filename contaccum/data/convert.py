@@ -123,7 +123,7 @@ def open_examples(
     none: list[list[int]] = [[] for _ in judged.queries]
     lists = [Ragged.of(rows) for rows in (*judged.graded_rows(), none)]
     queries = Dataset.from_dict({"id": list(judged.queries), "text": list(judged.queries.values())})
-    return Examples(judged.corpus, queries, *lists)
+    return Examples(judged.corpus, queries, lists[0], lists[1], lists[2])
 
 
 def _rows(table: Dataset, columns: Sequence[str]) -> Iterator[tuple[str, ...]]:

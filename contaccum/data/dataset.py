@@ -14,6 +14,7 @@ from datasets import Dataset, concatenate_datasets
 from contaccum.batch import NO_PASSAGE
 from contaccum.config import DataConfig
 from contaccum.data.arrow import Ragged
+from contaccum.data.draws import MEMBER, NEGATIVES, ORDER, POSITIVES, SETS, SHUFFLE, random_stream
 from contaccum.data.examples import ExampleTable, Teacher, load_examples
 from contaccum.data.formats import kind_of_data
 from contaccum.data.sources import resolve
@@ -21,9 +22,6 @@ from contaccum.data.tables import JudgedSplit, answerable_split
 from contaccum.errors import InputError
 
 __all__ = ["Ragged", "StepRows", "StepSampler", "TrainSet", "load_train_set"]
-
-# independent random streams: more hard negatives leave the positives as they were
-_ORDER, _POSITIVES, _NEGATIVES, _SETS, _SHUFFLE, _MEMBER = range(6)
 
 
 @dataclass(frozen=True)
@@ -43,6 +41,10 @@ class TrainSet:
     def members(self) -> "tuple[Member, ...]":
         """The sets that it consists of, in the order of its rows."""
         return (Member(self),)
+
+    def texts(self) -> list[str]:
+        """All queries, titles and texts, from which a vocabulary can be learned."""
+        return [*self.queries["text"], *self.passages["title"], *self.passages["text"]]
 
     def scores(self) -> Teacher:
         """The teacher's scores, all NaN where there are none."""
@@ -82,8 +84,10 @@ class StepRows(NamedTuple):
 def load_training(data: DataConfig, scores: bool = False) -> TrainSet:
     """What a config says to train on: one data set, or a mixture; with ``scores``, those of a teacher too.
 
-    Raises InputError as ``load_train_set``, and where scores are asked for and no set has any.
+    Raises InputError as ``load_train_set``, where scores are asked for and no set has any, and for data that is to be streamed.
     """
+    if data.streaming:
+        raise InputError("data.streaming is true, expected false: only training reads its data as a stream")
     how = data.hard_negatives, data.strict, data.repair, data.max_bad_records, scores
     named = [(each.train, each.split) for each in data.mixture] or [(data.train, data.split)]
     sets = [load_train_set(path, split, *how) for path, split in named]
@@ -256,7 +260,7 @@ class StepSampler:
         """member: its number in a mixture, whose sets have random streams of their own."""
         self._positives, self._negatives, self._teacher = train_set.positives, train_set.negatives, train_set.teacher
         self._passages = len(train_set.passages)
-        self._seed = [seed] if member is None else [seed, _MEMBER, member]
+        self._seed = [seed] if member is None else [seed, MEMBER, member]
         self.size, self.hard_negatives = global_batch_size, hard_negatives
         self._epoch = -1
         self._order = np.empty(0, dtype=np.int64)
@@ -287,7 +291,7 @@ class StepSampler:
         """Places [start, start + count) of the stream, with what step ``step`` draws for them."""
         queries = self._stream(start, count)
         known = [self._positives.row(query) for query in queries]
-        draw = self._random(_POSITIVES, step).random(len(queries))
+        draw = self._random(POSITIVES, step).random(len(queries))
         chosen = [int(share * len(rows)) for rows, share in zip(known, draw, strict=True)]
         passages = np.empty((len(queries), 1 + self.hard_negatives), dtype=np.int64)  # (N, 1 + H)
         passages[:, 0] = [rows[place] for rows, place in zip(known, chosen, strict=True)]
@@ -295,7 +299,7 @@ class StepSampler:
         if self._teacher is not None:
             teacher[:, 0] = self._teacher.positives[self._positives.offsets[queries] + chosen]
         if self.hard_negatives:
-            random = self._random(_NEGATIVES, step)
+            random = self._random(NEGATIVES, step)
             for number, query in enumerate(queries):
                 hard = random.permutation(len(self._negatives.row(query)))[: self.hard_negatives]
                 passages[number, 1:] = self._filled_up(self._negatives.row(query)[hard], known[number], random)
@@ -308,7 +312,7 @@ class StepSampler:
         return StepRows(queries, passages, positives, None if self._teacher is None else teacher)
 
     def _random(self, *key: int) -> np.random.Generator:
-        return np.random.Generator(np.random.Philox(np.random.SeedSequence([*self._seed, *key])))
+        return random_stream(*self._seed, *key)
 
     def _stream(self, start: int, count: int) -> np.ndarray:
         """Places [start, start + count) of the endless stream of queries, (count,) int64."""
@@ -322,7 +326,7 @@ class StepSampler:
 
     def _permutation(self, epoch: int) -> np.ndarray:
         if epoch != self._epoch:
-            self._order = self._random(_ORDER, epoch).permutation(len(self._positives))
+            self._order = self._random(ORDER, epoch).permutation(len(self._positives))
             self._epoch = epoch
         return self._order
 
@@ -377,7 +381,7 @@ class MixtureSampler:
             np.pad(part.positives, ((0, 0), (0, width - part.positives.shape[1])), constant_values=NO_PASSAGE)
             for part in parts
         ]
-        order = self._random(_SHUFFLE, step).permutation(self.size)
+        order = self._random(SHUFFLE, step).permutation(self.size)
         rows = [[part.queries for part in parts], [part.passages for part in parts], padded]
         if self._scored:
             none = np.float32(np.nan)
@@ -386,7 +390,7 @@ class MixtureSampler:
 
     def counts(self, step: int) -> np.ndarray:
         """How many examples of each set step ``step`` takes, (sets,) int64; their sum is N."""
-        random = self._random(_SETS, step)
+        random = self._random(SETS, step)
         if self._one_set:
             return random.multinomial(1, self._shares) * self.size
         return random.multinomial(self.size, self._shares)
@@ -402,7 +406,7 @@ class MixtureSampler:
         return taken
 
     def _random(self, *key: int) -> np.random.Generator:
-        return np.random.Generator(np.random.Philox(np.random.SeedSequence([self._seed, *key])))
+        return random_stream(self._seed, *key)
 
 
 def _moved(rows: StepRows, queries: int, passages: int) -> StepRows:

@@ -12,7 +12,6 @@ from contaccum.data.bad_records import STRICT, BadRecords, Place
 from contaccum.data.json_records import (
     Record,
     id_field,
-    json_lines,
     json_list,
     list_field,
     record_of,
@@ -33,14 +32,13 @@ _HEADER = ["id", "text", "title"]
 _QUESTION_ROW = "two columns separated by a tab: a question, and a list of answers such as ['a', 'b']"
 
 
-def dpr_examples(path: Path, bad: BadRecords, as_list: bool) -> Iterator[tuple[Place, Example]]:
-    """The records of a DPR training file: one JSON list, streamed, or one object a line."""
-    if as_list:
-        return json_list(path, "a list of " + DPR_RECORD, _example, bad)
-    return json_lines(path, DPR_RECORD, _example, bad)
+def dpr_list(path: Path, bad: BadRecords) -> Iterator[tuple[Place, Example]]:
+    """The records of a DPR training file that is one JSON list, streamed."""
+    return json_list(path, "a list of " + DPR_RECORD, dpr_example, bad)
 
 
-def _example(record: Record, place: Place, number: int) -> Example:
+def dpr_example(record: Record, place: Place, number: int) -> Example:
+    """One record of a DPR training file."""
     query = Query(query_id(record, place, number), string_field(record, "question", place))
     positives = list_field(record, "positive_ctxs", place, _context, required=True)
     negatives = list_field(record, "hard_negative_ctxs", place, _context)

@@ -7,6 +7,7 @@ import math
 import os
 import warnings
 from array import array
+from collections.abc import Container
 from dataclasses import dataclass
 from itertools import islice, repeat
 from pathlib import Path
@@ -102,6 +103,18 @@ def _save(folder: Path, name: str, numbers: array, dtype: type = np.int64) -> No
     np.save(folder / f"{name}.npy", np.array(numbers, dtype=dtype), allow_pickle=False)
 
 
+def check_texts(place: Place, example: Example, known: Container[str] = ()) -> None:
+    """Refuse an empty query, and an empty passage whose id did not stand before, in ``known`` or in the example, with a text."""
+    query = example.query
+    if is_blank(query.text):
+        raise place.error(f"the text of query {query.id!r} is empty, expected a query")
+    first = {passage.id: passage for name in reversed(_LISTS) for passage in reversed(getattr(example, name))}
+    for name in _LISTS:
+        for passage in getattr(example, name):
+            if is_blank(passage.text) and passage.id not in known and passage is first[passage.id]:
+                raise place.error(f"the text of passage {passage.id!r} is empty, expected some text")
+
+
 class _Problem:
     """Counts what is no reason to stop, and keeps the sentence of the first case."""
 
@@ -157,17 +170,11 @@ class _Builder:
 
     def _check(self, place: Place, example: Example) -> None:
         """Refuse an example before anything of it is written."""
+        check_texts(place, example, self.rows)
         query = example.query
-        if is_blank(query.text):
-            raise place.error(f"the text of query {query.id!r} is empty, expected a query")
         if query.id in self.places:
             where = str(self.places[query.id]).removeprefix(f"{self.path}, ")
             raise place.error(f"query id {query.id!r} stood already in {where}, expected every id once")
-        first = {passage.id: passage for name in reversed(_LISTS) for passage in reversed(getattr(example, name))}
-        for name in _LISTS:
-            for passage in getattr(example, name):
-                if is_blank(passage.text) and passage.id not in self.rows and passage is first[passage.id]:
-                    raise place.error(f"the text of passage {passage.id!r} is empty, expected some text")
 
     def _add(self, place: Place, example: Example) -> None:
         query = example.query

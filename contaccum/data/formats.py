@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from contaccum.data.bad_records import STRICT, BadRecords, Place
-from contaccum.data.dpr import DPR_RECORD, dpr_corpus, dpr_examples, dpr_questions, query_id
+from contaccum.data.dpr import DPR_RECORD, dpr_corpus, dpr_example, dpr_list, dpr_questions, query_id
 from contaccum.data.json_records import (
     Read,
     Record,
     id_field,
     json_lines,
+    json_objects,
     kind_of,
     list_field,
     record_of,
@@ -41,6 +42,8 @@ __all__ = [
     "beir_file",
     "content_id",
     "kind_of_data",
+    "kind_of_record",
+    "line_examples",
     "numbered_corpus",
     "numbered_examples",
     "numbered_queries",
@@ -59,6 +62,15 @@ _QUERY = "a query (an object with _id and text)"
 _PAIR = "an object with query, pos and neg"
 _TEVATRON = "an object with query_id, query, positive_passages and negative_passages"
 _DOCUMENT = "a passage (an object with docid, title and text)"
+_RECORDS = f"{_PAIR}, or {_TEVATRON}, or {DPR_RECORD}, or {_PASSAGE}"
+_MARKS: dict[str, Kind] = {
+    "positive_ctxs": "dpr",
+    "positive_passages": "tevatron",
+    "pos": "jsonl",
+    "title": "corpus",
+    "_id": "queries",
+}
+"""The field that tells what a record is."""
 _LOOKED_AT = 100  # bad records that telling the formats apart reckons with
 MAX_GRADE = 99_999  # trec_eval keeps a count for every grade up to the largest
 MAX_SCORE = 3e38  # of a teacher, either way
@@ -168,13 +180,25 @@ def numbered_examples(
     """
     path = Path(path)
     kind = kind_of_data(path, bad.limit)
-    if kind == "dpr":
-        return dpr_examples(path, bad, _is_list(path, bad.limit))
-    if kind == "jsonl":
-        return json_lines(path, _PAIR, _scored(_pair, _pair_scores) if scores else _pair, bad)
-    if kind == "tevatron":
-        return json_lines(path, _TEVATRON, _scored(_tevatron, _tevatron_scores) if scores else _tevatron, bad)
-    raise InputError(f"{path}: found a {kind} file, expected training examples (DPR JSON, query/pos/neg or Tevatron)")
+    if kind == "dpr" and _is_list(path, bad.limit):
+        return dpr_list(path, bad)
+    return line_examples(path, numbered_lines(path, bad=bad), kind, bad, scores)
+
+
+def line_examples(
+    path: Path, lines: Iterable[tuple[int, str]], kind: Kind, bad: BadRecords, scores: bool = False
+) -> Iterator[tuple[Place, Example]]:
+    """As ``numbered_examples``, of numbered lines from anywhere, of a known kind; ``path`` is what errors name."""
+    readers: dict[Kind, tuple[str, Read[Example]]] = {
+        "dpr": (DPR_RECORD, dpr_example),
+        "jsonl": (_PAIR, _scored(_pair, _pair_scores) if scores else _pair),
+        "tevatron": (_TEVATRON, _scored(_tevatron, _tevatron_scores) if scores else _tevatron),
+    }
+    if kind not in readers:
+        raise InputError(
+            f"{path}: found a {kind} file, expected training examples (DPR JSON, query/pos/neg or Tevatron)"
+        )
+    return json_objects(path, lines, *readers[kind], bad)
 
 
 def _pair(record: Record, place: Place, number: int) -> Example:
@@ -314,25 +338,18 @@ def _qrels_form(path: Path, max_bad_records: int) -> tuple[str | None, int]:
     return _most_common([form for form in forms if form[1] in (3, 4)]) or (None, 0)
 
 
+def kind_of_record(record: Record, place: Place, number: int = 1) -> Kind:
+    """What the fields of a record say that its file holds; InputError where they are those of none of our formats."""
+    for field, kind in _MARKS.items():
+        if field in record:
+            return kind
+    found = f"the fields {', '.join(map(repr, list(record)[:8]))}" if record else "an empty object"
+    raise place.error(f"found {found}, expected {_RECORDS}")
+
+
 def _kind_of_lines(path: Path, max_bad_records: int) -> Kind:
-    expected = f"{_PAIR}, or {_TEVATRON}, or {DPR_RECORD}, or {_PASSAGE}"
-    marks: dict[str, Kind] = {
-        "positive_ctxs": "dpr",
-        "positive_passages": "tevatron",
-        "pos": "jsonl",
-        "title": "corpus",
-        "_id": "queries",
-    }
-
-    def kind_of_record(record: Record, place: Place, number: int) -> Kind:
-        for field, kind in marks.items():
-            if field in record:
-                return kind
-        found = f"the fields {', '.join(map(repr, list(record)[:8]))}" if record else "an empty object"
-        raise place.error(f"found {found}, expected {expected}")
-
     enough = min(max_bad_records, _LOOKED_AT) + 1
-    kinds = json_lines(path, expected, kind_of_record, BadRecords(2 * (enough - 1)))
+    kinds = json_lines(path, _RECORDS, kind_of_record, BadRecords(2 * (enough - 1)))
     return (
-        _most_common(kind for _, kind in islice(kinds, enough)) or next(json_lines(path, expected, kind_of_record))[1]
+        _most_common(kind for _, kind in islice(kinds, enough)) or next(json_lines(path, _RECORDS, kind_of_record))[1]
     )

@@ -7,21 +7,26 @@ of ``owner/name``: ``datasets`` reads both the same way (JSON, Parquet, CSV).
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, DatasetDict, get_dataset_config_names, load_dataset
+from datasets import get_dataset_config_names, load_dataset, load_dataset_builder
 from datasets.exceptions import DatasetsError
 
 from contaccum.data.arrow import cached_folder
+from contaccum.data.bad_records import STRICT, BadRecords, Place
 from contaccum.errors import InputError
 
+Splits = Mapping[str, Any]
+"""Data sets of the library by their split, mapped from disk or streamed."""
 PREFIX = "hub:"
 FIELDS = ("query", "pos", "neg", "query_id")
 QRELS = ("qrels", "default")
 """What the judgements of a retrieval set are called: in NanoBEIR, and in MTEB."""
+_FAILURES = (OSError, ValueError, RuntimeError, DatasetsError)
+"""What ``datasets`` raises where it cannot give a set; RuntimeError for one that is a script."""
 _NAME = re.compile(r"(?P<repository>[^:?@]+)(@(?P<revision>[^:?]+))?(:(?P<configuration>[^:?]*))?(:(?P<split>[^:?]+))?")
 
 
@@ -54,20 +59,32 @@ class HubName:
         revision, configuration, split = (found[part] or None for part in ("revision", "configuration", "split"))
         return cls(text, found["repository"], revision, configuration, split, columns)
 
-    def load(self, configuration: str | None) -> DatasetDict:
+    def load(self, configuration: str | None, streaming: bool = False) -> Splits:
         """All splits of one configuration; InputError where they cannot be had."""
         try:
-            return load_dataset(self.repository, configuration, revision=self.revision)
-        except (OSError, ValueError, DatasetsError) as error:
-            raise self._unavailable(error) from error
+            return load_dataset(self.repository, configuration, revision=self.revision, streaming=streaming)
+        except _FAILURES as error:
+            raise self.unavailable(error) from error
+
+    def version(self) -> str:
+        """What tells one state of the set from another: the Hub's commit, or a hash of a folder's files."""
+        try:
+            builder = load_dataset_builder(self.repository, self.configuration, revision=self.revision)
+        except _FAILURES as error:
+            raise self.unavailable(error) from error
+        return str(builder.hash)
 
     def configurations(self) -> list[str]:
         try:
             return get_dataset_config_names(self.repository, revision=self.revision)
-        except (OSError, ValueError, DatasetsError) as error:
-            raise self._unavailable(error) from error
+        except _FAILURES as error:
+            raise self.unavailable(error) from error
 
-    def _unavailable(self, error: Exception) -> InputError:
+    def judged(self) -> bool:
+        """Whether it is a set of corpus, queries and judgements."""
+        return self.configuration is None and not self.columns and {"corpus", "queries"} <= set(self.configurations())
+
+    def unavailable(self, error: Exception) -> InputError:
         reason = " ".join(str(error).split())[:200]
         return InputError(f"{self.text}: could not be loaded from the Hub ({reason})")
 
@@ -80,18 +97,64 @@ def fetch_hub(text: str, split: str) -> Path:
     Tevatron's; or DPR's) or those that the name says. The name's own split goes before ``split``. Raises InputError.
     """
     name = HubName.of(text)
-    if name.configuration is None and not name.columns and {"corpus", "queries"} <= set(name.configurations()):
+    if name.judged():
         return _retrieval_folder(name, split)
     rows = _split_of(name, name.load(name.configuration), name.split or split)
     key = [name.repository, name.configuration, name.columns, rows._fingerprint]  # it follows the content's version
 
     def write(folder: Path) -> None:
-        _write_lines(folder / "examples.jsonl", _mapped(name, rows) if name.columns else rows)
+        records = _mapped(name, rows, rows.column_names) if name.columns else rows
+        _write_lines(folder / "examples.jsonl", records)
 
     return cached_folder("hub", key, write) / "examples.jsonl"
 
 
-def _split_of(name: HubName, found: DatasetDict, split: str, only: bool = False) -> Dataset:
+class HubLines:
+    """The examples of a set of the Hub as the lines of a file, read over the network as they are asked for."""
+
+    def __init__(self, text: str, split: str) -> None:
+        """As ``fetch_hub``; InputError also for a set of corpus, queries and judgements, which have to be joined."""
+        self._name = HubName.of(text)
+        if self._name.judged():
+            raise InputError(
+                f"{text}: holds corpus, queries and judgements, expected examples: data.streaming joins nothing"
+            )
+        self._rows = _split_of(self._name, self._name.load(self._name.configuration, True), self._name.split or split)
+        self.path = Path(text)
+        """What errors name."""
+
+    def version(self) -> str:
+        """See HubName."""
+        return self._name.version()
+
+    def columns(self) -> list[str]:
+        """The fields of each line's record; InputError where there is no line."""
+        if self._name.columns:
+            return list(self._name.columns)
+        for _, line in self.lines(STRICT):
+            return list(json.loads(line))
+        raise InputError(f"{self._name.text}: is empty, expected at least one example")
+
+    def lines(self, bad: BadRecords) -> Iterator[tuple[int, str]]:
+        """Every row, numbered from 1; InputError where one cannot be had."""
+        try:
+            for number, row in enumerate(self._records(), 1):
+                line = json.dumps(row, ensure_ascii=False)
+                bad.reading(Place(self.path, number), line)
+                yield number, line
+        except InputError:
+            raise
+        except _FAILURES as error:
+            raise self._name.unavailable(error) from error
+
+    def _records(self) -> Iterable[dict[str, Any]]:
+        if not self._name.columns:
+            return self._rows
+        first: dict[str, Any] = next(iter(self._rows), {})
+        return _mapped(self._name, self._rows, list(first))
+
+
+def _split_of(name: HubName, found: Splits, split: str, only: bool = False) -> Any:
     """A split; with ``only``, the one that there is where it has another name."""
     if split in found:
         return found[split]
@@ -100,11 +163,11 @@ def _split_of(name: HubName, found: DatasetDict, split: str, only: bool = False)
     raise InputError(f"{name.text}: holds no split {split!r}, found {', '.join(map(str, found))}")
 
 
-def _mapped(name: HubName, rows: Dataset) -> Iterator[dict[str, Any]]:
+def _mapped(name: HubName, rows: Iterable[dict[str, Any]], found: list[str]) -> Iterator[dict[str, Any]]:
     """Rows with our fields; a text stands as it is or in a list, and an empty or absent negative is none."""
     wanted = [column for columns in name.columns.values() for column in columns]
-    if missing := [column for column in wanted if column not in rows.column_names]:
-        raise InputError(f"{name.text}: holds no column {missing[0]!r}, found {', '.join(rows.column_names)}")
+    if missing := [column for column in wanted if column not in found]:
+        raise InputError(f"{name.text}: holds no column {missing[0]!r}, found {', '.join(found)}")
     for number, row in enumerate(rows, 1):
         texts = {
             key: [t for column in columns for t in _texts(name, number, column, row[column])]

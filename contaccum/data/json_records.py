@@ -3,7 +3,7 @@
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -24,7 +24,14 @@ def json_lines(
     path: Path, expected: str, read: Read[Element], bad: BadRecords = STRICT
 ) -> Iterator[tuple[Place, Element]]:
     """The JSON object of every line, as ``read`` reads it; ``expected`` says in an error what a line should hold."""
-    for count, (number, line) in enumerate(numbered_lines(path, bad=bad), 1):
+    return json_objects(path, numbered_lines(path, bad=bad), expected, read, bad)
+
+
+def json_objects(
+    path: Path, lines: Iterable[tuple[int, str]], expected: str, read: Read[Element], bad: BadRecords
+) -> Iterator[tuple[Place, Element]]:
+    """As ``json_lines``, of lines from anywhere with their numbers; ``path`` is what errors name."""
+    for count, (number, line) in enumerate(lines, 1):
         place = Place(path, number)
         try:
             element = read(_object_of(line, place, expected), place, count + bad.unread)

@@ -1,8 +1,9 @@
 """Every text tokenised once, into the cache: training reads token ids from mapped files, never a tokenizer."""
 
+import copy
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -42,6 +43,23 @@ class TokenTable:
         """Most tokens that a text has; read in pieces, since a table may be larger than memory."""
         starts = range(0, len(self), _OFFSETS)
         return max(int(np.diff(self._offsets[start : start + _OFFSETS + 1]).max()) for start in starts)
+
+
+class TextTokens:
+    """Tokenises texts as they come, as ``build_token_table`` does, with a tokenizer of its own: one serves one thread."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", max_length: int, prefix: str) -> None:
+        """InputError for a tokenizer that is not a fast one."""
+        _require_fast(tokenizer)
+        self._tokenizer, self._max_length, self._prefix = copy.deepcopy(tokenizer), max_length, prefix
+
+    def rows(self, texts: Iterable[tuple[str, ...]]) -> list[np.ndarray]:
+        """The token ids of these texts, each in columns, an int32 array each."""
+        return _encoded(texts, self._tokenizer, self._max_length, self._prefix)
+
+    def twin(self) -> "TextTokens":
+        """The same for another thread."""
+        return TextTokens(self._tokenizer, self._max_length, self._prefix)
 
 
 class JoinedTokens:
@@ -92,8 +110,7 @@ def build_token_table(
 
     Raises InputError for a tokenizer that is not a fast one.
     """
-    if not tokenizer.is_fast:
-        raise InputError(f"the tokenizer of {tokenizer.name_or_path!r} is a slow one, expected a fast tokenizer")
+    _require_fast(tokenizer)
     key = [fingerprint, list(columns), tokenizer_hash(tokenizer), max_length, prefix]
 
     def build(folder: Path) -> None:
@@ -102,6 +119,19 @@ def build_token_table(
         np.save(folder / "offsets.npy", offsets, allow_pickle=False)
 
     return TokenTable(cached_folder("tokens", key, build))
+
+
+def _require_fast(tokenizer: "PreTrainedTokenizerBase") -> None:
+    if not tokenizer.is_fast:
+        raise InputError(f"the tokenizer of {tokenizer.name_or_path!r} is a slow one, expected a fast tokenizer")
+
+
+def _encoded(
+    texts: Iterable[tuple[str, ...]], tokenizer: "PreTrainedTokenizerBase", max_length: int, prefix: str
+) -> list[np.ndarray]:
+    contents = [prefix + " ".join(columns).strip() for columns in texts]
+    encoded = tokenizer(contents, truncation=True, max_length=max_length, return_attention_mask=False)
+    return [np.array(row, dtype="<i4") for row in encoded["input_ids"]]
 
 
 def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
@@ -128,10 +158,8 @@ def _write_tokens(
     with tqdm(total=len(texts), desc=f"tokenising {columns[-1]}", unit=" texts", disable=None) as progress:
         for batch in column_batches(texts, columns, _BATCH):
             rows = zip(*(batch[column] for column in columns), strict=True)
-            contents = [prefix + " ".join(row).strip() for row in rows]
-            encoded = tokenizer(contents, truncation=True, max_length=max_length, return_attention_mask=False)
-            ids = encoded["input_ids"]
-            file.write(np.concatenate([np.array(row, dtype="<i4") for row in ids]).tobytes())
+            ids = _encoded(rows, tokenizer, max_length, prefix)
+            file.write(np.concatenate(ids).tobytes())
             lengths.append(np.array([len(row) for row in ids], dtype=np.int64))
             progress.update(len(ids))
     offsets = np.cumsum(np.concatenate(lengths))

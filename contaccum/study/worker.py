@@ -12,7 +12,7 @@ from pathlib import Path
 
 from contaccum import api
 from contaccum.config import TrainConfig, from_mapping
-from contaccum.data.dataset import load_training
+from contaccum.data.stream import open_training
 from contaccum.encoder import DualEncoder
 from contaccum.engine import encoding_device
 from contaccum.errors import InputError, Interrupted
@@ -66,7 +66,7 @@ def _model(kind: str, config: TrainConfig) -> ModelChoice | DualEncoder:
     if kind == "bm25":
         return ModelChoice(api.BM25)
     if kind == "untrained":
-        train_set = load_training(config.data)
+        train_set = open_training(config.data)
         return build_encoder(config, train_set, encoding_device(config.run.device))
     choice = ModelChoice(
         str(Path(config.output_dir) / "model"),

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from contaccum.data.collate import BatchSource
+from contaccum.data.collate import Batches
 from contaccum.engine import Engine
 from contaccum.methods.bank import Bank
 from contaccum.training.fit import MicroBatchSize
@@ -18,8 +18,8 @@ SAMPLE = 4
 class Drift:
     """Encodes a few of the bank's micro-batches again, with their own dropout noise, so that weights alone make a difference."""
 
-    def __init__(self, engine: Engine, bank: Bank, batches: BatchSource, size: MicroBatchSize) -> None:
-        """batches: for this object alone, see ``BatchSource.twin``. size: tells how each step was cut."""
+    def __init__(self, engine: Engine, bank: Bank, batches: Batches, size: MicroBatchSize) -> None:
+        """batches: for this object alone, see ``Batches.twin``. size: tells how each step was cut."""
         self.engine, self.bank, self.batches, self.size = engine, bank, batches, size
 
     def measure(self) -> dict[str, Any]:

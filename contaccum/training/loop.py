@@ -10,7 +10,7 @@ import torch
 
 from contaccum.batch import MicroBatch
 from contaccum.config import METRIC_CUTS, TrainConfig, check_total, parse_bytes, to_yaml, validate
-from contaccum.data.dataset import load_training
+from contaccum.data.stream import StreamSet, open_training
 from contaccum.data.tables import RetrievalSet, load_retrieval_set
 from contaccum.engine import Engine, SharedEncoder
 from contaccum.errors import InputError, Interrupted, NotFiniteError
@@ -74,7 +74,7 @@ class Training:
         self.folder = Path(config.output_dir)
         checkpoint = newest_checkpoint(self.folder) if config.resume else None
         with engine.main_first():
-            train_set = load_training(config.data, config.distils)
+            train_set = open_training(config.data, config.distils)
             self.dev = self._load_dev()
         self._require_same(
             checkpoint=str(checkpoint and checkpoint.state["step"]), config=to_yaml(config), data=train_set.fingerprint
@@ -90,8 +90,8 @@ class Training:
         self.loss = setup.build_loss(config, self.encoder)
         self.bank = setup.build_bank(config, engine, self.encoder, self.loss)
         self.drift = Drift(engine, self.bank, self.batches.twin(), self.size)
-        self.examples = len(train_set.queries)
-        epochs = config.optim.epochs * self.examples / config.batch.global_batch_size
+        self.examples = None if isinstance(train_set, StreamSet) else len(train_set.queries)
+        epochs = config.optim.epochs * (self.examples or 0) / config.batch.global_batch_size
         self.total = config.optim.max_steps or max(1, math.ceil(epochs))
         check_total(config, self.total)
         self.identity = setup.identity(config.model, engine, self.encoder, train_set)
@@ -208,7 +208,7 @@ class Training:
         self.bank.end_step()
         return {
             "step": self.done + 1,
-            "epoch": (self.done + 1) * config.batch.global_batch_size / self.examples,
+            "epoch": (self.done + 1) * config.batch.global_batch_size / self.examples if self.examples else None,
             **means,
             "learning_rate": rate if finite else 0.0,
             "grad_norm": norm if finite else None,

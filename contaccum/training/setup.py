@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import math
 import sys
 import warnings
 from collections.abc import Iterator
@@ -15,9 +16,10 @@ import yaml
 from transformers import PreTrainedTokenizerBase
 
 from contaccum.config import ModelConfig, TrainConfig, to_yaml
-from contaccum.data.collate import BatchSource
+from contaccum.data.collate import Batches, BatchSource
 from contaccum.data.dataset import TrainSet, make_sampler
-from contaccum.data.tokens import JoinedTokens, TokenTable, build_token_table, tokenizer_hash
+from contaccum.data.stream import StreamSampler, StreamSet, StreamSource
+from contaccum.data.tokens import JoinedTokens, TextTokens, TokenTable, build_token_table, tokenizer_hash
 from contaccum.encoder import Adapters, DualEncoder, EncoderSettings, make_settings
 from contaccum.encoder.tiny import tiny_tower
 from contaccum.engine import Engine, torch_dtype
@@ -33,6 +35,7 @@ from contaccum.methods.objective import Objective
 from contaccum.training.fit import MicroBatchSize, halved_pairs, halved_tokens
 
 CONFIG_FILE = "config.yaml"
+STEPS_AHEAD = 4  # by which the step that is being prepared may be ahead of the one that is being taken, and that one
 MAY_CHANGE = {
     "output_dir", "resume", "allow_changes", "run.save_steps", "run.keep_checkpoints", "run.log_steps", "run.trackers",
     "run.eval_batch_tokens", "run.on_nan", "run.timeout_minutes", "run.bank_check_steps", "run.drift_steps", "run.memory_budget",
@@ -84,7 +87,9 @@ def refuse_changes(where: str, changes: list[str], allowed: bool) -> None:
     print(f"{where}, which is allowed: {'; '.join(changes)}", file=sys.stderr)
 
 
-def identity(config: ModelConfig, engine: Engine, encoder: DualEncoder, train_set: TrainSet) -> dict[str, Any]:
+def identity(
+    config: ModelConfig, engine: Engine, encoder: DualEncoder, train_set: TrainSet | StreamSet
+) -> dict[str, Any]:
     """What must be the same for a resumed run to end as the unbroken one would, besides the settings.
 
     Weights and tokenizers come from the checkpoint, so the tokenizer differs only where its library reads it otherwise. An
@@ -153,7 +158,9 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def build_encoder(config: TrainConfig, train_set: TrainSet, device: torch.device | str = "cpu") -> DualEncoder:
+def build_encoder(
+    config: TrainConfig, train_set: TrainSet | StreamSet, device: torch.device | str = "cpu"
+) -> DualEncoder:
     """The towers that training starts from."""
     model = config.model
     settings = {
@@ -180,9 +187,8 @@ def build_encoder(config: TrainConfig, train_set: TrainSet, device: torch.device
         )
     chosen = {name: value for name, value in settings.items() if value is not None}
     made = make_settings({**chosen, "tie_towers": model.tie_towers}, "model")
-    texts = [*train_set.queries["text"], *train_set.passages["title"], *train_set.passages["text"]]
     query = tiny_tower(
-        texts,
+        train_set.texts(),
         made.pooling,
         layers=model.tiny_layers,
         width=model.tiny_width,
@@ -222,8 +228,12 @@ def apply_switches(encoder: DualEncoder, config: TrainConfig) -> None:
         encoder.compile_backbones(graphs=config.run.compile == "cuda_graphs")
 
 
-def build_batches(config: TrainConfig, engine: Engine, encoder: DualEncoder, train_set: TrainSet) -> BatchSource:
-    """Tokens, made once, and the order of the examples."""
+def build_batches(
+    config: TrainConfig, engine: Engine, encoder: DualEncoder, train_set: TrainSet | StreamSet
+) -> Batches:
+    """Tokens, made once, and the order of the examples; of a stream, both as they come."""
+    if isinstance(train_set, StreamSet):
+        return _streamed(config, engine, encoder, train_set)
     settings = encoder.settings
     query, passage = encoder.query_tower.tokenizer, encoder.passage_tower.tokenizer
     with engine.main_first():
@@ -240,6 +250,23 @@ def build_batches(config: TrainConfig, engine: Engine, encoder: DualEncoder, tra
         passage_tokens,
         config.micro_batch_size(engine.world),
         micro_batch_tokens=config.micro_batch_tokens,
+        pad_ids=(query.pad_token_id, passage.pad_token_id),
+        side=query.padding_side,
+        rank=engine.rank,
+        world=engine.world,
+    )
+
+
+def _streamed(config: TrainConfig, engine: Engine, encoder: DualEncoder, train_set: StreamSet) -> StreamSource:
+    size, settings = config.batch.global_batch_size, encoder.settings
+    query, passage = encoder.query_tower.tokenizer, encoder.passage_tower.tokenizer
+    # steps that the bank has rows of, which drift is measured on, and those that a smaller micro-batch takes again
+    kept = math.ceil(config.bank_size() / size) + STEPS_AHEAD
+    return StreamSource(
+        StreamSampler(train_set, config.seed, size, config.data.hard_negatives, config.data.shuffle_buffer, kept),
+        TextTokens(query, settings.max_query_length, settings.query_prefix),
+        TextTokens(passage, settings.max_passage_length, settings.passage_prefix),
+        config.micro_batch_size(engine.world),
         pad_ids=(query.pad_token_id, passage.pad_token_id),
         side=query.padding_side,
         rank=engine.rank,
@@ -264,7 +291,7 @@ def _tokens(
     return tables[0] if len(tables) == 1 else JoinedTokens(tables)
 
 
-def build_size(config: TrainConfig, engine: Engine, batches: BatchSource) -> MicroBatchSize:
+def build_size(config: TrainConfig, engine: Engine, batches: Batches) -> MicroBatchSize:
     """The sizes that a micro-batch may shrink to when memory runs out."""
     if config.traits.whole:
         sizes = [batches.size]

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from contaccum.batch import RowIds
 from contaccum.config import TRAITS, to_yaml
+from contaccum.data.convert import convert
 from contaccum.errors import InputError
 from contaccum.files import read_json
 from contaccum.methods.bank import Bank
@@ -69,6 +70,11 @@ def runs(tmp_path_factory):
         call = [str(runs.data), str(runs[f"steps{world}"]), *reference]
         runs.jobs[f"steps of {world}"] = Job(call, world, worker="gradient_worker")
         runs.add(f"of {world}", world)
+    examples = runs["examples.jsonl"]
+    convert(runs.data, examples, "jsonl")
+    stream = {"data.train": str(examples), "data.streaming": True, "data.shuffle_buffer": 9, "optim.max_steps": 6}
+    for world in WORLDS[:2]:
+        runs.add(f"stream of {world}", world, **stream, **{"data.hard_negatives": 1, "optim.epochs": 1.0})
     runs.add("machines", 4, machines=2, fault="tells_what_it_builds")
     spoilt = write_beir(runs["spoilt data"], queries=41)
     for file, line in SPOILT.items():
@@ -152,19 +158,33 @@ def test_texts_that_do_not_divide_evenly_are_all_encoded(world, steps):
             torch.testing.assert_close(found[f"texts/{count}"], steps[1][0][f"texts/{count}"], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["of 2", "of 4", "machines"])
-def test_training_in_several_processes_gives_the_metrics_of_one(name, runs):
-    one, several = runs.lines("of 1"), runs.lines(name)
+@pytest.mark.parametrize(
+    ("whole", "name"), [("of 1", "of 2"), ("of 1", "of 4"), ("of 1", "machines"), ("stream of 1", "stream of 2")]
+)
+def test_training_in_several_processes_gives_the_metrics_of_one(whole, name, runs):
+    one, several = runs.lines(whole), runs.lines(name)
     assert len(one) == len(several) == 6
     for left, right in zip(one, several, strict=True):
         for key in ("loss", "query_grad_norm", "passage_grad_norm"):
             assert right[key] == pytest.approx(left[key], rel=1e-4)
         assert (right["bank_fill"], right["masked"]) == (left["bank_fill"], left["masked"])
-    left, right = (read_json(runs[run] / "dev_metrics.json") for run in ("of 1", name))
+    left, right = (read_json(runs[run] / "dev_metrics.json") for run in (whole, name))
     assert right["mean"] == pytest.approx(left["mean"], abs=1e-6)
 
 
-SOUND = ["of 1", "of 2", "of 4", "machines", "unchecked", "2 to 2", "2 to 1", "2 to 4", "1 to 2", "other rows"]
+SOUND = [
+    "of 1",
+    "of 2",
+    "stream of 2",
+    "of 4",
+    "machines",
+    "unchecked",
+    "2 to 2",
+    "2 to 1",
+    "2 to 4",
+    "1 to 2",
+    "other rows",
+]
 
 
 @pytest.mark.parametrize("name", SOUND)
