@@ -319,13 +319,16 @@ def test_memory_holds_the_buffer_and_not_the_set(tmp_path):
     assert whole[1] > 3 * whole[0]  # negative control
 
 
-def test_a_streamed_run_resumes_to_the_byte_and_leaves_the_cache_empty(tmp_path):
+def test_a_streamed_run_resumes_to_the_byte_and_leaves_the_cache_empty(tmp_path, monkeypatch):
     path = pairs(tmp_path)
+    starts, start = [], StreamSampler._start
+    monkeypatch.setattr(StreamSampler, "_start", lambda self: (starts.append(self), start(self)))
 
     def run(name: str, **changes):
         config = train_config(path, tmp_path / name, **{"data.hard_negatives": 1, "run.drift_steps": 2, **changes})
         config.data.streaming = True
         train(config)
+        assert len(set(starts)) == len(starts), "drift asks for what is kept"
         return weights(tmp_path / name)
 
     settings = {"data.shuffle_buffer": 20}
