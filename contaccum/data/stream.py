@@ -143,9 +143,7 @@ def open_stream(data: DataConfig) -> StreamSet:
     path, _ = resolve(data.train, data.split)
     if kind_of_data(path, data.max_bad_records) == "beir":
         raise InputError(f"{path}: is a BEIR folder, expected a file of examples: data.streaming joins nothing")
-    numbered_examples(
-        path, BadRecords(data.max_bad_records)
-    )  # what holds no examples is refused before anything is built
+    numbered_examples(path, BadRecords(data.max_bad_records))  # refuses what holds no examples
     return StreamSet(str(path), lambda bad: numbered_examples(path, bad), _file_hash(path), data)
 
 

@@ -274,6 +274,10 @@ def test_a_set_of_the_hub_is_streamed_and_nothing_is_written(hub, tmp_path):
 
 def test_rows_of_the_hub_that_cannot_be_read_are_told(hub, tmp_path):
     script = write(tmp_path / "script" / "script.py", "").parent
+    parts = "".join(f"- config_name: {part}\n  data_files: {part}.jsonl\n" for part in ("corpus", "queries", "qrels"))
+    judged = write(tmp_path / "judged" / "README.md", f"---\nconfigs:\n{parts}---\n").parent
+    for part in ("corpus", "queries", "qrels"):
+        write(judged / f"{part}.jsonl", lines({"_id": "a", "text": "b"}))
     write(tmp_path / "own" / "train.jsonl", lines(pair(0), {**pair(1), "query": ""}, pair(2)))
     with pytest.raises(InputError, match=re.escape(f"{hub[0]}, line 2: the text of query 'q1' is empty")):
         sampler(hub[0])(0)
@@ -283,6 +287,7 @@ def test_rows_of_the_hub_that_cannot_be_read_are_told(hub, tmp_path):
         (hub[0].replace("own", "absent"), "could not be loaded from the Hub"),
         (f"{hub[0]}::dev", "holds no split 'dev', found train"),
         (hub[1].replace("anchor", "missing"), "holds no column 'missing', found key, anchor, yes, no"),
+        (f"hub:{judged}", "holds corpus, queries and judgements, expected examples: data.streaming joins nothing"),
         (f"hub:{script}", "Dataset scripts are no longer supported"),
         (hub[1].partition("?")[0], "found the fields 'key', 'anchor', 'yes', 'no', expected"),
     ):
