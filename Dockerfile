@@ -1,7 +1,7 @@
 # CPU:  docker build -t contaccum .
 # GPU:  docker build -t contaccum --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu126 --build-arg FAISS=faiss-gpu-cu12 .
 # Use:  docker run --rm -v "$PWD:/work" -v contaccum-cache:/cache contaccum doctor        (GPU: add --gpus all --ipc host)
-FROM python:3.12-slim
+FROM python:3.11-slim
 
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ARG FAISS=faiss-cpu
