@@ -30,6 +30,7 @@ def model(tmp_path):
     return str(tmp_path / "model")
 
 
+@pytest.mark.acceptance
 def test_each_memory_switch_runs_or_says_why_not(model):
     switches = script("memory_switches")
     ran, refused = [], {}
@@ -63,6 +64,7 @@ def test_every_size_of_micro_batch_has_the_same_texts(model):
     assert all((one == other).all() for one, other in zip(*tokens, strict=True))
 
 
+@pytest.mark.acceptance
 def test_start_up_is_measured(tmp_path):
     call = [sys.executable, str(BENCHMARKS / "startup.py"), "--repeat", "1", "--json", str(tmp_path / "out.json")]
     subprocess.run(call, check=True, capture_output=True)

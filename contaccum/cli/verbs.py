@@ -69,7 +69,8 @@ def _search(options: Namespace) -> None:
         if is_main():
             api.write_run(output, run)
         return _show(output)
-    from contaccum.explore.prompt import converse, render_hits
+    from contaccum.explore.prompt import converse
+    from contaccum.retrieval.hits import render_hits
 
     k = 10 if k is None else k
     if given == ["--interactive"]:

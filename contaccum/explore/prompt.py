@@ -5,19 +5,17 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import TextIO
-from unicodedata import combining, east_asian_width
 
 from contaccum import api
 from contaccum.data.tables import RetrievalSet, load_searchable
 from contaccum.errors import InputError
-from contaccum.explore.marks import Grades, grades_of_text, relevant_among
+from contaccum.explore.marks import grades_of_text, relevant_among
 from contaccum.launch import process_place
 from contaccum.options import ModelChoice, SearchSettings
+from contaccum.retrieval.hits import cut, render_hits
 from contaccum.retrieval.search import Hit, with_texts
 
 PROMPT = "query> "
-MARKS = {True: "+", False: "-"}
-"""Before the score of a passage that is judged: relevant, or not."""
 
 
 def converse(
@@ -77,27 +75,3 @@ def render_answer(query: str, hits: list[Hit], judged: RetrievalSet, width: int 
         here, there = relevant_among(grades, hits)
         lines.append(cut(f"{here} of {there} relevant passages are among these {len(hits)}", width))
     return "\n".join(lines)
-
-
-def render_hits(hits: list[Hit], grades: Grades | None = None, width: int | None = None) -> str:
-    """Two lines a passage: rank, mark where it is judged, score, id and title; its text. ``width``: columns of a terminal."""
-    lines = []
-    for rank, hit in enumerate(hits, start=1):
-        mark = MARKS[grades[hit.id] > 0] if grades and hit.id in grades else " "
-        lines += [f"{rank:3d} {mark} {hit.score:7.4f}  {hit.id}  {hit.title}", f"      {hit.text}"]
-    return "\n".join(cut(line, width) for line in lines)
-
-
-def cut(text: str, width: int | None) -> str:
-    """A text as one line, no wider than ``width`` columns; what would move a terminal's cursor or colour it becomes a space."""
-    line = "".join(letter if letter.isprintable() else " " for letter in text)
-    if width is None or sum(map(_columns, line)) <= width:
-        return line
-    used, end = 0, 0
-    while used + _columns(line[end]) <= width - 1:  # a column is left for the dots
-        used, end = used + _columns(line[end]), end + 1
-    return line[:end] + "…"
-
-
-def _columns(letter: str) -> int:
-    return 0 if combining(letter) else 2 if east_asian_width(letter) in "WF" else 1

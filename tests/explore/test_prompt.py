@@ -10,7 +10,8 @@ import pytest
 from helpers import write_beir
 
 from contaccum.cli import main
-from contaccum.explore.prompt import cut, render_hits, typed
+from contaccum.explore.prompt import typed
+from contaccum.retrieval.hits import cut, render_hits
 from contaccum.retrieval.search import Hit
 
 
