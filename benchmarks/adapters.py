@@ -81,7 +81,7 @@ def measure(request: dict[str, Any]) -> dict[str, float]:
     encoder: DualEncoder = setup.build_encoder(config, None, engine.device)  # type: ignore[arg-type]
     setup.apply_switches(encoder.train(), config)
     engine.prepare(encoder, make_optimizer(encoder, config.optim))
-    loss = setup.build_loss(config)
+    loss = setup.build_loss(config, encoder)
     bank = setup.build_bank(config, engine, encoder, loss)
     batches = make_batches(encoder.query_tower.backbone.config.vocab_size, request["length"])
     engine.reset_peak_memory()
