@@ -87,8 +87,10 @@ def test_encode_stops_at_sigterm(data, tmp_path):
     model = train(train_config(data, tmp_path / "run", **{"optim.max_steps": 1}))
     script = (
         "import sys, time; from contaccum import cli; from contaccum.retrieval import encode\n"
-        "plain = encode.write_shard\n"
-        "encode.write_shard = lambda folder, number, *rest: plain(folder, number, *rest) or (number and time.sleep(1000))\n"
+        "plain = encode.encode_shard\n"
+        "def third_takes_long(encoder, texts, start, *rest):\n"
+        "    return time.sleep(1000) if start == 20 else plain(encoder, texts, start, *rest)\n"
+        "encode.encode_shard = third_takes_long\n"
         "sys.exit(cli.main(sys.argv[1:]))"
     )
     options = ("--model", model, "--input", data, "--output", tmp_path / "vectors", "--shard_size", "10")
