@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -169,6 +170,15 @@ def test_data_verbs(data, tmp_path, capsys):
     assert call(capsys, "data", "fetch", data)[1] == f"{data}\n"
     assert call(capsys, "data", "demo", tmp_path / "demo")[0] == 0
     assert (tmp_path / "demo" / "qrels" / "train.tsv").exists()
+
+
+def test_a_reader_that_leaves_early_is_no_error(data, capsys, monkeypatch):
+    read, written = os.pipe()
+    os.close(read)  # as `head` does once it has its lines
+    with open(written, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        assert main(["data", "check", str(data)]) == 128 + signal.SIGPIPE
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.filterwarnings("always::UserWarning")

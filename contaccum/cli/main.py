@@ -1,6 +1,8 @@
 """The command line's door: exit codes, and what is said on stderr. Nothing heavy is imported before a verb runs."""
 
 import errno
+import os
+import signal
 import sys
 import warnings
 from argparse import ArgumentError
@@ -22,7 +24,8 @@ DISK_ERRORS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one verb; returns the exit code: 0 done, 2 the user's input or disk, 130 Ctrl-C, 143 SIGTERM; else raises (1)."""
+    """Run one verb; returns the exit code: 0 done, 2 the user's input or disk, 130 Ctrl-C, 143 SIGTERM, 141 nobody reads what
+    it prints; else raises (1)."""
     warnings.showwarning = _show_warning
     try:
         arguments = sys.argv[1:] if arguments is None else arguments
@@ -35,10 +38,14 @@ def main(arguments: list[str] | None = None) -> int:
 
         with StopSignals():
             _run(VERBS[path], options)
+        sys.stdout.flush()
     except (Failed, InputError, Interrupted) as error:
         return _fail(str(error), error.exit_code)
     except ArgumentError as error:
         return _fail(" ".join(str(error).split()), InputError.exit_code)
+    except BrokenPipeError:  # whoever read the output has left, as `head` does: no error, and nobody to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python flushes at its end goes there
+        return 128 + signal.SIGPIPE
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
