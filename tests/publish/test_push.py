@@ -147,6 +147,7 @@ def call(run, monkeypatch, capsys, tmp_path):
 
     def run_it(endpoint: str, *more: str, token: str | None = TOKEN) -> tuple[int, str, str]:
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # whatever the machine says: this Hub is its own
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
         monkeypatch.delenv("HF_TOKEN", raising=False)
         if token is not None:
