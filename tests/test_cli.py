@@ -13,6 +13,7 @@ from helpers import train_config, write_beir
 
 from contaccum import DualEncoder, evaluate, search, train
 from contaccum.cli import main
+from contaccum.cli.verbs import VERBS
 from contaccum.config import to_yaml
 
 
@@ -179,6 +180,15 @@ def test_a_reader_that_leaves_early_is_no_error(data, capsys, monkeypatch):
         monkeypatch.setattr(sys, "stdout", output)
         assert main(["data", "check", str(data)]) == 128 + signal.SIGPIPE
     assert capsys.readouterr().err == ""
+
+
+def test_another_broken_pipe_is_an_error(monkeypatch):
+    def breaks(options):
+        raise BrokenPipeError
+
+    monkeypatch.setitem(VERBS, "doctor", breaks)
+    with pytest.raises(BrokenPipeError):
+        main(["doctor"])
 
 
 @pytest.mark.filterwarnings("always::UserWarning")

@@ -43,8 +43,9 @@ def main(arguments: list[str] | None = None) -> int:
         return _fail(str(error), error.exit_code)
     except ArgumentError as error:
         return _fail(" ".join(str(error).split()), InputError.exit_code)
-    except BrokenPipeError:  # whoever read the output has left, as `head` does: no error, and nobody to tell
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python flushes at its end goes there
+    except BrokenPipeError:
+        if not _output_is_left():
+            raise
         return 128 + signal.SIGPIPE
     except OSError as error:
         if error.errno not in DISK_ERRORS:
@@ -55,6 +56,16 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted", Interrupted.KEYBOARD)
     return 0
+
+
+def _output_is_left() -> bool:
+    """Whether whoever read the output has gone, as `head` does: no error, and nobody to tell. Other pipes are no matter of it."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python flushes at its end goes there
+        return True
+    return False
 
 
 def _run(verb: Callable[[Namespace], None], options: Namespace) -> None:

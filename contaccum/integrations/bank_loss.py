@@ -104,7 +104,8 @@ class BankLoss:
         queries, passages, ids = (group.all_rows(each) for each in (queries, passages, ids))
         rows = _row_ids(ids)
         bank = self.bank = self.bank or self._make_bank(queries, passages)
-        self._refuse_other_shapes(bank, passages)
+        if bank.size:
+            self._refuse_other_shapes(bank, passages)
         value = self.loss(queries, passages, rows, columns=bank, rows=bank).value
         if not torch.isfinite(value):
             raise NotFiniteError(f"the loss is {value.item()}, expected a finite number; the bank is as it was before")

@@ -155,6 +155,8 @@ def test_another_model_can_be_put_beside(page):
     )
     page.click("#choose-bm25")
     page.wait("document.querySelectorAll('#answer .side h3')[1]?.innerText === 'bm25'")
+    assert len(page.texts("#answer .side")) == 2
+    assert page.texts("#answer .side h3")[0] != "bm25"
 
 
 @pytest.mark.parametrize("width", [1280, 390])

@@ -276,6 +276,10 @@ def test_a_bank_takes_rows_of_one_shape():
     with pytest.raises(InputError, match="vectors are 4 wide and the bank's 16"):
         bank(queries[:, :4], passages[:, :, :4], training=True)
     assert bank.bank.fill == 2
+    none = BankLoss(0, "cosine")  # plain gradient accumulation keeps nothing
+    none.begin()
+    for columns in (2, 1):
+        assert none(queries, passages[:, :columns], training=True).isfinite()
     without = BankLoss(8, "cosine", hard_negatives=False)
     without.begin()
     for columns in (2, 1):
