@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from contaccum.batch import MicroBatch, RowIds, Tokens
 from contaccum.config import TrainConfig, from_mapping
-from contaccum.data.dataset import StepSampler, TrainSet, load_train_set
+from contaccum.data.dataset import TrainSet, load_train_set
+from contaccum.data.sampler import StepSampler
 from contaccum.data.tables import load_retrieval_set
 from contaccum.encoder import DualEncoder
 from contaccum.engine import mix

@@ -9,7 +9,8 @@ import torch
 
 from contaccum.batch import MicroBatch, RowIds, Tokens
 from contaccum.data.cut import cut_by_pairs, cut_by_tokens
-from contaccum.data.dataset import MixtureSampler, StepRows, StepSampler, TrainSet
+from contaccum.data.dataset import TrainSet
+from contaccum.data.sampler import MixtureSampler, StepRows, StepSampler
 from contaccum.data.tokens import JoinedTokens, TokenTable
 from contaccum.errors import InputError
 

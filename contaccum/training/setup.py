@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from contaccum.config import ModelConfig, TrainConfig, to_yaml
 from contaccum.data.collate import Batches, BatchSource
-from contaccum.data.dataset import TrainSet, make_sampler
+from contaccum.data.dataset import TrainSet
+from contaccum.data.sampler import make_sampler
 from contaccum.data.stream import StreamSampler, StreamSet, StreamSource
 from contaccum.data.tokens import JoinedTokens, TextTokens, TokenTable, build_token_table, tokenizer_hash
 from contaccum.encoder import Adapters, DualEncoder, EncoderSettings, make_settings

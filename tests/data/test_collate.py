@@ -9,7 +9,8 @@ from tiny_data import beir
 
 from contaccum.batch import NO_PASSAGE
 from contaccum.data.collate import BatchSource, pad
-from contaccum.data.dataset import StepSampler, load_train_set
+from contaccum.data.dataset import load_train_set
+from contaccum.data.sampler import StepSampler
 from contaccum.prefetch import Prefetch
 
 

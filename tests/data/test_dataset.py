@@ -13,7 +13,8 @@ from tiny_data import beir, context, dpr, lines, write
 
 from contaccum.batch import NO_PASSAGE
 from contaccum.data.arrow import Ragged
-from contaccum.data.dataset import StepSampler, TrainSet, load_train_set
+from contaccum.data.dataset import TrainSet, load_train_set
+from contaccum.data.sampler import StepSampler
 from contaccum.errors import InputError
 
 

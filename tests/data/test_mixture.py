@@ -15,7 +15,8 @@ from contaccum.batch import NO_PASSAGE
 from contaccum.cli import main
 from contaccum.config import DataConfig, to_yaml, validate
 from contaccum.config.settings import MixtureConfig, from_mapping
-from contaccum.data.dataset import MixtureSampler, load_training, make_sampler
+from contaccum.data.dataset import load_training
+from contaccum.data.sampler import MixtureSampler, make_sampler
 from contaccum.engine import Engine
 from contaccum.errors import InputError
 from contaccum.training import setup

@@ -9,9 +9,10 @@ from tiny_data import beir, context, dpr, lines, write
 
 from contaccum.config import DataConfig
 from contaccum.config.settings import MixtureConfig
-from contaccum.data.dataset import load_train_set, load_training, make_sampler, narrowed
+from contaccum.data.dataset import load_train_set, load_training, narrowed
 from contaccum.data.formats import numbered_examples, read_examples
 from contaccum.data.records import Scores
+from contaccum.data.sampler import make_sampler
 from contaccum.errors import InputError
 
 
