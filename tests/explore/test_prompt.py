@@ -98,7 +98,9 @@ def test_a_terminal_is_prompted_and_ctrl_d_ends_well(data):
     controller, terminal = pty.openpty()
     call = ["bash", "-c", 'stty cols 30 rows 20 -echo; exec "$@"', "sh", sys.executable, "-m", "contaccum"]
     call += ["search", "--model", "bm25", "--data", str(data), "--interactive", "--k", "1"]
-    environment = {**os.environ, "TERM": "dumb"}
+    # A size in the environment, which some shells export, would win over the terminal's own.
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    environment["TERM"] = "dumb"
     process = subprocess.Popen(call, stdin=terminal, stdout=terminal, stderr=subprocess.PIPE, env=environment)
     os.close(terminal)
     until(controller, b"query> ")
