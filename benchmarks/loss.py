@@ -43,9 +43,9 @@ class Case:
         self.ids = RowIds(ids, ids)
 
     def incremental(self) -> None:
-        value = self.loss(self.queries, self.passages, self.ids, columns=self.bank, rows=self.bank).value
-        torch.autograd.grad(value, (self.queries, self.passages))
-        self.bank.push(self.queries, self.passages, self.ids)
+        found = self.loss(self.queries, self.passages, self.ids, columns=self.bank, rows=self.bank)
+        torch.autograd.grad(found.value, (self.queries, self.passages))
+        self.bank.push(self.queries, self.passages, self.ids, found.previews)
 
     def full(self) -> None:
         rows = torch.cat([self.queries, self.bank.queries])

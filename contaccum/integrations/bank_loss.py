@@ -106,10 +106,11 @@ class BankLoss:
         bank = self.bank = self.bank or self._make_bank(queries, passages)
         if bank.size:
             self._refuse_other_shapes(bank, passages)
-        value = self.loss(queries, passages, rows, columns=bank, rows=bank).value
+        found = self.loss(queries, passages, rows, columns=bank, rows=bank)
+        value = found.value
         if not torch.isfinite(value):
             raise NotFiniteError(f"the loss is {value.item()}, expected a finite number; the bank is as it was before")
-        bank.push(queries, passages, rows)
+        bank.push(queries, passages, rows, found.previews)
         # the gradient is averaged over the processes, where a sum over the rows of all is meant
         return value if group.world == 1 else value.detach() + (value - value.detach()) * group.world
 

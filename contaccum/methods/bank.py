@@ -5,7 +5,9 @@ carry no gradient. Source: Kim et al. 2024 (arXiv 2406.12356), section 4.
 """
 
 import hashlib
+from collections.abc import Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from contaccum.batch import NO_PASSAGE, RowIds
 from contaccum.errors import InputError
-from contaccum.methods.logsumexp import NestedLogSumExp
+from contaccum.methods.logsumexp import NestedLogSumExp, Preview
 from contaccum.methods.loss import InfoNCE
 from contaccum.methods.matryoshka import WHOLE, Prefixes
 from contaccum.methods.undo import Undo
@@ -115,8 +117,20 @@ class Bank:
             return None
         return (self.ages()[: self.fill] * self.age_decay).to(self.passages)
 
-    def push(self, queries: Tensor, passages: Tensor, ids: RowIds) -> None:
-        """Store b rows over the oldest ones. queries (b, d), passages (b, 1 + H, d), ids of the same rows; copied, detached."""
+    def preview(self, rows: int, columns: int) -> Preview | None:
+        """What a loss is to fill for the push of its ``rows`` rows of ``columns`` columns each; None where it would be no use."""
+        if self.sums is None or not self.fill or self.visibility == "on_step" or columns != 1 + self.hard_negatives:
+            return None
+        return self.sums.preview(self.pointer, self.fill, rows, columns)
+
+    def push(
+        self, queries: Tensor, passages: Tensor, ids: RowIds, previews: Sequence[Preview | None] = (None,)
+    ) -> None:
+        """Store b rows over the oldest ones. queries (b, d), passages (b, 1 + H, d), ids of the same rows; copied, detached.
+
+        previews: those of the loss that was just taken of these rows against this bank, which saves two products of it with
+        them; without them the same is computed here.
+        """
         if self.size == 0:
             return
         keep = 1 + self.hard_negatives
@@ -126,15 +140,15 @@ class Bank:
         if self.visibility == "on_step":
             self.pending.append(rows)
         else:
-            self._store(*rows)
-        for bank in self.narrower:
+            self._store(*rows, previews[0])
+        for bank, preview in zip_longest(self.narrower, previews[1:]):
             cut = partial(self.prefixes.cut, width=bank.dim)
-            bank.push(cut(queries.detach()), cut(passages.detach()), ids)
+            bank.push(cut(queries.detach()), cut(passages.detach()), ids, (preview,))
 
     def end_step(self) -> None:
         """Called after each optimizer step: commits what waits for it, or empties the bank when it is not to be kept."""
         for rows in self.pending:
-            self._store(*rows)
+            self._store(*rows, None)
         self.pending = []
         self.pushed = 0
         self.step += 1
@@ -162,7 +176,7 @@ class Bank:
         self._began = (self.pointer, self.stored, self.positives, list(self.sums.open) if self.sums else [])
 
     @torch.no_grad()
-    def _store(self, queries: Tensor, passages: Tensor, ids: RowIds, place: int) -> None:
+    def _store(self, queries: Tensor, passages: Tensor, ids: RowIds, place: int, preview: Preview | None) -> None:
         """Write b rows, ``place`` being the first one's place in its step."""
         b = len(queries)
         assert b <= self.size, f"a push of {b} rows into a bank of {self.size} would lose rows"
@@ -185,7 +199,7 @@ class Bank:
         if self.sums is not None:
             for start, rows in pieces:
                 stop = start + rows.stop - rows.start
-                self.sums.overwrite(start, stop, self.stored, self._logits)
+                self.sums.overwrite(start, stop, self.stored, self._logits, preview)
                 self._keep_positive_logits(start, stop)
         self.pointer = (self.pointer + b) % self.size
 

@@ -17,6 +17,6 @@ def cont_accum(engine: Engine, micro_batches: list[MicroBatch], bank: Bank, loss
         queries, passages = engine.encode(batch)  # (b, d), (b, 1 + H, d)
         value = loss(queries, passages, batch.ids, columns=bank, rows=bank).weighted(*own)
         engine.backward(value.value / len(micro_batches))
-        bank.push(queries, passages, batch.ids)
+        bank.push(queries, passages, batch.ids, value.previews)
         values.append(value.detach())
     return values

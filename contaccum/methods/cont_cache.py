@@ -13,5 +13,5 @@ def cont_cache(engine: Engine, micro_batches: list[MicroBatch], bank: Bank, loss
     parts = represent(engine, micro_batches)
     value, cache = cache_gradients(parts, partial(loss, columns=bank, rows=bank))
     replay(engine, micro_batches, parts[-1], cache)
-    bank.push(*whole_step(parts))
-    return [value]
+    bank.push(*whole_step(parts), value.previews)
+    return [value.detach()]

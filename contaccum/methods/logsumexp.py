@@ -9,6 +9,7 @@ push costs O(M * b) on average, and the state holds LEVELS * fan = O((M / b)^(1 
 """
 
 from collections.abc import Callable
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,33 @@ LEVELS = 3
 
 Logits = Callable[[slice, slice], Tensor]
 """Bank rows and bank slots, both without gaps -> logits (slots * columns per slot, rows), minus infinity where masked."""
+
+
+class Preview:
+    """What a loss finds of b current rows and their columns against the bank: the push that follows need not compute it again."""
+
+    def __init__(self, slot: int, fill: int, rows: int, per_slot: int, sums: "NestedLogSumExp") -> None:
+        """slot: where the b = ``rows`` rows are going to be stored; fill: rows in use until then; per_slot: columns of a slot."""
+        self.slot = slot
+        self.columns = sums.values.new_full((fill,), -torch.inf)
+        """Log-sum-exp of each stored row over the current columns."""
+        self.rows = sums.values.new_full((LEVELS, sums.fan, rows), -torch.inf)
+        """Log-sum-exp of each current row over blocks of stored columns, the blocks of ``NestedLogSumExp.values``."""
+        self.open = list(sums.open)
+        self._widths = [width * per_slot for width in sums.widths]  # in columns
+        steps = zip(self.open, self._widths, strict=False)
+        self._inside = [0, *accumulate(block * width for block, width in steps)]  # the first column of each level
+
+    def take(self, rows: slice, first: int, logits: Tensor) -> None:
+        """Take in logits (r, c) of current rows against stored columns from ``first`` on; each column once, in any order."""
+        for level, (width, inside) in enumerate(zip(self._widths, self._inside, strict=True)):
+            begin, end = (place - first for place in (inside, inside + self.rows.shape[1] * width))
+            begin = max(0, begin)
+            if begin < min(end, logits.shape[1]):
+                block, before = divmod(first + begin - inside, width)
+                sums = _block_sums(logits.T[begin:end], width, before)
+                held = self.rows[level, block : block + len(sums), rows]
+                torch.logaddexp(held, sums, out=held)
 
 
 class NestedLogSumExp:
@@ -55,14 +83,26 @@ class NestedLogSumExp:
         self.closed.copy_(closed)
         self.open = list(open_blocks)
 
-    def overwrite(self, start: int, stop: int, fill: int, logits: Logits) -> None:
-        """Take in that slots [start, stop) hold new rows and columns; slots [0, fill) are in use."""
+    def preview(self, slot: int, fill: int, rows: int, per_slot: int) -> Preview | None:
+        """To be filled by a loss of ``rows`` rows that are then stored from ``slot`` on; None unless they make a block of the
+        finest level. Slots [0, fill) are in use, each with ``per_slot`` columns."""
+        whole = rows == self.widths[-1] and slot % rows == 0 and slot + rows <= self.values.shape[2]
+        return Preview(slot, fill, rows, per_slot, self) if whole else None
+
+    def overwrite(self, start: int, stop: int, fill: int, logits: Logits, preview: Preview | None = None) -> None:
+        """Take in that slots [start, stop) hold new rows and columns; slots [0, fill) are in use. preview: what a loss has found
+        of these rows and columns since the last change."""
+        assert preview is None or preview.slot == start, "a preview of rows that go elsewhere"
         width = self.widths[-1]
         for slot in range(start - start % width, stop, width):
             self._open_around(slot, fill, logits)
-            self.undo.note(self.values, (-1, slot // width % self.fan))
-            self.values[-1, slot // width % self.fan, :fill] = self._blocks(0, fill, slot, 1, width, fill, logits)[0]
-        self._enter_rows(start, stop, fill, logits)
+            block = slot // width % self.fan
+            self.undo.note(self.values, (-1, block))
+            if preview is not None:  # the rows that are new themselves are entered below
+                self.values[-1, block, : len(preview.columns)] = preview.columns
+            else:
+                self.values[-1, block, :fill] = self._blocks(0, fill, slot, 1, width, fill, logits)[0]
+        self._enter_rows(start, stop, fill, logits, preview)
 
     def _open_around(self, slot: int, fill: int, logits: Logits) -> None:
         """Let the blocks around ``slot`` stand open at every level but the finest, and close those that stood open instead."""
@@ -84,15 +124,22 @@ class NestedLogSumExp:
         self.undo.note(self.closed, slice(None))
         self.closed.copy_(self.values[:-1].logsumexp((0, 1)))
 
-    def _enter_rows(self, start: int, stop: int, fill: int, logits: Logits) -> None:
+    def _enter_rows(self, start: int, stop: int, fill: int, logits: Logits, preview: Preview | None) -> None:
         """Compute rows [start, stop) at every level."""
         inside = 0
+        seen = preview if preview is not None and preview.open == self.open else None
         for level, width in enumerate(self.widths):
             self.undo.note(self.values, (level, slice(None), slice(start, stop)))
-            self.values[level, :, start:stop] = self._blocks(start, stop, inside, self.fan, width, fill, logits)
+            if seen is not None:
+                self.values[level, :, start:stop] = seen.rows[level]
+            else:
+                self.values[level, :, start:stop] = self._blocks(start, stop, inside, self.fan, width, fill, logits)
             if level < LEVELS - 1:
                 self.values[level, self.open[level], start:stop] = -torch.inf
                 inside += self.open[level] * width
+        if seen is not None:  # it met the columns that were overwritten
+            own = (start - inside) // self.widths[-1]
+            self.values[-1, own, start:stop] = self._blocks(start, stop, start, 1, self.widths[-1], fill, logits)[0]
         self.undo.note(self.closed, slice(start, stop))
         self.closed[start:stop] = self.values[:-1, :, start:stop].logsumexp((0, 1))
 
@@ -110,6 +157,14 @@ class NestedLogSumExp:
                 below = min(row + height, bottom)
                 part = logits(slice(row, below), slice(left, used))  # (columns, rows)
                 per_block = width * len(part) // (used - left)
-                part = F.pad(part, (0, 0, 0, blocks * per_block - len(part)), value=-torch.inf)
-                sums[block : block + blocks, row - top : below - top] = part.view(blocks, per_block, -1).logsumexp(1)
+                sums[block : block + blocks, row - top : below - top] = _block_sums(part, per_block)
         return sums
+
+
+def _block_sums(logits: Tensor, width: int, before: int = 0) -> Tensor:
+    """Log-sum-exp of logits (columns, rows) over blocks of ``width`` columns, (blocks, rows); ``before`` columns of the first
+    block are not among them, and the last may lack some."""
+    missing = -(before + len(logits)) % width
+    if before or missing:
+        logits = F.pad(logits, (0, 0, before, missing), value=-torch.inf)
+    return logits.unflatten(0, (-1, width)).logsumexp(1)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from contaccum.batch import RowIds
+from contaccum.methods.logsumexp import Preview
 from contaccum.methods.masking import LeftOut, find_left_out
 
 TILE = 1 << 20
@@ -40,6 +41,8 @@ class LossValue(NamedTuple):
     """Weight of each row, current or banked, in ``contrast``; scalar."""
     distilled: Tensor | None = None
     """What a teacher's scores add (contaccum.methods.distillation), with gradient; scalar."""
+    previews: tuple[Preview | None, ...] = ()
+    """For each bank that gave rows and columns (the whole width's, then the narrower ones') what its next push can take over."""
 
     @property
     def value(self) -> Tensor:
@@ -47,7 +50,9 @@ class LossValue(NamedTuple):
         return self.contrast if self.distilled is None else self.contrast + self.distilled
 
     def detach(self) -> "LossValue":
-        return LossValue(*(number if number is None else number.detach() for number in self))  # type: ignore[arg-type]
+        """What the log keeps: no graph, no previews."""
+        distilled = None if self.distilled is None else self.distilled.detach()
+        return self._replace(contrast=self.contrast.detach(), distilled=distilled, previews=())
 
     def weighted(self, rows: float, pairs: float | None = None) -> "LossValue":
         """The same, times what it counts for in the mean over a step's micro-batches: ``rows`` for InfoNCE, whose rows may be
@@ -60,7 +65,7 @@ class LossValue(NamedTuple):
         pairs = zip((self.contrast, self.distilled), (other.contrast, other.distilled), strict=True)
         contrast, distilled = (None if one is None or two is None else one + weight * two for one, two in pairs)
         assert contrast is not None
-        return self._replace(contrast=contrast, distilled=distilled)
+        return self._replace(contrast=contrast, distilled=distilled, previews=self.previews + other.previews)
 
 
 class BankRows(Protocol):
@@ -79,6 +84,8 @@ class BankRows(Protocol):
     def logsumexp(self) -> Tensor: ...  # (fill,)
 
     def falls(self) -> Tensor | None: ...  # (fill,), by how much age lowers the logits of a stored and a current vector
+
+    def preview(self, rows: int, columns: int) -> Preview | None: ...  # to be filled for a push of so many
 
 
 class InfoNCE:
@@ -111,7 +118,8 @@ class InfoNCE:
         """
         current = passages.flatten(0, 1)  # (b * (1 + H), d)
         with torch.no_grad(), torch.autocast(queries.device.type, enabled=False):
-            sums = _Sums(self, queries.detach(), current.detach())
+            preview = rows.preview(*passages.shape[:2]) if rows is not None and rows is columns else None
+            sums = _Sums(self, queries.detach(), current.detach(), preview)
             sums.add_current_rows(ids, columns if columns is not None and columns.fill else None)
             n_rows = len(queries)
             if rows is not None and rows.queries is not None and rows.fill:
@@ -119,7 +127,8 @@ class InfoNCE:
                 n_rows += rows.fill if rows.row_weight == "all" else 0
         value = _WithGradients.apply(queries, current, sums.total, sums.for_queries, sums.for_columns) / n_rows
         negatives = sums.columns_met - 1 - sums.masked / len(queries)
-        return LossValue(value, *(value.new_full((), number) for number in (negatives, sums.masked, 1 / n_rows)))
+        negatives, masked, weight = (value.new_full((), number) for number in (negatives, sums.masked, 1 / n_rows))
+        return LossValue(value, negatives, masked, weight, previews=(preview,))
 
     def left_out(self, positives: Tensor, column_ids: Tensor) -> LeftOut:
         """Which columns (c,) to leave out for which rows (r, P), a row's own positive among them; none when masking is off."""
@@ -140,8 +149,8 @@ class InfoNCE:
 class _Sums:
     """Sum of the rows' losses and its gradients for queries (b, d) and columns (c, d), gathered tile by tile."""
 
-    def __init__(self, loss: InfoNCE, queries: Tensor, columns: Tensor) -> None:
-        self.loss, self.queries, self.columns = loss, queries, columns
+    def __init__(self, loss: InfoNCE, queries: Tensor, columns: Tensor, preview: Preview | None) -> None:
+        self.loss, self.queries, self.columns, self.preview = loss, queries, columns, preview
         self.total = queries.new_zeros(())
         self.for_queries = torch.zeros_like(queries)
         self.for_columns = torch.zeros_like(columns)
@@ -166,7 +175,7 @@ class _Sums:
             positive = logits.gather(1, own[tile].unsqueeze(1)).squeeze(1)
             denominator = logits.logsumexp(1)
             if len(stored):
-                against_bank, mean = self._against_bank(rows, stored, falls, far.block(tile, slice(0, len(stored))))
+                against_bank, mean = self._against_bank(tile, stored, falls, far.block(tile, slice(0, len(stored))))
                 denominator = torch.logaddexp(denominator, against_bank)
                 self.for_queries[tile] += (against_bank - denominator).exp().unsqueeze(1) * mean
             self.total += (denominator - positive).sum()
@@ -176,15 +185,18 @@ class _Sums:
             self.for_columns.addmm_(weights.T, rows, alpha=1 / self.loss.temperature)
 
     def _against_bank(
-        self, rows: Tensor, stored: Tensor, falls: Tensor | None, left_out: LeftOut
+        self, current: slice, stored: Tensor, falls: Tensor | None, left_out: LeftOut
     ) -> tuple[Tensor, Tensor]:
-        """Log-sum-exp of rows (r, d) over bank columns (m, d), (r,), and its gradient for the rows, (r, d)."""
+        """Log-sum-exp of ``current`` rows over bank columns (m, d), (r,), and its gradient for the rows, (r, d)."""
+        rows = self.queries[current]
         highest = rows.new_full((len(rows), 1), torch.finfo(rows.dtype).min)
         mass, mean = rows.new_zeros(len(rows), 1), torch.zeros_like(rows)
         for tile in _tiles(len(stored), self.loss.tile // len(rows)):
             logits = self.loss.logits(rows, stored[tile], left_out.block(slice(0, len(rows)), tile))  # (r, t)
             if falls is not None:
                 logits.sub_(falls[tile])
+            if self.preview is not None:
+                self.preview.take(current, tile.start, logits)
             raised = torch.maximum(highest, logits.amax(1, keepdim=True))
             shrink = (highest - raised).exp()
             weights = logits.sub_(raised).exp_()
@@ -206,7 +218,10 @@ class _Sums:
             )  # (c, r): sums run fastest over the outer side
             if falls is not None:
                 logits.sub_(falls[tile])
-            denominator = torch.logaddexp(logits.logsumexp(0), kept[tile])
+            over_columns = logits.logsumexp(0)
+            if self.preview is not None:
+                self.preview.columns[tile] = over_columns
+            denominator = torch.logaddexp(over_columns, kept[tile])
             self.total += (denominator - bank.positive_logits[tile]).sum()
             weights = logits.sub_(denominator).exp_()
             self.for_columns.addmm_(weights, queries[tile], alpha=1 / self.loss.temperature)

@@ -94,14 +94,15 @@ def cache_gradients(
 ) -> tuple[LossValue, list]:
     """The loss over the whole step, and its gradient for each micro-batch's embeddings. (step 2)
 
-    Returns the loss and, per micro-batch, the gradients of queries (b, d) and passages (b, 1 + H, d).
+    Returns the loss, without graph, and, per micro-batch, the gradients of queries (b, d) and passages (b, 1 + H, d).
     """
     queries, passages, ids = whole_step(parts)
     queries, passages = queries.detach().requires_grad_(), passages.detach().requires_grad_()  # (N, d), (N, 1 + H, d)
     value = take_loss(queries, passages, ids)
     gradients = torch.autograd.grad(value.value, (queries, passages))
     sizes = [len(part[0]) for part in parts]
-    return value.detach(), list(zip(*(gradient.split(sizes) for gradient in gradients), strict=True))
+    per_batch = list(zip(*(gradient.split(sizes) for gradient in gradients), strict=True))
+    return value.detach()._replace(previews=value.previews), per_batch
 
 
 def replay(engine: Engine, micro_batches: list[MicroBatch], last: Rows, cache: list[tuple[Tensor, Tensor]]) -> None:

@@ -352,7 +352,7 @@ class Training:
 
 def _numbers(value: LossValue) -> list[torch.Tensor]:
     """What the log is told of a loss; of its teacher's part, where it has one, last."""
-    return [value.value, *(number for number in value[1:] if number is not None)]
+    return [value.value, *(number for number in value[1:] if isinstance(number, torch.Tensor))]
 
 
 def _named(queries: list[str]) -> str:

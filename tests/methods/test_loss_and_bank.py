@@ -29,9 +29,12 @@ def embeddings(ids: RowIds, seed: int):
 
 def differences(
     size, *, b=4, pushes=14, hard=0, mask=True, rows=True, weight="all", few=12, tile=1 << 22, bank_hard=None, push=None,
-    decay=0.0, slow_decay=None,
+    decay=0.0, slow_decay=None, taken_over=lambda previews: previews,
 ):  # fmt: skip
-    """Largest difference of loss and gradients between the fast and the slow reading, over all pushes; three to a step."""
+    """Largest difference of loss and gradients between the fast and the slow reading, over all pushes; three to a step.
+
+    taken_over: makes of what each loss leaves for the push what the push is given.
+    """
     loss = InfoNCE(TEMPERATURE, mask, tile)
     bank_hard = hard if bank_hard is None else bank_hard
     bank = Bank(
@@ -42,7 +45,8 @@ def differences(
     largest = 0.0
     for number, batch in enumerate(micro_batches(pushes, b, hard, passages=few)):
         queries, passages = embeddings(batch.ids, number)
-        fast = loss(queries, passages, batch.ids, columns=bank, rows=bank).value
+        found = loss(queries, passages, batch.ids, columns=bank, rows=bank)
+        fast = found.value
         plain = slow_loss(
             queries, passages, batch.ids, slow, TEMPERATURE, mask=mask, rows=rows, weight=weight, decay=slow_decay
         )
@@ -52,7 +56,7 @@ def differences(
             strict=True,
         )
         largest = max([largest, *((a - b).abs().max().item() for a, b in pairs)])
-        bank.push(queries, passages, batch.ids)
+        bank.push(queries, passages, batch.ids, taken_over(found.previews))
         keep = 1 + bank_hard
         slow.push(queries, passages[:, :keep], RowIds(batch.ids.columns[:, :keep], batch.ids.positives))
         if number % 3 == 2:
@@ -66,6 +70,49 @@ def differences(
 @pytest.mark.parametrize("mask", [True, False])
 def test_loss_and_gradients_equal_the_full_matrix_while_the_ring_wraps(size, mask):
     assert differences(size, mask=mask) < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [(4, {}), (8, {"hard": 2}), (24, {"decay": 0.7}), (24, {"tile": 7}), (40, {"tile": 50, "hard": 1})],
+)
+def test_what_the_loss_found_saves_the_push_its_products(size, options):
+    """Pushes that are given the loss's findings, and pushes that compute all anew; the ring goes round twice."""
+    given = []
+
+    def note(previews):
+        given.append(previews[0])
+        return previews
+
+    assert differences(size, pushes=24, taken_over=note, **options) < 3e-6
+    assert [preview is None for preview in given] == [True] + 23 * [False]  # all but the first, when the bank is empty
+    assert differences(size, pushes=24, taken_over=lambda _: (None,), **options) < 3e-6
+
+
+@pytest.mark.parametrize("part", ["columns", "rows"])
+def test_a_push_relies_on_what_the_loss_found(part):
+    """Negative control of the one before: findings that are a little off spoil the sums."""
+
+    def spoil(previews):
+        if previews[0] is not None:
+            getattr(previews[0], part).add_(0.1)
+        return previews
+
+    assert differences(24, taken_over=spoil) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [({"push": 3}, 4), ({"visibility": "on_step"}, 4), ({"queries": False}, 4), ({"warmup_steps": 1}, 4), ({}, 5)],
+)
+def test_no_findings_are_kept_where_a_push_could_not_use_them(options, rows):
+    loss = InfoNCE(TEMPERATURE)
+    bank = Bank(20, DIM, loss, **{"push": 4, **options})
+    for number in range(2):
+        (batch,) = micro_batches(1, rows, 0, seed=number)
+        queries, passages = embeddings(batch.ids, number)
+        assert loss(queries, passages, batch.ids, columns=bank, rows=bank).previews == (None,)
+        bank.push(queries, passages, batch.ids)
 
 
 @pytest.mark.parametrize(("hard", "bank_hard"), [(1, 1), (2, 2), (2, 0)])
@@ -110,14 +157,15 @@ def test_micro_batches_of_differing_sizes(mask, weight, visibility):
     for number, b in enumerate([4, 1, 7, 3, 3, 6, 2, 7, 5, 1, 4, 7, 6, 2, 3] * 2):
         batch = micro_batches(1, b, 1, passages=15, seed=number)[0]
         queries, passages = embeddings(batch.ids, number)
-        fast = loss(queries, passages, batch.ids, columns=bank, rows=bank).value
+        found = loss(queries, passages, batch.ids, columns=bank, rows=bank)
+        fast = found.value
         plain = slow_loss(queries, passages, batch.ids, slow, TEMPERATURE, mask=mask, weight=weight)
         torch.testing.assert_close(fast, plain, atol=2e-6, rtol=1e-6)  # divided by one row of 24, it nears 30
         for one, other in zip(
             *(torch.autograd.grad(value, (queries, passages)) for value in (fast, plain)), strict=True
         ):
             torch.testing.assert_close(one, other, atol=2e-6, rtol=1e-6)
-        bank.push(queries, passages, batch.ids)
+        bank.push(queries, passages, batch.ids, found.previews)
         waiting.append((queries, passages, batch.ids))
         if visibility == "immediate" or number % 3 == 2:
             for rows in waiting:

@@ -81,7 +81,8 @@ def through_a_bank(
     slow, waiting, largest = {width: SlowBank(size) for width in widths}, [], 0.0
     for number, batch in enumerate(micro_batches(pushes, 4, hard, passages=12)):
         queries, passages = vectors(4, 1 + hard, number, unit)
-        fast = loss(queries, passages, batch.ids, columns=bank, rows=bank).value
+        value = loss(queries, passages, batch.ids, columns=bank, rows=bank)
+        fast = value.value
         plain = torch.zeros(())
         for width, weight in widths.items():
             cut = [slow_cut(each, wrong(width), unit) for each in (queries, passages)]
@@ -91,7 +92,7 @@ def through_a_bank(
             plain = plain + weight * at
         found = [(value, *torch.autograd.grad(value, (queries, passages))) for value in (fast, plain)]
         largest = max([largest, *((one - other).abs().max().item() for one, other in zip(*found, strict=True))])
-        bank.push(queries, passages, batch.ids)
+        bank.push(queries, passages, batch.ids, value.previews)
         waiting.append((queries.detach(), passages.detach(), batch.ids))
         if visibility == "immediate" or number % 3 == 2:
             for kept, stored, ids in waiting:
