@@ -8,27 +8,20 @@ usage: python benchmarks/adapters.py [--json OUT] [--quick] [--layers 12] [--wid
 """
 
 import json
-import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import make_parser, publish, table
 from fresh import add_worker, in_fresh_process
+from step_memory import MICRO, PAIRS, QUERY, measure
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3Model
 
-from contaccum.batch import MicroBatch, RowIds, Tokens
-from contaccum.config import TrainConfig, validate
 from contaccum.encoder import DualEncoder
 from contaccum.encoder.tiny import wordpiece_tokenizer
-from contaccum.engine import Engine
-from contaccum.methods import METHODS
-from contaccum.training import setup
-from contaccum.training.optimizer import make_optimizer, trained_parameters
 
-PAIRS, MICRO, RANK, QUERY = 8, 4, 16, 16
+RANK = 16
 RECOMPUTED = {"model.gradient_checkpointing": True}
 LORA = {"lora.rank": RANK}
 ROWS: dict[str, dict[str, Any]] = {
@@ -55,56 +48,6 @@ def write_model(folder: Path, layers: int, width: int, vocabulary: int) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def make_batches(vocabulary: int, length: int) -> list[MicroBatch]:
-    """One step of random tokens without padding."""
-    generator = torch.Generator().manual_seed(0)
-    batches = []
-    for start in range(0, PAIRS, MICRO):
-        texts = [torch.randint(5, vocabulary, (MICRO, size), generator=generator) for size in (QUERY, length)]
-        own = torch.arange(start, start + MICRO).unsqueeze(1)
-        tokens = [Tokens(ids, torch.ones_like(ids)) for ids in texts]
-        batches.append(MicroBatch(*tokens, RowIds(own, own), [str(i) for i in range(MICRO)]))
-    return batches
-
-
-def measure(request: dict[str, Any]) -> dict[str, float]:
-    """One row's figures, in this process."""
-    config = TrainConfig(method="grad_cache", output_dir="-")
-    config.data.train, config.batch.global_batch_size, config.batch.micro_batch_size = "-", PAIRS, MICRO
-    config.model.name, config.run.device = request["model"], request["device"]
-    config.model.max_query_length, config.model.max_passage_length = QUERY, request["length"]
-    for name, value in ROWS[request["row"]].items():
-        group, field = name.split(".")
-        setattr(getattr(config, group), field, value)
-    validate(config)
-    engine = Engine(device=config.run.device)
-    encoder: DualEncoder = setup.build_encoder(config, None, engine.device)  # type: ignore[arg-type]
-    setup.apply_switches(encoder.train(), config)
-    engine.prepare(encoder, make_optimizer(encoder, config.optim))
-    loss = setup.build_loss(config, encoder)
-    bank = setup.build_bank(config, engine, encoder, loss)
-    batches = make_batches(encoder.query_tower.backbone.config.vocab_size, request["length"])
-    engine.reset_peak_memory()
-    seconds = []
-    for step in range(1 + request["steps"]):  # the first one makes the optimizer's state
-        engine.begin_step(step)
-        began = time.perf_counter()
-        METHODS[config.method](engine, batches, bank, loss)
-        norms = engine.gradient_norms()  # waits for the device
-        engine.clip(sum(norms), config.optim.max_grad_norm)
-        engine.update()
-        seconds.append(time.perf_counter() - began)
-    with tempfile.TemporaryDirectory() as folder:
-        encoder.save(Path(folder) / "model")
-        saved = sum(file.stat().st_size for file in Path(folder).rglob("*.safetensors"))
-    return {
-        "trained": sum(p.numel() for p in trained_parameters(encoder).values()),
-        "peak_mib": engine.peak_memory() / 2**20,
-        "step_s": statistics.median(seconds[1:]),
-        "saved_mib": saved / 2**20,
-    }
-
-
 def main() -> None:
     parser = make_parser(__doc__, model=False)
     parser.add_argument("--layers", type=int, default=12)
@@ -121,9 +64,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), layers, width, vocabulary)
         parameters = sum(p.numel() for p in DualEncoder.load(folder, max_passage_length=64).parameters())
-        for name in ROWS:
-            request = {"row": name, "model": folder, "device": args.device, "length": args.length, "steps": args.steps}
-            rows.append({"row": name, **in_fresh_process(request)})
+        request = {
+            "model": folder,
+            "device": args.device,
+            "length": args.length,
+            "steps": args.steps,
+            "method": "grad_cache",
+        }
+        for name, changes in ROWS.items():
+            rows.append({"row": name, **in_fresh_process({**request, "changes": changes})})
     cells = [[row["row"], *(row[key] for key in ("trained", "peak_mib", "step_s", "saved_mib"))] for row in rows]
     about = (
         f"Two towers from one encoder of {parameters:,} parameters; LoRA of rank {RANK} on every linear layer; grad_cache, fp32, "

@@ -14,6 +14,7 @@ from contaccum.encoder.tiny import tiny_tower
 ROOT = Path(__file__).parent.parent
 NAMES = [
     "methods", "peers", "loss", "scaling", "data_path", "micro_batch_tokens", "memory_switches", "trainer_loss", "adapters",
+    "families",
 ]  # fmt: skip
 
 
