@@ -2,8 +2,8 @@
 # The runs behind docs/results/study.md, part by part. Started again, it does what is missing and nothing else.
 #   MODEL=DIR MEDQUAD=BEIR_DIR SCIFACT=BEIR_DIR bash benchmarks/study/run.sh [PART...]
 # Parts: medquad (four methods at M = N, learning rates tuned on dev), aged (rows weighed by age), scifact (both), bank (M = 8 N),
-# switches, all_methods, tied (towers that share their weights), six (MODEL6, another encoder, at RATE6), heads (many settings
-# and seeds on small towers over frozen vectors, see heads.py), demo.
+# switches, all_methods (passage_bank), tied (towers that share their weights), six (MODEL6, another encoder, at RATE6), n128
+# (N = 128), cut (micro-batches by tokens), heads (many settings and seeds on small towers over frozen vectors, see heads.py), demo.
 # MODEL: encoder folder. SEEDS (5), RATES (1e-4,2e-4,4e-4,8e-4), METHODS of the first part, OUT (runs/study), DEVICE (cpu),
 # PRECISION (fp32).
 # FULL=1: configs/study/full.yaml and whole corpora instead of configs/study/short.yaml and cut ones; RATES are then
@@ -18,6 +18,11 @@ if [ -n "${FULL:-}" ]; then
 else
     config=configs/study/short.yaml device=${DEVICE:-cpu} rates=${RATES:-1e-4,2e-4,4e-4,8e-4}
 fi
+
+setting() { # setting NAME: what the config says
+    sed -n "s/ *$1: //p" "$config"
+}
+n=$(setting global_batch_size)
 
 aged=(--bank.age_decay 1 --bank.row_weight current)
 
@@ -55,7 +60,7 @@ rate() { # rate NAME METHOD: the learning rate that comparison NAME chose for ME
     basename "$(dirname "$found")" | sed 's/.*learning_rate=//; s/-seed0//'
 }
 
-for part in ${*:-medquad aged scifact bank switches all_methods tied heads demo}; do
+for part in ${*:-medquad aged scifact bank switches all_methods tied n128 cut heads demo}; do
     echo "== $part" >&2
     case $part in
         medquad)
@@ -71,7 +76,6 @@ for part in ${*:-medquad aged scifact bank switches all_methods tied heads demo}
             compare scifact-aged scifact --methods cont_accum "${aged[@]}" --seeds "$seeds" --tune_learning_rate "$rates"
             ;;
         bank)
-            n=$(sed -n 's/ *global_batch_size: //p' "$config")
             compare bank medquad --methods cont_accum,cont_cache --bank.size $((8 * n)) --seeds "$seeds" \
                 --tune_learning_rate "$rates"
             ;;
@@ -83,10 +87,26 @@ for part in ${*:-medquad aged scifact bank switches all_methods tied heads demo}
             done
             ;;
         all_methods)
-            own=$(rate medquad grad_cache)
-            compare all_methods medquad --methods in_batch --seeds "$seeds" --optim.learning_rate "$own"
-            own=$(rate medquad cont_accum)
-            compare all_methods medquad --methods passage_bank --seeds "$seeds" --optim.learning_rate "$own"
+            compare all_methods medquad --methods passage_bank --seeds "$seeds" --tune_learning_rate "$rates"
+            ;;
+        n128) # at the rates that N = 64 chose
+            [ "$n" != 128 ] || continue
+            compare n128 medquad --methods grad_cache --seeds "$seeds" --optim.learning_rate "$(rate medquad grad_cache)" \
+                --batch.global_batch_size 128
+            compare n128-aged medquad --methods cont_accum "${aged[@]}" --seeds "$seeds" \
+                --optim.learning_rate "$(rate aged cont_accum)" --batch.global_batch_size 128
+            ;;
+        cut) # texts long enough to differ in length
+            longest=$(setting max_passage_length)
+            [ "$longest" -ge 128 ] || longest=128
+            for way in pairs tokens; do
+                cut=(--model.max_passage_length "$longest")
+                [ "$way" = pairs ] || cut+=(--batch.micro_batch_tokens $((8 * (longest + $(setting max_query_length)))))
+                compare "cut-$way" medquad --methods grad_accum --seeds "$seeds" \
+                    --optim.learning_rate "$(rate medquad grad_accum)" "${cut[@]}"
+                compare "cut-$way-aged" medquad --methods cont_accum "${aged[@]}" --seeds "$seeds" \
+                    --optim.learning_rate "$(rate aged cont_accum)" "${cut[@]}"
+            done
             ;;
         tied) # at the rate that MedQuAD's dev chose for grad_cache
             own=$(rate medquad grad_cache)
@@ -107,8 +127,10 @@ for part in ${*:-medquad aged scifact bank switches all_methods tied heads demo}
             ;;
         demo)
             python -m contaccum compare --config configs/demo.yaml --methods grad_accum,grad_cache,cont_accum,cont_cache \
-                --seeds "$seeds" --output_dir "$out/demo" --data.dev data/demo
+                --seeds "$seeds" --output_dir "$out/demo" --data.dev data/demo --run.device "$device"
+            python -m contaccum compare --config configs/demo.yaml --methods cont_accum "${aged[@]}" \
+                --seeds "$seeds" --output_dir "$out/demo-aged" --data.dev data/demo --run.device "$device" --baselines none
             ;;
-        *) fail "part $part: expected medquad, aged, scifact, bank, switches, all_methods, tied, six, heads or demo" ;;
+        *) fail "part $part: expected medquad, aged, scifact, bank, switches, all_methods, tied, six, n128, cut, heads or demo" ;;
     esac
 done

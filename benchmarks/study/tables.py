@@ -176,8 +176,9 @@ def some(runs: Iterable[Run], pattern: str) -> list[Run]:
 
 
 def encoders(studies: Studies, name: str) -> list[Run]:
-    """The runs of a set and, where they were made, those with age."""
-    return studies[name] + studies.get("aged" if name == "medquad" else f"{name}-aged", [])
+    """The runs of a set and, where they were made, those with age and of the other methods."""
+    further = ["aged", "all_methods"] if name == "medquad" else [f"{name}-aged"]
+    return sum((studies.get(part, []) for part in further), studies[name])
 
 
 def order(studies: Studies, name: str) -> Table:
@@ -191,6 +192,31 @@ def quality(studies: Studies, name: str) -> Table:
 
 def encoder_rates(studies: Studies, name: str) -> Table:
     return rates([run for run in encoders(studies, name) if run.method and run.metrics is not None])
+
+
+def switches(studies: Studies, name: str) -> Table:
+    """One switch each, against the setting without, at its learning rate."""
+    switched = {part.removeprefix(f"{name}-"): runs for part, runs in studies.items() if part.startswith(f"{name}-")}
+    rate = next(run.config[RATE] for runs in switched.values() for run in runs)
+    runs = [run for run in studies["medquad"] if run.method == "cont_accum" and run.config[RATE] == rate]
+    for part, own in switched.items():
+        runs += [replace(run, folder=Path(f"cont_accum-{part}-seed{run.seed}")) for run in own]
+    return against(same_seeds(groups(runs)), "cont_accum")
+
+
+def cuts(studies: Studies, name: str) -> Table:
+    """Micro-batches by tokens against those by pairs, each method against itself."""
+    tables = []
+    for aged in ("", "-aged"):
+        runs = [
+            replace(run, folder=Path(f"{run.method}-{way}-seed{run.seed}"))
+            for way in ("pairs", "tokens")
+            for run in studies.get(f"{name}-{way}{aged}", [])
+        ]
+        found = same_seeds(groups(runs)) if runs else {}
+        tables += [against(found, setting) for setting in found if " pairs" in setting]
+    heads = ["less by pairs" if head.startswith("less ") else head for head in tables[0].heads]
+    return Table(heads, [row for table in tables for row in table.rows])
 
 
 def heads_order(studies: Studies, name: str) -> Table:
@@ -267,6 +293,10 @@ TABLES: dict[str, tuple[Callable[[Studies, str], Table], str]] = {
     "scifact-rates": (encoder_rates, "scifact"),
     "tied": (order, "tied"),
     "six": (order, "six"),
+    "n128": (order, "n128"),
+    "demo": (order, "demo"),
+    "switches": (switches, "switches"),
+    "cut": (cuts, "cut"),
     **{
         f"{study}-{name}": (make, study)
         for study in ("heads-medquad", "heads-scifact")
@@ -294,11 +324,14 @@ def main() -> None:
         make, study = TABLES[name]
         return make(studies, study).markdown()
 
+    def has(study: str) -> bool:
+        return any(part == study or part.startswith(f"{study}-") for part in studies)
+
     if chosen.page is not None:
         text = MARKED.sub(lambda found: found[1] + found[2] + made(found[1]), chosen.page.read_text(encoding="utf-8"))
         chosen.page.write_text(text, encoding="utf-8")
         return
-    for name in chosen.tables or [name for name, (_, study) in TABLES.items() if study in studies]:
+    for name in chosen.tables or [name for name, (_, study) in TABLES.items() if has(study)]:
         print(f"### {name}\n\n{made(name)}\n")
 
 
