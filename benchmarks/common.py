@@ -18,10 +18,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 
 from contaccum.batch import MicroBatch, RowIds, Tokens
+from contaccum.data.dataset import load_train_set
 from contaccum.encoder import DualEncoder
 from contaccum.engine import Engine
 from contaccum.methods import METHODS
@@ -223,8 +225,22 @@ def pairs_of_texts(tokenizer: Any, count: int, seed: int = 0, most: int = 512) -
     return queries, made_texts(count, min(PASSAGE_TOKENS, most) - 2, words, 2 * seed + 1)
 
 
+def pairs_of_set(folder: str, count: int) -> tuple[list[str], list[str]]:
+    """``count`` queries of a data set's train split, drawn at random, and a positive of each."""
+    train_set = load_train_set(folder, repair=True)
+    if len(train_set.queries) < count:
+        sys.exit(f"{folder}: {len(train_set.queries)} training queries, expected at least {count}")
+    chosen = np.random.default_rng(0).permutation(len(train_set.queries))[:count].tolist()
+    queries = [train_set.queries[row]["text"] for row in chosen]
+    passages = [train_set.passages[int(train_set.positives.row(row)[0])] for row in chosen]
+    return queries, [f"{passage['title']} {passage['text']}".strip() for passage in passages]
+
+
 class Trainee:
-    """An encoder with tied towers, its optimizer, and made pairs: one call of ``update`` is one optimizer step."""
+    """An encoder with tied towers, its optimizer, and pairs: one call of ``update`` is one optimizer step.
+
+    texts: queries and passages, cut at ``lengths``; made ones of these lengths when not given.
+    """
 
     def __init__(
         self,
@@ -236,20 +252,27 @@ class Trainee:
         dropout: float | None = None,
         rate: float = 1e-6,
         packed: bool = False,
+        unpad: bool = False,
+        texts: tuple[list[str], list[str]] | None = None,
+        lengths: tuple[int, int] = (QUERY_TOKENS, PASSAGE_TOKENS),
     ) -> None:
         self.engine = Engine(device=device, precision=precision)
         most = positions(folder)
-        lengths = {"max_query_length": min(QUERY_TOKENS, most), "max_passage_length": min(PASSAGE_TOKENS, most)}
-        self.encoder = DualEncoder.load(folder, tie_towers=True, similarity="cosine", **lengths).to(self.engine.device)
+        limits = dict(
+            zip(("max_query_length", "max_passage_length"), (min(length, most) for length in lengths), strict=True)
+        )
+        self.encoder = DualEncoder.load(folder, tie_towers=True, similarity="cosine", **limits).to(self.engine.device)
         if dropout is not None:
             self.encoder.set_dropout(dropout)
         if packed:
             self.encoder.pack_linears()
+        if unpad:
+            self.encoder.set_attention("auto", unpad)
         self.encoder.train()
         optimizer = torch.optim.AdamW(self.encoder.parameters(), lr=rate, fused=True)
         self.engine.prepare(self.encoder, optimizer)
         self.loss = InfoNCE(TEMPERATURE)
-        self.texts = pairs_of_texts(self.encoder.query_tower.tokenizer, pairs, most=most)
+        self.texts = texts or pairs_of_texts(self.encoder.query_tower.tokenizer, pairs, most=most)
         self.pairs = pairs
         self.micro_batches = self.cut(micro)
         self.whole = self.cut(pairs // self.engine.world)

@@ -6,9 +6,10 @@
     pip install --no-deps --target gradcache GradCache==0.0.1      (optional, with --gradcache gradcache)
 
 Same weights, same made texts (queries of 16 tokens, passages of 128), tokenised before the clock starts, same dtype, AdamW
-with the same settings; all in one process, interleaved. Towers are tied on both sides, as sentence-transformers has them; the
-cached losses take mini-batches of B pairs. Before anything is timed, the losses of all that compare N with N are taken
-without dropout and must agree; timing is done with the encoder's own dropout.
+with the same settings; all in one process, interleaved. With --real_texts the texts are real ones, at most 64 and 256 tokens
+long, padded as each library pads them. Towers are tied on both sides, as sentence-transformers has them; the cached losses
+take mini-batches of B pairs. Before anything is timed, the losses of all that compare N with N are taken without dropout and
+must agree; timing is done with the encoder's own dropout.
 
 GradCache 0.0.1, the one release on PyPI, installs a package named ``gradcache`` whose modules import ``grad_cache``: it cannot
 be imported as it stands. ``--gradcache DIR`` names the folder it was installed into, and the name it wants is given to it.
@@ -22,7 +23,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import TEMPERATURE, Trainee, interleaved, make_parser, model_folder, publish, ratio, summary, table
+from common import (
+    TEMPERATURE,
+    Trainee,
+    interleaved,
+    make_parser,
+    model_folder,
+    pairs_of_set,
+    publish,
+    ratio,
+    summary,
+    table,
+)
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.losses import (
     CachedMultipleNegativesRankingLoss,
@@ -30,6 +42,8 @@ from sentence_transformers.sentence_transformer.losses import (
 )
 from torch import Tensor, nn
 
+REAL_LENGTHS = (64, 256)
+"""Most tokens of a query and of a passage of a real data set."""
 AGREE = 1e-5
 """Largest difference between two losses of the same pairs."""
 
@@ -117,7 +131,19 @@ def load_gradcache(folder: Path) -> Any:
 
 def make_cases(args: Any, folder: str, dropout: float | None, rate: float) -> dict[str, Any]:
     """Every contender by name: a function that takes one update and returns its loss."""
-    trainee = Trainee(folder, args.device, args.precision, args.pairs, args.micro, dropout, rate, args.pack_linears)
+    real = {"texts": pairs_of_set(args.real_texts, args.pairs), "lengths": REAL_LENGTHS} if args.real_texts else {}
+    trainee = Trainee(
+        folder,
+        args.device,
+        args.precision,
+        args.pairs,
+        args.micro,
+        dropout,
+        rate,
+        args.pack_linears,
+        args.unpad,
+        **real,
+    )
     methods = ["in_batch", "grad_accum", "grad_cache", "cont_accum"]
     banks = {name: trainee.bank(name, args.bank) for name in methods}
     cases = {f"contaccum {name}": lambda n=name, b=bank: trainee.update(n, b) for name, bank in banks.items()}
@@ -148,6 +174,10 @@ def main() -> None:
     parser.add_argument("--bank", type=int, default=1024, help="bank rows (M)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--pack_linears", action="store_true", help="contaccum's encoders with model.pack_linears")
+    parser.add_argument("--unpad", action="store_true", help="contaccum's encoders with model.unpad")
+    parser.add_argument(
+        "--real_texts", metavar="DIR", help="data set whose training pairs are taken instead of made ones"
+    )
     parser.add_argument("--gradcache", type=Path, help="folder that the package GradCache was installed into")
     args = parser.parse_args()
     if args.quick:
@@ -172,11 +202,16 @@ def main() -> None:
         ])  # fmt: skip
         figures.append({"name": name, "seconds": s, "ratios": against, "loss": losses.get(name)})
     heads = ["update by", "seconds", "÷ ST cached", "÷ `grad_accum`", "loss, no dropout"]
-    ours = "ours with `model.pack_linears`, " if args.pack_linears else ""
+    ours = "".join(f"ours with `model.{name}`, " for name in ("pack_linears", "unpad") if getattr(args, name))
+    texts = (
+        f"Pairs of {Path(args.real_texts).name}, at most 64 and 256 tokens"
+        if args.real_texts
+        else "Made texts of 16 and 128 tokens"
+    )
     intro = (
-        f"N = {args.pairs}, B = {args.micro} (sentence-transformers' mini_batch_size too), M = {args.bank:,}, {args.precision}, "
-        f"tied towers, {ours}{args.repeats} rounds, interleaved; median (smallest to largest). Targets: `grad_cache` ÷ ST cached "
-        "at most 0.90, `cont_accum` ÷ ST cached at most 0.70."
+        f"{texts}; N = {args.pairs}, B = {args.micro} (sentence-transformers' mini_batch_size too), M = {args.bank:,}, "
+        f"{args.precision}, tied towers, {ours}{args.repeats} rounds, interleaved; median (smallest to largest). "
+        "Targets: `grad_cache` ÷ ST cached at most 0.90, `cont_accum` ÷ ST cached at most 0.70."
     )
     publish(args, "An update beside the peers'", [intro, table(heads, rows)], {"rows": figures, "losses_apart": apart})
 
