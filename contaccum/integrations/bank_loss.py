@@ -41,9 +41,9 @@ class BankLoss:
     ) -> None:
         """
         bank_size: M, rows of the bank; 0 is plain gradient accumulation; None: as many as an optimizer step has pairs, which
-        ``begin`` is told. similarity: ``cosine`` or ``dot``. temperature: divides
-        every similarity. mask_false_negatives: leave out columns that are the same passage as a row's own positive.
-        hard_negatives: bank them too. bank_options: queries, row_weight, visibility, keep, warmup_steps, as Bank has them.
+        ``begin`` is told. similarity: ``cosine`` or ``dot``. temperature: divides every similarity. mask_false_negatives: leave
+        out columns that are the same passage as a row's own positive. hard_negatives: bank them too. bank_options: queries,
+        row_weight, age_decay, visibility, keep, warmup_steps, as Bank has them.
         """
         if similarity not in ("cosine", "dot"):
             raise InputError(f"similarity is {similarity!r}, expected cosine or dot")

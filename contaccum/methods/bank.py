@@ -123,9 +123,7 @@ class Bank:
             return None
         return self.sums.preview(self.pointer, self.fill, rows, columns)
 
-    def push(
-        self, queries: Tensor, passages: Tensor, ids: RowIds, previews: Sequence[Preview | None] = (None,)
-    ) -> None:
+    def push(self, queries: Tensor, passages: Tensor, ids: RowIds, previews: Sequence[Preview | None] = ()) -> None:
         """Store b rows over the oldest ones. queries (b, d), passages (b, 1 + H, d), ids of the same rows; copied, detached.
 
         previews: those of the loss that was just taken of these rows against this bank, which saves two products of it with
@@ -133,6 +131,7 @@ class Bank:
         """
         if self.size == 0:
             return
+        preview, *narrower = previews or [None]
         keep = 1 + self.hard_negatives
         ids = RowIds(ids.columns[:, :keep], ids.positives)
         rows = (queries.detach(), passages.detach()[:, :keep], ids, self.pushed)
@@ -140,8 +139,8 @@ class Bank:
         if self.visibility == "on_step":
             self.pending.append(rows)
         else:
-            self._store(*rows, previews[0])
-        for bank, preview in zip_longest(self.narrower, previews[1:]):
+            self._store(*rows, preview)
+        for bank, preview in zip_longest(self.narrower, narrower):
             cut = partial(self.prefixes.cut, width=bank.dim)
             bank.push(cut(queries.detach()), cut(passages.detach()), ids, (preview,))
 
