@@ -205,6 +205,7 @@ LINE = {"step": 1, "loss": 1.0, "bank_fill": 0, "seconds": 1.0, "waited": 0.0, "
         ("log.jsonl", {**LINE, "negatives": [7]}, r"has negatives \[7\]"),
         ("log.jsonl", {**LINE, "drift": [{"age": 1}]}, "has drift"),
         ("log.jsonl", {**LINE, "drift": 5}, "has drift 5"),
+        ("log.jsonl", {**LINE, "drift": [{"age": 1, "query": None, "passage": None}]}, "has drift"),
         ("log.jsonl", {"step": 1, "dev": [0.5]}, "the line of step 1 has no numbers under dev"),
         ("config.yaml", "method: best", "method is 'best'"),
         ("config.yaml", "method: grad_accum", "seed is None"),

@@ -9,6 +9,7 @@ from helpers import train_config, weights, write_beir
 from contaccum.data.dataset import load_train_set
 from contaccum.engine import Engine
 from contaccum.methods import METHODS
+from contaccum.study.runs import read_run
 from contaccum.training import setup
 from contaccum.training.drift import Drift
 from contaccum.training.fit import MicroBatchSize
@@ -34,6 +35,7 @@ def test_weights_that_stay_have_no_drift_and_weights_that_move_have(method, data
             assert (found[1] is None) == (method == "passage_bank")
             for cosine in found[: 1 + (found[1] is not None)]:
                 assert (abs(cosine - 1) < 1e-6) == still
+    assert read_run(tmp_path / "0.001").steps[-1]["drift_passage_cosine"] < 1  # the report takes such a log
     last = read_log(tmp_path / "0.001")[-1]["drift"]
     ages = [one["age"] for one in last]
     assert ages == [2, 1, 1, 1]  # of 24 rows 8, two micro-batches, are of the step before
