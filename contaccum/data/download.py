@@ -7,16 +7,10 @@ import os
 import stat
 import zipfile
 import zlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
 
-import requests
-from tqdm.auto import tqdm
-
-from contaccum.data.arrow import one_at_a_time
+from contaccum.data.transfer import CHUNK, alone, transfer
 from contaccum.errors import InputError
 from contaccum.files import cache_folder, sweep, whole_folder
 
@@ -79,9 +73,6 @@ MAX_DOWNLOAD = 16 * GIB  # the largest archive, cqadupstack's, has 5 GiB
 MAX_UNPACKED = 64 * GIB
 _MAX_ENTRIES = 1000
 _MAX_RATIO = 100  # of unpacked to packed bytes; text has 3 to 10, zeros have 1000
-_CHUNK = 1 << 20
-_OTHER_RANGE = (206, 416)  # HTTP status of a part that was not asked for, and of a part that there is not
-_TIMEOUT = 30  # seconds without any byte
 
 
 def is_published(name_or_folder: str | Path) -> bool:
@@ -111,16 +102,10 @@ def resolve_dataset(
     name, _, forum = str(name_or_folder).partition("/")
     folder = Path(cache or cache_folder() / "beir") / _checked_name(name, forum)
     if not folder.is_dir():
-        with _alone(folder.parent, "beir"):
+        with alone(folder.parent, "beir"):
             if not folder.is_dir():  # another process may have fetched it while this one waited
                 _provide(folder, f"{base_url}/{name}.zip", md5 or MD5.get(name), max_download, max_unpacked)
     return folder / forum
-
-
-def _alone(folder: Path, kind: str) -> AbstractContextManager[None]:
-    """Inside the block, no other process of this machine fetches into the folder."""
-    digest = hashlib.sha256(os.fsencode(folder.absolute())).hexdigest()[:32]
-    return one_at_a_time(cache_folder() / "locks" / f"{kind}-{digest}")
 
 
 def _provide(folder: Path, url: str, md5: str | None, max_download: int, max_unpacked: int) -> None:
@@ -129,7 +114,7 @@ def _provide(folder: Path, url: str, md5: str | None, max_download: int, max_unp
     if folder.parent.is_dir():
         sweep(folder.parent)
     try:
-        _download(url, archive, partial(_refuse_other, md5) if md5 else None, max_download, folder)
+        transfer(url, archive, partial(_refuse_other, md5) if md5 else None, max_download, folder)
         unpack(archive, folder.name, folder, max_unpacked)
     finally:
         archive.unlink(missing_ok=True)
@@ -144,17 +129,17 @@ def dpr_file(name: str, cache: str | Path | None = None, *, base_url: str = DPR_
     if name not in DPR:
         raise InputError(f"dpr/{name}: no file of DPR's has that name, expected dpr/ and one of {', '.join(DPR)}")
     file = Path(cache or cache_folder() / "dpr") / Path(DPR[name]).name
-    with _alone(file.parent, "dpr"):
+    with alone(file.parent, "dpr"):
         if not file.is_file():
             test = _refuse_broken_gzip if file.suffix == ".gz" else None
-            _download(f"{base_url}/{DPR[name]}", file, test, MAX_DOWNLOAD, file)
+            transfer(f"{base_url}/{DPR[name]}", file, test, MAX_DOWNLOAD, file)
     return file
 
 
 def _refuse_broken_gzip(url: str, part: Path) -> None:
     try:
         with gzip.open(part) as file:
-            while file.read(_CHUNK):
+            while file.read(CHUNK):
                 pass
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{url}: the gzip stream is damaged or cut short ({error})") from error
@@ -180,76 +165,12 @@ def _checked_name(name: str, forum: str) -> str:
     return name
 
 
-def _download(url: str, archive: Path, test: Callable[[str, Path], None] | None, limit: int, target: Path) -> None:
-    """Download to a part file beside ``archive``, try it by ``test``, which raises where it is not whole, and rename it.
-
-    What a broken or killed download left is continued where a test tells whether the halves belong together. ``target`` is what
-    the user is told to put there by hand where nothing can be fetched.
-    """
-    part = archive.with_name(f".{archive.name}.part")
-    keep = False
-    try:
-        part.parent.mkdir(parents=True, exist_ok=True)
-        with open(part, "ab" if test else "wb") as file:
-            _fetch(url, file, limit, target)
-        if test:
-            test(url, part)
-        os.replace(part, archive)
-    except _Broken:
-        keep = bool(test and part.stat().st_size)
-        raise
-    except OSError as error:
-        raise InputError(f"{archive}: could not be written ({error.strerror or error})") from error
-    finally:
-        with suppress(NotADirectoryError):
-            if not keep:
-                part.unlink(missing_ok=True)
-
-
-class _Broken(InputError):
-    """A connection that failed; what it brought may be continued."""
-
-
 def _md5_of(path: Path) -> str:
     digest = hashlib.md5(usedforsecurity=False)  # the only checksum that BEIR publishes
     with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
+        while chunk := file.read(CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def _fetch(url: str, file: BinaryIO, limit: int, folder: Path) -> None:
-    """Download what an open file lacks, or all where the server does not continue; at most ``limit`` bytes in all."""
-    start = file.tell()
-    headers = {"Range": f"bytes={start}-", "Accept-Encoding": "identity"} if start else {}
-    try:
-        with requests.get(url, stream=True, timeout=_TIMEOUT, headers=headers) as response:
-            continues = response.headers.get("Content-Range", "").startswith(f"bytes {start}-")
-            if not continues:
-                file.truncate(0)
-                file.seek(0)
-            if continues or not start or response.status_code not in _OTHER_RANGE:
-                response.raise_for_status()
-                _copy(response, url, file, limit, folder)
-                return
-        _fetch(url, file, limit, folder)  # the part, which is not of this archive, is empty now
-    except requests.RequestException as error:
-        reason = type(error).__name__ if error.response is None else f"HTTP status {error.response.status_code}"
-        what = "the file" if folder.suffix else "its folder (corpus.jsonl, queries.jsonl, qrels/)"
-        raise _Broken(
-            f"{folder.name}: not in {folder.parent}, and {url} could not be fetched ({reason}); put {what} at {folder}, or "
-            "give the path of a local copy"
-        ) from error
-
-
-def _copy(response: requests.Response, url: str, file: BinaryIO, limit: int, folder: Path) -> None:
-    total = int(response.headers.get("Content-Length", 0))
-    with tqdm(total=total or None, desc=folder.name, unit="B", unit_scale=True, disable=None) as bar:
-        for chunk in response.iter_content(_CHUNK):
-            if file.tell() + len(chunk) > limit:
-                raise InputError(f"{url}: the archive has more than {limit} bytes, expected at most that")
-            file.write(chunk)
-            bar.update(len(chunk))
 
 
 def unpack(archive: Path, name: str, target: Path, limit: int = MAX_UNPACKED) -> None:
@@ -300,7 +221,7 @@ def _extract(bundle: zipfile.ZipFile, entry: zipfile.ZipInfo, path: Path, limit:
     """Write one entry and return its bytes, which are counted while they come: a header can lie about its size."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with bundle.open(entry) as source, open(path, "wb") as file:
-        while chunk := source.read(_CHUNK):
+        while chunk := source.read(CHUNK):
             if file.tell() + len(chunk) > limit:
                 raise InputError(
                     f"{archive}: unpacks to more than the limit on its bytes, expected a data set, not a bomb"

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from contaccum.data import download
+from contaccum.data import transfer
 from contaccum.data.dataset import load_train_set
 from contaccum.data.download import MD5, dpr_file, is_published, resolve_dataset, unpack
 from contaccum.data.formats import read_questions
@@ -189,7 +189,7 @@ def test_a_broken_download_is_continued_where_the_server_allows(tmp_path, monkey
     half, cache = len(data) // 32 * 16, tmp_path / "cache"
     first = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(data) + data[:half]
     head = b"HTTP/1.1 206 Partial Content\r\nContent-Length: %d\r\nContent-Range: bytes %d-%d/%d\r\n\r\n"
-    monkeypatch.setattr(download, "_CHUNK", 16)  # what is read when the connection breaks is lost up to one chunk
+    monkeypatch.setattr(transfer, "CHUNK", 16)  # what is read when the connection breaks is lost up to one chunk
     second = head % (len(data) - half, half, len(data) - 1, len(data)) + data[half:]
     with scripted(first, second) as (url, seen):
         with pytest.raises(InputError, match="could not be fetched"):
@@ -256,7 +256,7 @@ def test_a_file_of_dpr_is_fetched_whole_and_kept_as_it_came(server, tmp_path, mo
 
 def test_a_broken_download_of_a_gzipped_file_is_continued(tmp_path, monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(download, "_CHUNK", 16)
+    monkeypatch.setattr(transfer, "CHUNK", 16)
     data = gzip.compress(random.Random(0).randbytes(800))
     half = len(data) // 32 * 16
     first = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(data) + data[:half]
