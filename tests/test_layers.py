@@ -34,7 +34,7 @@ HOMES = {
     "matplotlib": {"study/plots.py"},
     "sentence_transformers": {"integrations/sentence_transformers.py", "retrieval/rerank.py"},
     "lightning": {"integrations/lightning.py"},
-    "huggingface_hub": {"publish/hub.py"},
+    "huggingface_hub": {"data/mteb.py", "data/repositories.py", "publish/hub.py"},
     "gradio": {"explore/page.py"},
 }
 LIGHT = [

@@ -18,6 +18,7 @@ from datasets import Dataset
 from tqdm import tqdm
 
 from contaccum.data.arrow import PASSAGE_COLUMNS, Ragged, column_batches
+from contaccum.data.beir_folder import plain_id
 from contaccum.data.examples import Teacher, load_examples
 from contaccum.data.formats import Example, Passage, Query, kind_of_data
 from contaccum.data.records import Scores
@@ -140,20 +141,14 @@ def _write_beir(folder: Path, corpus: Dataset, examples: Iterable[Example], spli
     (folder / "qrels").mkdir()
     with open(folder / "corpus.jsonl", "wb") as file:
         for key, title, text in _rows(corpus, PASSAGE_COLUMNS):
-            file.write(record_line({"_id": _plain(key), "title": title, "text": text}))
+            file.write(record_line({"_id": plain_id(key), "title": title, "text": text}))
     with open(folder / "queries.jsonl", "wb") as queries, open(folder / "qrels" / f"{split}.tsv", "wb") as qrels:
         qrels.write(b"query-id\tcorpus-id\tscore\n")
         for (key, text), positives, negatives, *_ in examples:
-            queries.write(record_line({"_id": _plain(key), "text": text}))
+            queries.write(record_line({"_id": plain_id(key), "text": text}))
             for grade, passages in ((1, positives), (0, negatives)):
                 for passage in passages:
                     qrels.write(f"{key}\t{passage.id}\t{grade}\n".encode())
-
-
-def _plain(key: str) -> str:
-    if any(character in key for character in "\t\r\n\0"):
-        raise InputError(f"id {key!r} holds a tab, a line break or a NUL, expected one that a qrels file can hold")
-    return key
 
 
 def record_line(record: dict[str, Any]) -> bytes:

@@ -17,10 +17,12 @@ from datasets.exceptions import DatasetsError
 
 from contaccum.data.arrow import cached_folder
 from contaccum.data.bad_records import STRICT, BadRecords, Place
+from contaccum.data.beir_folder import write_beir_folder, write_lines
 from contaccum.errors import InputError
 
 Splits = Mapping[str, Any]
 """Data sets of the library by their split, mapped from disk or streamed."""
+Rows = Iterable[Mapping[str, Any]]
 PREFIX = "hub:"
 FIELDS = ("query", "pos", "neg", "query_id")
 QRELS = ("qrels", "default")
@@ -104,7 +106,7 @@ def fetch_hub(text: str, split: str) -> Path:
 
     def write(folder: Path) -> None:
         records = _mapped(name, rows, rows.column_names) if name.columns else rows
-        _write_lines(folder / "examples.jsonl", records)
+        write_lines(folder / "examples.jsonl", records)
 
     return cached_folder("hub", key, write) / "examples.jsonl"
 
@@ -213,22 +215,37 @@ def _retrieval_folder(name: HubName, split: str) -> Path:
     key = [name.repository, split, *(part._fingerprint for part in (corpus, queries, grades))]
 
     def write(folder: Path) -> None:
-        (folder / "qrels").mkdir()
-        _write_lines(folder / "corpus.jsonl", ({"title": "", **_with_id(row)} for row in corpus))
-        _write_lines(folder / "queries.jsonl", map(_with_id, queries))
-        with open(folder / "qrels" / f"{split}.tsv", "w", encoding="utf-8", newline="\n") as file:
-            file.write("query-id\tcorpus-id\tscore\n")
-            file.writelines(f"{row['query-id']}\t{row['corpus-id']}\t{int(row.get('score', 1))}\n" for row in grades)
+        write_retrieval_rows(folder, name.text, corpus, queries, {split: grades})
 
     return cached_folder("hub", key, write)
 
 
-def _with_id(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of a corpus or of queries, whose id some sets call ``id``; a title that is not there is empty."""
-    kept = {"_id": row["_id"] if "_id" in row else row["id"], "text": row["text"]}
-    return {**kept, "title": row["title"]} if row.get("title") else kept
+def write_retrieval_rows(folder: Path, name: str, corpus: Rows, queries: Rows, grades: Mapping[str, Rows]) -> None:
+    """A BEIR folder of rows in MTEB's layout, judgements by split; ``name`` is what an error names."""
+    judged = {split: map(_judgement, rows) for split, rows in grades.items()}
+    try:
+        write_beir_folder(folder, map(_passage, corpus), map(_query, queries), judged)
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from error
+    except KeyError as error:
+        raise InputError(
+            f"{name}: a row holds no column {error}, expected _id and text, and of judgements query-id and corpus-id"
+        ) from error
+    except _FAILURES as error:
+        raise InputError(f"{name}: could not be read ({' '.join(str(error).split())[:200]})") from error
 
 
-def _write_lines(path: Path, rows: Any) -> None:
-    with open(path, "w", encoding="utf-8", newline="\n") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+def _passage(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_query(row), "title": row.get("title") or ""}
+
+
+def _query(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of queries, whose id some sets call ``id``, and give as a number."""
+    key, text = str(row["_id"] if "_id" in row else row["id"]), row["text"]
+    if not isinstance(text, str):
+        raise InputError(f"the text of {key!r} is of the kind {type(text).__name__}, expected text")
+    return {"_id": key, "text": text}
+
+
+def _judgement(row: Mapping[str, Any]) -> tuple[str, str, int]:
+    return str(row["query-id"]), str(row["corpus-id"]), int(row.get("score", 1))

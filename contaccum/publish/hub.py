@@ -1,18 +1,15 @@
 """A model to the Hugging Face Hub, by its own client; the token is the client's, and is neither read into messages nor kept."""
 
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import validate_repo_id
 
+from contaccum.data.repositories import CLIENT_ERROR
 from contaccum.errors import InputError
 from contaccum.files import write_text
 from contaccum.publish.card import CARD, adapter_of, find_model, write_up
-
-CLIENT_ERROR: Any = HfHubHTTPError.__bases__[0]
-"""What the HTTP client of this version of huggingface_hub raises where there is no connection."""
 
 
 def push(path: str, repository: str, private: bool = False, licence: str | None = None, dry_run: bool = False) -> str:

@@ -1,0 +1,121 @@
+"""Files of a data set's repository on the Hub, at one commit: fetched once, and each tried by the checksum that the Hub lists.
+
+They lie in the cache under ``repositories/owner/name`` as they do in the repository, beside ``manifest.json`` with the checksums.
+The Hub's client finds the address and the token; the bytes come by ``transfer``, since the client begins a broken file anew.
+"""
+
+import hashlib
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, hf_hub_url
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import build_hf_headers
+
+from contaccum.data.transfer import CHUNK, alone, transfer
+from contaccum.errors import InputError
+from contaccum.files import cache_folder, read_json, sha256_of, write_json
+
+MANIFEST = "manifest.json"
+MAX_FILE = 1 << 36  # bytes; the Hub's own client refuses files above 50 GB
+CLIENT_ERROR: Any = HfHubHTTPError.__bases__[0]
+"""What the HTTP client of this version of huggingface_hub raises where there is no connection."""
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A data set on the Hub."""
+
+    name: str  # owner/name
+    revision: str  # a commit
+
+    @property
+    def folder(self) -> Path:
+        """Where its files lie, or are put by hand where there is no network."""
+        return cache_folder() / "repositories" / self.name
+
+    def fetch(self, *patterns: str) -> list[Path]:
+        """The files that match (``*`` stands for ``/`` too), in the order of the patterns; those that are not there are fetched.
+
+        InputError where a pattern matches none, where a file cannot be had, and where one is not what the Hub lists. Where the
+        Hub cannot be asked, files that were put there by hand are taken as they are, with a warning.
+        """
+        with alone(self.folder, "repository"):
+            checksums = self._checksums()
+            found = [path for pattern in patterns for path in self._matching(pattern, checksums)]
+            for path in found:
+                self._provide(path, checksums[path])
+        return [self.folder / path for path in found]
+
+    def _matching(self, pattern: str, checksums: Mapping[str, str | None]) -> list[str]:
+        if matching := sorted(path for path in checksums if fnmatchcase(path, pattern)):
+            return matching
+        where = self.folder if None in checksums.values() else f"{self.name} at {self.revision}"
+        raise InputError(f"{where}: holds no file {pattern}")
+
+    def _checksums(self) -> dict[str, str | None]:
+        """The checksum of each file by its path; None for those of a folder that no list is known of."""
+        manifest = self.folder / MANIFEST
+        if manifest.is_file() and (kept := read_json(manifest))["revision"] == self.revision:
+            found: dict[str, str | None] = kept["files"]
+            return found
+        try:
+            found = self._listed()
+        except InputError:
+            raise
+        except (OSError, ValueError, CLIENT_ERROR) as error:
+            return self._as_it_is(error)
+        write_json(manifest, {"repository": self.name, "revision": self.revision, "files": found})
+        return found
+
+    def _listed(self) -> dict[str, str | None]:
+        tree = HfApi().list_repo_tree(self.name, recursive=True, revision=self.revision, repo_type="dataset")
+        files = [entry for entry in tree if isinstance(entry, RepoFile)]  # the others are folders
+        for file in files:
+            if os.path.isabs(file.path) or ".." in file.path.split("/"):
+                raise InputError(f"{self.name}: its file {file.path!r} would land outside the folder")
+        return {file.path: f"sha256:{file.lfs.sha256}" if file.lfs else f"git:{file.blob_id}" for file in files}
+
+    def _as_it_is(self, error: Exception) -> dict[str, str | None]:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        found = [path for path in self.folder.rglob("*") if path.is_file() and not path.name.startswith(".")]
+        if not found:
+            raise InputError(
+                f"{self.name}: not in {self.folder}, and the Hub could not be asked ({reason}); put the files of its commit "
+                f"{self.revision} there"
+            ) from error
+        warnings.warn(
+            f"{self.folder}: taken as it is, the Hub could not be asked for checksums ({reason})", stacklevel=4
+        )
+        return dict.fromkeys(path.relative_to(self.folder).as_posix() for path in found)
+
+    def _provide(self, path: str, checksum: str | None) -> None:
+        file = self.folder / path
+        if checksum is None or (file.is_file() and _checksum_of(file, checksum) == checksum):
+            return
+        url = hf_hub_url(self.name, path, repo_type="dataset", revision=self.revision)
+        test = partial(_refuse_other, checksum)
+        transfer(url, file, test, MAX_FILE, file, build_hf_headers())
+
+
+def _checksum_of(file: Path, like: str) -> str:
+    """A file's checksum of the kind that another one is: SHA-256, or git's name for its content."""
+    if like.startswith("sha256:"):
+        return f"sha256:{sha256_of(file)}"
+    digest = hashlib.sha1(b"blob %d\0" % file.stat().st_size, usedforsecurity=False)
+    with open(file, "rb") as content:
+        while chunk := content.read(CHUNK):
+            digest.update(chunk)
+    return f"git:{digest.hexdigest()}"
+
+
+def _refuse_other(checksum: str, url: str, part: Path) -> None:
+    if (found := _checksum_of(part, checksum)) != checksum:
+        raise InputError(f"{url}: the file's checksum is {found}, expected {checksum}")
