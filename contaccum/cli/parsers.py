@@ -391,10 +391,15 @@ def _fetch_parser() -> ArgumentParser:
     )
     parser.add_argument(
         "name",
-        help="BEIR's name (scifact, cqadupstack/android), nanobeir/scifact, a file of DPR's (dpr/nq-train, dpr/psgs_w100, "
+        help="BEIR's name (scifact, cqadupstack/android), nanobeir/scifact, a retrieval task of MTEB's (mteb/NFCorpus, "
+        "mteb/MIRACLRetrieval/sw), a language of MIRACL's (miracl/sw), a file of DPR's (dpr/nq-train, dpr/psgs_w100, "
         "dpr/nq-test-questions), or hub:owner/name; a path is printed as it is",
     )
-    parser.add_argument("--split", default="train", help="which split of a set of the Hub")
+    parser.add_argument(
+        "--split",
+        default="train",
+        help="which split of a set of the Hub, or of a set of MTEB's whose splits have a corpus each",
+    )
     return parser
 
 

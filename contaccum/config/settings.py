@@ -138,7 +138,7 @@ class DataConfig:
 
     train: str = ""
     """Training data: BEIR folder, DPR JSON, JSONL of query/pos/neg, or Tevatron JSONL, gzipped or not; or a name: scifact,
-    dpr/nq-train, hub:owner/name:configuration:split?query=COLUMN&pos=COLUMN&neg=COLUMN."""
+    dpr/nq-train, miracl/sw, mteb/NFCorpus, hub:owner/name:configuration:split?query=COLUMN&pos=COLUMN&neg=COLUMN."""
     split: str = "train"
     """Which qrels of a BEIR folder to train on."""
     mixture: list[MixtureConfig] = field(default_factory=list)

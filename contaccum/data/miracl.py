@@ -41,9 +41,10 @@ def miracl_folder(language: str) -> Path:
 def _write(language: str, folder: Path) -> None:
     root = f"miracl-v1.0-{language}"
     splits = ("dev",) if language in SURPRISE else ("train", "dev")
-    topics = JUDGED.fetch(*(f"{root}/topics/topics.{root}-{split}.tsv" for split in splits))
-    grades = JUDGED.fetch(*(f"{root}/qrels/qrels.{root}-{split}.tsv" for split in splits))
-    parts = CORPUS.fetch(f"miracl-corpus-v1.0-{language}/docs-[0-9]*.jsonl.gz")
+    judged, corpus = JUDGED.open(), CORPUS.open()
+    topics = judged.fetch(*(f"{root}/topics/topics.{root}-{split}.tsv" for split in splits))
+    grades = judged.fetch(*(f"{root}/qrels/qrels.{root}-{split}.tsv" for split in splits))
+    parts = corpus.fetch(f"miracl-corpus-v1.0-{language}/docs-[0-9]*.jsonl.gz")
     rows = {split: ((each.query_id, each.passage_id, each.grade) for each in read_qrels(file))
             for split, file in zip(splits, grades, strict=True)}  # fmt: skip
     write_beir_folder(folder, _passages(_all_of(parts)), _queries(topics), rows)

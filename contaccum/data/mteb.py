@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache, partial
-from importlib.resources import files
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from huggingface_hub import metadata_load
 
 from contaccum.data.arrow import cached_folder
 from contaccum.data.hub import QRELS, Rows, write_retrieval_rows
-from contaccum.data.repositories import Repository
+from contaccum.data.repositories import Files, Repository
 from contaccum.errors import InputError
 from contaccum.files import read_json, write_json
 
@@ -44,7 +44,7 @@ class Task:
 @cache
 def tasks() -> dict[str, Task]:
     """All tasks, by their names in small letters."""
-    lines = files("contaccum.data").joinpath("mteb.tsv").read_text(encoding="utf-8").splitlines()
+    lines = resources.files("contaccum.data").joinpath("mteb.tsv").read_text(encoding="utf-8").splitlines()
     rows = (line.split("\t") for line in lines)
     return {
         name.casefold(): Task(name, Repository(repository, commit), tuple(subsets[0].split(",")) if subsets else ())
@@ -88,21 +88,22 @@ class _Parts:
     """By split the patterns of a set's files."""
 
     name: str  # what errors name
-    repository: Repository
+    files: Files
     corpus: Splits
     queries: Splits
     grades: Splits
 
     @classmethod
     def of(cls, task: Task, subset: str) -> "_Parts":
-        readme = task.repository.fetch("README.md")[0]
+        opened = task.repository.open()
+        readme = opened.fetch("README.md")[0]
         found = _configurations(readme)
         prefix = f"{subset}-" if subset not in ("", "default") else ""
         judged = next((name for name in (f"{prefix}{each}" for each in QRELS) if name in found), f"{prefix}qrels")
         wanted = (f"{prefix}corpus", f"{prefix}queries", judged)
         if missing := [name for name in wanted if name not in found]:
             raise InputError(f"{readme}: names no configuration {missing[0]!r}, found {', '.join(found)}")
-        return cls(f"mteb/{task.name}", task.repository, *(found[name] for name in wanted))
+        return cls(f"mteb/{task.name}", opened, *(found[name] for name in wanted))
 
     def rows(self, part: Splits, split: str) -> Rows:
         """The rows of a split, or of the only one that there is, as MTEB's loader chooses."""
@@ -110,7 +111,7 @@ class _Parts:
             raise InputError(
                 f"{self.name}: holds judgements of {split!r}, and a corpus or queries of {', '.join(part)} alone"
             )
-        return _rows(self.repository.fetch(*part.get(split, next(iter(part.values())))))
+        return _rows(self.files.fetch(*part.get(split, next(iter(part.values())))))
 
 
 def _write(task: Task, subset: str, folder: Path) -> None:

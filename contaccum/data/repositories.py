@@ -1,6 +1,6 @@
 """Files of a data set's repository on the Hub, at one commit: fetched once, and each tried by the checksum that the Hub lists.
 
-They lie in the cache under ``repositories/owner/name`` as they do in the repository, beside ``manifest.json`` with the checksums.
+They lie in the cache under ``repositories/owner/name`` as in the repository, beside ``.manifest.json`` with the checksums.
 The Hub's client finds the address and the token; the bytes come by ``transfer``, since the client begins a broken file anew.
 """
 
@@ -23,7 +23,7 @@ from contaccum.data.transfer import CHUNK, alone, transfer
 from contaccum.errors import InputError
 from contaccum.files import cache_folder, read_json, sha256_of, write_json
 
-MANIFEST = "manifest.json"
+MANIFEST = ".manifest.json"  # hidden, as nothing of the repository is meant
 MAX_FILE = 1 << 36  # bytes; the Hub's own client refuses files above 50 GB
 CLIENT_ERROR: Any = HfHubHTTPError.__bases__[0]
 """What the HTTP client of this version of huggingface_hub raises where there is no connection."""
@@ -41,29 +41,19 @@ class Repository:
         """Where its files lie, or are put by hand where there is no network."""
         return cache_folder() / "repositories" / self.name
 
-    def fetch(self, *patterns: str) -> list[Path]:
-        """The files that match (``*`` stands for ``/`` too), in the order of the patterns; those that are not there are fetched.
+    def open(self) -> "Files":
+        """Its files, listed by the Hub or by the manifest of an earlier list.
 
-        InputError where a pattern matches none, where a file cannot be had, and where one is not what the Hub lists. Where the
-        Hub cannot be asked, files that were put there by hand are taken as they are, with a warning.
+        Where the Hub cannot be asked, files that were put into the folder by hand are taken as they are, with a warning;
+        InputError where there are none.
         """
         with alone(self.folder, "repository"):
-            checksums = self._checksums()
-            found = [path for pattern in patterns for path in self._matching(pattern, checksums)]
-            for path in found:
-                self._provide(path, checksums[path])
-        return [self.folder / path for path in found]
-
-    def _matching(self, pattern: str, checksums: Mapping[str, str | None]) -> list[str]:
-        if matching := sorted(path for path in checksums if fnmatchcase(path, pattern)):
-            return matching
-        where = self.folder if None in checksums.values() else f"{self.name} at {self.revision}"
-        raise InputError(f"{where}: holds no file {pattern}")
+            return Files(self, self._checksums())
 
     def _checksums(self) -> dict[str, str | None]:
         """The checksum of each file by its path; None for those of a folder that no list is known of."""
         manifest = self.folder / MANIFEST
-        if manifest.is_file() and (kept := read_json(manifest))["revision"] == self.revision:
+        if manifest.is_file() and (kept := read_json(manifest)).get("revision") == self.revision:
             found: dict[str, str | None] = kept["files"]
             return found
         try:
@@ -96,13 +86,37 @@ class Repository:
         )
         return dict.fromkeys(path.relative_to(self.folder).as_posix() for path in found)
 
-    def _provide(self, path: str, checksum: str | None) -> None:
-        file = self.folder / path
+
+@dataclass(frozen=True)
+class Files:
+    """The files of a repository that can be had."""
+
+    repository: Repository
+    checksums: Mapping[str, str | None]  # by path; None in a folder that no list is known of
+
+    def fetch(self, *patterns: str) -> list[Path]:
+        """The files that match (``*`` stands for ``/`` too), in the order of the patterns; those that are not there are fetched.
+
+        InputError where a pattern matches none, where a file cannot be had, and where one is not what the Hub lists.
+        """
+        found = [path for pattern in patterns for path in self._matching(pattern)]
+        with alone(self.repository.folder, "repository"):
+            for path in found:
+                self._provide(path)
+        return [self.repository.folder / path for path in found]
+
+    def _matching(self, pattern: str) -> list[str]:
+        if matching := sorted(path for path in self.checksums if fnmatchcase(path, pattern)):
+            return matching
+        where = self.repository.folder if None in self.checksums.values() else self.repository.name
+        raise InputError(f"{where}: holds no file {pattern}, expected those of commit {self.repository.revision}")
+
+    def _provide(self, path: str) -> None:
+        checksum, file = self.checksums[path], self.repository.folder / path
         if checksum is None or (file.is_file() and _checksum_of(file, checksum) == checksum):
             return
-        url = hf_hub_url(self.name, path, repo_type="dataset", revision=self.revision)
-        test = partial(_refuse_other, checksum)
-        transfer(url, file, test, MAX_FILE, file, build_hf_headers())
+        url = hf_hub_url(self.repository.name, path, repo_type="dataset", revision=self.repository.revision)
+        transfer(url, file, partial(_refuse_other, checksum), MAX_FILE, file, build_hf_headers())
 
 
 def _checksum_of(file: Path, like: str) -> str:

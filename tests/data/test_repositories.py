@@ -51,20 +51,20 @@ def test_files_are_fetched_once_by_their_patterns_and_tried_by_the_hubs_checksum
     root = hub.folder / "owner" / "name"
     small, large = write(root / "a" / "x.tsv", "q\tp\n"), write_gzip(root / "b" / "y.jsonl.gz", "text")
     write(root / "b" / "z.jsonl", "not asked for")
-    found = SOME.fetch("b/*.gz", "a/x.tsv")
+    found = SOME.open().fetch("b/*.gz", "a/x.tsv")
     assert [path.read_bytes() for path in found] == [large.read_bytes(), small.read_bytes()]
     assert (hub.asked, hub.commits, hub.tokens) == (["b/y.jsonl.gz", "a/x.tsv"], {"c0ffee"}, {"Bearer hf_mine"})
-    manifest = json.loads((SOME.folder / "manifest.json").read_text())
+    manifest = json.loads((SOME.folder / ".manifest.json").read_text())
     assert (manifest["repository"], manifest["revision"]) == ("owner/name", "c0ffee")
     assert manifest["files"]["a/x.tsv"] == f"git:{git_name(b'q	p' + bytes([10]))}"
     assert len(manifest["files"]["b/y.jsonl.gz"]) == len("sha256:") + 64
-    SOME.fetch("b/*.gz", "a/*")
+    SOME.open().fetch("b/*.gz", "a/*")
     assert len(hub.asked) == 2
     found[0].write_bytes(b"spoiled")
-    SOME.fetch("b/*.gz")
+    SOME.open().fetch("b/*.gz")
     assert (found[0].read_bytes(), len(hub.asked)) == (large.read_bytes(), 3)
-    with pytest.raises(InputError, match="owner/name at c0ffee: holds no file c/"):
-        SOME.fetch("a/*", "c/*")
+    with pytest.raises(InputError, match=r"owner/name: holds no file c/\*, expected those of commit c0ffee"):
+        SOME.open().fetch("a/*", "c/*")
 
 
 @pytest.mark.parametrize("path", ["a/x.tsv", "b/y.jsonl.gz"])
@@ -75,10 +75,10 @@ def test_a_file_that_is_not_the_listed_one_is_refused_and_not_kept(path, hub):
     with pytest.raises(
         InputError, match=rf"{path}: the file's checksum is (git|sha256):\w+, expected (git|sha256):\w+"
     ):
-        SOME.fetch(path)
-    assert left(SOME.folder) == ["manifest.json"]
+        SOME.open().fetch(path)
+    assert left(SOME.folder) == [".manifest.json"]
     hub.other.clear()
-    assert SOME.fetch(path)[0].read_text() == "right"
+    assert SOME.open().fetch(path)[0].read_text() == "right"
 
 
 def test_a_broken_download_is_continued_by_the_next_call(hub, monkeypatch):
@@ -87,27 +87,27 @@ def test_a_broken_download_is_continued_by_the_next_call(hub, monkeypatch):
     write(hub.folder / "owner" / "name" / "x.gz", content)
     hub.cut["x.gz"] = 400
     with pytest.raises(InputError, match=r"x.gz: not in .*could not be fetched .*put the file at"):
-        SOME.fetch("x.gz")
+        SOME.open().fetch("x.gz")
     kept = (SOME.folder / ".x.gz.part").stat().st_size
     assert 0 < kept <= 400
-    assert SOME.fetch("x.gz")[0].read_bytes() == content
+    assert SOME.open().fetch("x.gz")[0].read_bytes() == content
     assert hub.asked == ["x.gz", f"x.gz@{kept}"]
-    assert left(SOME.folder) == ["manifest.json", "x.gz"]
+    assert left(SOME.folder) == [".manifest.json", "x.gz"]
 
 
 def test_another_commit_is_listed_anew(hub):
     file = write(hub.folder / "owner" / "name" / "x.tsv", "old")
-    SOME.fetch("x.tsv")
+    SOME.open().fetch("x.tsv")
     file.write_text("new")
-    assert SOME.fetch("x.tsv")[0].read_text() == "old"
-    assert Repository("owner/name", "decaf").fetch("x.tsv")[0].read_text() == "new"
+    assert SOME.open().fetch("x.tsv")[0].read_text() == "old"
+    assert Repository("owner/name", "decaf").open().fetch("x.tsv")[0].read_text() == "new"
 
 
 def test_a_list_that_climbs_out_of_the_folder_is_refused(hub, tmp_path):
     write(hub.folder / "owner" / "name" / "x.tsv", "x")
     hub.extra = [{"type": "file", "path": "a/../../../../evil", "size": 1, "oid": "0" * 40}]
     with pytest.raises(InputError, match=r"'a/../../../../evil' would land outside"):
-        SOME.fetch("*")
+        SOME.open().fetch("*")
     assert not list(tmp_path.rglob("evil"))
 
 
@@ -115,13 +115,13 @@ def test_without_a_hub_files_put_there_by_hand_are_taken_with_a_warning(hub, mon
     with pytest.raises(
         InputError, match=r"owner/name: not in .*could not be asked.*put the files of its commit c0ffee"
     ):
-        SOME.fetch("x.tsv")
+        SOME.open().fetch("x.tsv")
     unplug(monkeypatch)
     write(SOME.folder / "x.tsv", "by hand")
     with pytest.warns(UserWarning, match="taken as it is, the Hub could not be asked for checksums"):
-        assert SOME.fetch("x.tsv")[0].read_text() == "by hand"
+        assert SOME.open().fetch("x.tsv")[0].read_text() == "by hand"
     with pytest.warns(UserWarning, match="as it is"), pytest.raises(InputError, match=r"name: holds no file y.tsv"):
-        SOME.fetch("y.tsv")
+        SOME.open().fetch("y.tsv")
 
 
 def miracl(language: str, judged: Path, corpus: Path, splits: tuple[str, ...]) -> None:
