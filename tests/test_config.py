@@ -138,14 +138,6 @@ def test_the_saved_config_is_complete_and_can_be_read_back(tmp_path, capsys):
             {"data.streaming": True, "data.train": "", "data.mixture": [MixtureConfig("x")]},
             "data.streaming is true with data.mixture, expected one or the other",
         ),
-        (
-            {"data.streaming": True, "batch.micro_batch_tokens": 320},
-            "data.streaming is true with batch.micro_batch_tokens, expected batch.micro_batch_size",
-        ),
-        (
-            {"data.streaming": True, "data.hard_negatives": 1, "loss.distillation": "kl"},
-            "data.streaming is true with loss.distillation kl, expected none",
-        ),
         ({"data.shuffle_buffer": 0}, "data.shuffle_buffer is 0, expected at least 1"),
         ({"optim.adam_beta1": 1.5}, "optim.adam_beta1 is 1.5, expected at least 0 and less than 1"),
         (

@@ -160,15 +160,6 @@ def _check_streaming(config: TrainConfig) -> None:
         raise InputError("data.streaming without optim.max_steps, expected it: nobody knows how long an epoch is")
     if config.data.mixture:
         raise InputError("data.streaming is true with data.mixture, expected one or the other: one set is streamed")
-    if config.micro_batch_tokens is not None:
-        raise InputError(
-            "data.streaming is true with batch.micro_batch_tokens, expected batch.micro_batch_size: the longest pair is not known"
-        )
-    if config.distils:
-        raise InputError(
-            f"data.streaming is true with loss.distillation {config.loss.distillation}, expected none: no scores are read from a"
-            " stream"
-        )
 
 
 def _check_batch(config: TrainConfig, world: int) -> None:

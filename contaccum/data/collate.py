@@ -29,6 +29,18 @@ def pad(rows: Sequence[np.ndarray], pad_id: int, side: Side = "right") -> Tokens
     return Tokens(torch.from_numpy(ids), torch.from_numpy(mask))
 
 
+def refuse_small_budget(budget: int, query: int, passage: int, per_query: int) -> int:
+    """The tokens of the longest pair that may occur, by the longest query and passage; InputError where the budget is less."""
+    needed = query + per_query * passage
+    if needed > budget:
+        raise InputError(
+            f"batch.micro_batch_tokens is {budget}, expected at least the {needed} that one pair may need (the longest"
+            f" query has {query} tokens, the longest passage {passage}, times {per_query} per query); lower"
+            " model.max_query_length and model.max_passage_length make pairs smaller"
+        )
+    return needed
+
+
 class Batches(Protocol):
     """What training and the measurement of drift ask for micro-batches."""
 
@@ -81,18 +93,8 @@ class BatchSource:
         self.smallest = 1
         """The least that ``size`` may be: one pair, or the tokens of the longest pair that may occur."""
         if micro_batch_tokens is not None:
-            self.smallest = self._longest_pair(1 + sampler.hard_negatives)
-
-    def _longest_pair(self, per_query: int) -> int:
-        query, passage = self._query_tokens.longest(), self._passage_tokens.longest()
-        needed = query + per_query * passage
-        if needed > self.size:
-            raise InputError(
-                f"batch.micro_batch_tokens is {self.size}, expected at least the {needed} that one pair may need (the longest"
-                f" query has {query} tokens, the longest passage {passage}, times {per_query} per query); lower"
-                " model.max_query_length and model.max_passage_length make pairs smaller"
-            )
-        return needed
+            longest = query_tokens.longest(), passage_tokens.longest()
+            self.smallest = refuse_small_budget(micro_batch_tokens, *longest, 1 + sampler.hard_negatives)
 
     def twin(self) -> "BatchSource":
         """The same batches for another thread: a sampler keeps the order of the epoch that it was last asked for."""

@@ -97,10 +97,7 @@ def _check_scores(names: Sequence[str], sets: Sequence[TrainSet]) -> None:
     """InputError where no query has scores to compare; a warning for each set of which some have none."""
     compared = [_compared(each) for each in sets]
     if not any(found.any() for found in compared):
-        raise InputError(
-            f"{', '.join(names)}: no scores of a teacher were found, which loss.distillation learns, expected pos_scores and "
-            "neg_scores in lines of query, pos and neg, or a score with each of Tevatron's passages"
-        )
+        raise no_scores(", ".join(names))
     for name, found in zip(names, compared, strict=True):
         if without := int((~found).sum()):
             warnings.warn(
@@ -108,6 +105,14 @@ def _check_scores(names: Sequence[str], sets: Sequence[TrainSet]) -> None:
                 "learn by InfoNCE alone",
                 stacklevel=3,
             )
+
+
+def no_scores(names: str, where: str = "") -> InputError:
+    """What is said where distillation finds no scores; ``where`` begins with a space."""
+    return InputError(
+        f"{names}: no scores of a teacher were found{where}, which loss.distillation learns, expected pos_scores and "
+        "neg_scores in lines of query, pos and neg, or a score with each of Tevatron's passages"
+    )
 
 
 def _compared(examples: TrainSet) -> np.ndarray:

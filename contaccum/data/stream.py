@@ -4,34 +4,30 @@ A stream is read in its order through a shuffle buffer, again from its start whe
 the seed, the buffer's size and the step, as for any other data set; to find it, everything before it is read.
 """
 
-import copy
 import hashlib
 import json
+import math
 import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count, islice
+from itertools import count, islice, repeat
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
-from contaccum.batch import NO_PASSAGE, MicroBatch, RowIds
+from contaccum.batch import NO_PASSAGE
 from contaccum.config import DataConfig
 from contaccum.data.bad_records import BadRecords, Place
-from contaccum.data.collate import Side, pad
-from contaccum.data.cut import cut_by_pairs
-from contaccum.data.dataset import TrainSet, load_training
+from contaccum.data.dataset import TrainSet, load_training, no_scores
 from contaccum.data.draws import NEGATIVES, ORDER, POSITIVES, random_stream
 from contaccum.data.examples import check_texts
 from contaccum.data.formats import kind_of_data, kind_of_record, line_examples, numbered_examples
 from contaccum.data.hub import PREFIX, HubLines
-from contaccum.data.records import Example, Passage, Query
+from contaccum.data.records import Example, Passage, Query, Scores
 from contaccum.data.sources import resolve
-from contaccum.data.tokens import TextTokens
 from contaccum.errors import InputError
 
 Reader = Callable[[BadRecords], Iterator[tuple[Place, Example]]]
@@ -41,9 +37,10 @@ _ENDS = 1 << 20  # bytes at either end of a file that tell it from another
 class StreamSet:
     """A file of examples, or a set of the Hub, that is read from its start to its end, time and again."""
 
-    def __init__(self, name: str, read: Reader, fingerprint: str, data: DataConfig) -> None:
-        """read: all examples anew, with their places, leaving out bad records. data: what of them is wanted."""
-        self.name, self.fingerprint, self.data = name, fingerprint, data
+    def __init__(self, name: str, read: Reader, fingerprint: str, data: DataConfig, scores: bool = False) -> None:
+        """read: all examples anew, with their places, leaving out bad records. data: what of them is wanted; with ``scores``,
+        those of a teacher too, which ``read`` then reads."""
+        self.name, self.fingerprint, self.data, self.scores = name, fingerprint, data, scores
         self._read = read
         self._said: set[str] = set()
 
@@ -61,8 +58,8 @@ class StreamSet:
         What another reader counts in one warning is said when it is met, once. That an id stands twice, with two queries or
         two texts, is not seen: nobody remembers what went by.
         """
-        bad, found, answerable = BadRecords(self.data.max_bad_records), False, False
-        told = 0
+        bad, found, answerable = BadRecords(self.data.max_bad_records), False, 0
+        told, compared = 0, not self.scores
         for place, example in self._read(bad):
             try:
                 check_texts(place, example)
@@ -74,22 +71,29 @@ class StreamSet:
             if not example.positives:
                 self._unanswerable(place, example)
                 continue
-            answerable = True
-            yield self._merged(example)
+            answerable += 1
+            merged = self._merged(example)
+            compared = (self.scores and self._compared(merged)) or compared
+            if not compared and answerable == self.data.shuffle_buffer:
+                break
+            yield merged
         self._say_bad(bad, told)
         if not answerable:
             what = (
                 "no query has a positive, expected at least one" if found else "is empty, expected at least one example"
             )
             raise InputError(f"{self.name}: {what}")
+        if not compared:
+            raise no_scores(self.name, f" in its first {answerable} examples")
 
     def _merged(self, example: Example) -> Example:
-        known: dict[str, Passage] = {}
+        known: dict[str, tuple[Passage, float]] = {}  # in order, each once, with its first score
         parts = []
-        for passages in (example.positives, example.negatives, example.further):
-            before = len(known)
-            for passage in passages:
-                known.setdefault(passage.id, passage)
+        for name in ("positives", "negatives", "further"):
+            before, passages = len(known), getattr(example, name)
+            scores = getattr(example.scores, name, None) or repeat(math.nan, len(passages))
+            for passage, score in zip(passages, scores, strict=True):
+                known.setdefault(passage.id, (passage, score))
             parts.append(list(islice(known.values(), before, None)))
         positives, negatives, further = parts
         wanted = self.data.hard_negatives
@@ -100,7 +104,20 @@ class StreamSet:
                 f"query {example.query.id!r} has {len(kept)} hard negatives of {wanted}; where they are missing, passages of"
                 " other examples of the step or the shuffle buffer take their places",
             )
-        return Example(example.query, positives, kept)
+        own, hard = ([passage for passage, _ in part] for part in (positives, kept))
+        given = Scores(*([score for _, score in part] for part in (positives, kept))) if self.scores else None
+        return Example(example.query, own, hard, scores=given)
+
+    def _compared(self, example: Example) -> bool:
+        """Whether a teacher scored one of an example's positives and one of its negatives; the first that it did not is told."""
+        found = all(any(not math.isnan(score) for score in part) for part in example.scores or ())
+        if not found:
+            self._say(
+                "unscored",
+                f"query {example.query.id!r} has no scores of a teacher for a positive and a negative; such queries learn by "
+                "InfoNCE alone",
+            )
+        return found
 
     def _unanswerable(self, place: Place, example: Example) -> None:
         sentence = str(place.error(f"query {example.query.id!r} has no positive, expected at least one"))
@@ -122,11 +139,11 @@ class StreamSet:
 
 def open_training(data: DataConfig, scores: bool = False) -> TrainSet | StreamSet:
     """What a config says to train on, tables or a stream; InputError as ``load_training`` and ``open_stream``."""
-    return open_stream(data) if data.streaming else load_training(data, scores)
+    return open_stream(data, scores) if data.streaming else load_training(data, scores)
 
 
-def open_stream(data: DataConfig) -> StreamSet:
-    """The stream of ``data.train``: a file of examples of any form, or a set of the Hub.
+def open_stream(data: DataConfig, scores: bool = False) -> StreamSet:
+    """The stream of ``data.train``: a file of examples of any form, or a set of the Hub; with ``scores``, those of a teacher too.
 
     The fingerprint is of a file's size and both its ends, or of the Hub's version. Raises InputError for a BEIR folder, and
     whatever else holds no examples.
@@ -136,15 +153,16 @@ def open_stream(data: DataConfig) -> StreamSet:
         kind = kind_of_record(dict.fromkeys(rows.columns()), Place(rows.path, 1))
         return StreamSet(
             data.train,
-            lambda bad: line_examples(rows.path, rows.lines(bad), kind, bad),
+            lambda bad: line_examples(rows.path, rows.lines(bad), kind, bad, scores),
             _hash([rows.version(), data.split]),
             data,
+            scores,
         )
     path, _ = resolve(data.train, data.split)
     if kind_of_data(path, data.max_bad_records) == "beir":
         raise InputError(f"{path}: is a BEIR folder, expected a file of examples: data.streaming joins nothing")
     numbered_examples(path, BadRecords(data.max_bad_records))  # refuses what holds no examples
-    return StreamSet(str(path), lambda bad: numbered_examples(path, bad), _file_hash(path), data)
+    return StreamSet(str(path), lambda bad: numbered_examples(path, bad, scores), _file_hash(path), data, scores)
 
 
 def _hash(key: object) -> str:
@@ -166,6 +184,7 @@ class StreamRows(NamedTuple):
     passages: list[list[Passage]]  # N lists of 1 + H, the positive first
     columns: np.ndarray  # (N, 1 + H) int64, the numbers of these passages
     positives: np.ndarray  # (N, P) int64, every known positive, padded with NO_PASSAGE
+    teacher: np.ndarray | None = None  # (N, 1 + H) float32, its scores of the passages, NaN where it gave none
 
 
 def passage_number(key: str) -> int:
@@ -232,10 +251,16 @@ class StreamSampler:
         random = random_stream(self._seed, NEGATIVES, step)
         pool = [*examples, *self._buffer] if self.hard_negatives else []
         passages = []
-        for example, share in zip(examples, shares, strict=True):
-            own = [example.positives[int(share * len(example.positives))]]
+        teacher = np.full((len(examples), 1 + self.hard_negatives), np.nan, dtype=np.float32)
+        for scores, example, share in zip(teacher, examples, shares, strict=True):
+            chosen = int(share * len(example.positives))
+            own = [example.positives[chosen]]
+            if example.scores:
+                scores[0] = example.scores.positives[chosen]
             if self.hard_negatives:
                 places = random.permutation(len(example.negatives))[: self.hard_negatives]
+                if example.scores:
+                    scores[1 : 1 + len(places)] = [example.scores.negatives[place] for place in places]
                 own += self._filled_up([example.negatives[place] for place in places], example, pool, random)
             passages.append(own)
         columns = np.array([[passage_number(passage.id) for passage in own] for own in passages], dtype=np.int64)
@@ -243,7 +268,8 @@ class StreamSampler:
         positives = np.full((len(examples), width), NO_PASSAGE, dtype=np.int64)  # (N, P)
         for row, example in zip(positives, examples, strict=True):
             row[: len(example.positives)] = [passage_number(passage.id) for passage in example.positives]
-        return StreamRows([example.query for example in examples], passages, columns, positives)
+        queries = [example.query for example in examples]
+        return StreamRows(queries, passages, columns, positives, teacher if self._source.scores else None)
 
     def _filled_up(
         self, hard: list[Passage], example: Example, pool: Sequence[Example], random: np.random.Generator
@@ -265,56 +291,3 @@ class StreamSampler:
                     f" positives, expected at least the {self.hard_negatives} of hard_negatives"
                 )
         return hard
-
-
-class StreamSource:
-    """Gives the micro-batches of a step that one process computes, as BatchSource does, tokenised as they come.
-
-    Every process reads the whole stream and tokenises its own rows, so that ids need no communication.
-    """
-
-    def __init__(
-        self,
-        sampler: StreamSampler,
-        query_tokens: TextTokens,
-        passage_tokens: TextTokens,
-        micro_batch_size: int,
-        *,
-        pad_ids: tuple[int, int],
-        side: Side = "right",
-        rank: int = 0,
-        world: int = 1,
-    ) -> None:
-        assert 0 <= rank < world
-        self._sampler = sampler
-        self._query_tokens, self._passage_tokens = query_tokens, passage_tokens
-        self._pad_ids, self._side = pad_ids, side
-        self._rank, self._world = rank, world
-        self.size, self.smallest = micro_batch_size, 1
-
-    def twin(self) -> "StreamSource":
-        """The same batches for another thread, of the same reading: what one asks for is there for the other."""
-        other = copy.copy(self)
-        other._query_tokens, other._passage_tokens = self._query_tokens.twin(), self._passage_tokens.twin()
-        return other
-
-    def step(self, step: int, size: int | None = None) -> list[MicroBatch]:
-        """See BatchSource."""
-        rows = self._sampler(step)
-        cut = cut_by_pairs(len(rows.queries), size or self.size, self._world)
-        return [self._micro_batch(rows, everyone) for everyone in cut]
-
-    def rows_of(self, step: int, size: int | None = None) -> list[int]:
-        """See BatchSource."""
-        return [len(everyone) for everyone in cut_by_pairs(self._sampler.size, size or self.size, self._world)]
-
-    def _micro_batch(self, rows: StreamRows, everyone: np.ndarray) -> MicroBatch:
-        own = np.split(everyone, self._world)[self._rank]
-        queries = [rows.queries[place] for place in own]
-        passages = [passage for place in own for passage in rows.passages[place]]
-        return MicroBatch(
-            pad(self._query_tokens.rows((query.text,) for query in queries), self._pad_ids[0], self._side),
-            pad(self._passage_tokens.rows(passage[1:] for passage in passages), self._pad_ids[1], self._side),
-            RowIds(torch.from_numpy(rows.columns[everyone]), torch.from_numpy(rows.positives[everyone])),
-            [query.id for query in queries],
-        )

@@ -51,15 +51,17 @@ class TextTokens:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", max_length: int, prefix: str) -> None:
         """InputError for a tokenizer that is not a fast one."""
         _require_fast(tokenizer)
-        self._tokenizer, self._max_length, self._prefix = copy.deepcopy(tokenizer), max_length, prefix
+        self._tokenizer, self._prefix = copy.deepcopy(tokenizer), prefix
+        self.max_length = max_length
+        """In tokens, the special ones included; no row has more."""
 
     def rows(self, texts: Iterable[tuple[str, ...]]) -> list[np.ndarray]:
         """The token ids of these texts, each in columns, an int32 array each."""
-        return _encoded(texts, self._tokenizer, self._max_length, self._prefix)
+        return _encoded(texts, self._tokenizer, self.max_length, self._prefix)
 
     def twin(self) -> "TextTokens":
         """The same for another thread."""
-        return TextTokens(self._tokenizer, self._max_length, self._prefix)
+        return TextTokens(self._tokenizer, self.max_length, self._prefix)
 
 
 class JoinedTokens:

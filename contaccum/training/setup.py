@@ -19,7 +19,8 @@ from contaccum.config import ModelConfig, TrainConfig, to_yaml
 from contaccum.data.collate import Batches, BatchSource
 from contaccum.data.dataset import TrainSet
 from contaccum.data.sampler import make_sampler
-from contaccum.data.stream import StreamSampler, StreamSet, StreamSource
+from contaccum.data.stream import StreamSampler, StreamSet
+from contaccum.data.stream_batches import StreamSource
 from contaccum.data.tokens import JoinedTokens, TextTokens, TokenTable, build_token_table, tokenizer_hash
 from contaccum.encoder import Adapters, DualEncoder, EncoderSettings, make_settings
 from contaccum.encoder.tiny import tiny_tower
@@ -268,6 +269,7 @@ def _streamed(config: TrainConfig, engine: Engine, encoder: DualEncoder, train_s
         TextTokens(query, settings.max_query_length, settings.query_prefix),
         TextTokens(passage, settings.max_passage_length, settings.passage_prefix),
         config.micro_batch_size(engine.world),
+        micro_batch_tokens=config.micro_batch_tokens,
         pad_ids=(query.pad_token_id, passage.pad_token_id),
         side=query.padding_side,
         rank=engine.rank,

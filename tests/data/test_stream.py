@@ -15,11 +15,11 @@ from datasets import Dataset
 from helpers import train_config, weights
 from tiny_data import beir, context, dpr, lines, write, write_gzip
 
-from contaccum.config import DataConfig
+from contaccum.config import BatchConfig, DataConfig
 from contaccum.data.convert import convert
 from contaccum.data.dataset import load_train_set, load_training
 from contaccum.data.formats import read_examples
-from contaccum.data.stream import StreamSampler, open_stream, passage_number
+from contaccum.data.stream import StreamSampler, open_stream, open_training, passage_number
 from contaccum.engine import Engine
 from contaccum.errors import InputError
 from contaccum.training import setup
@@ -38,6 +38,16 @@ def pair(number: int, positives: int = 1, negatives: int = 2) -> dict:
 
 def pairs(folder: Path, count: int = 41, name: str = "pairs.jsonl", **lists: int) -> Path:
     return write(folder / name, lines(*(pair(number, **lists) for number in range(count))))
+
+
+def scored(folder: Path, count: int = 41) -> Path:
+    """Pairs with a teacher's scores, each of its own; every seventh without."""
+    records = [pair(number, positives=3, negatives=3) for number in range(count)]
+    for number, record in enumerate(records):
+        if number % 7 != 6:
+            record |= {"pos_scores": [number + place / 8 for place in range(3)]}
+            record |= {"neg_scores": [number + place / 8 for place in range(4, 7)]}
+    return write(folder / "scored.jsonl", lines(*records))
 
 
 def sampler(path, size: int = 8, buffer: int = 10, seed: int = 0, hard: int = 1, kept: int = 4, **values):
@@ -61,7 +71,7 @@ def batches_of(path, buffer: int, world: int = 1, **changes):
     )
     config.data.streaming, config.data.shuffle_buffer = buffer > 0, buffer
     engine, encoder = Engine(device="cpu"), setup.build_encoder(config, load_train_set(path))
-    train_set = open_stream(config.data) if buffer else load_training(config.data)
+    train_set = open_training(config.data, config.distils)
     sources = []
     for rank in range(world):
         source = setup.build_batches(config, engine, encoder, train_set)
@@ -70,25 +80,72 @@ def batches_of(path, buffer: int, world: int = 1, **changes):
     return sources
 
 
-@pytest.mark.filterwarnings("ignore:.*max_steps")
-def test_with_a_buffer_of_one_the_steps_are_those_of_the_tables_in_the_files_order(tmp_path):
-    path = pairs(tmp_path, positives=3, negatives=3)
+SHORT = {"model.max_query_length": 8, "model.max_passage_length": 10}
+BY_TOKENS = {**SHORT, "batch.micro_batch_tokens": 60}
+DISTILLED = {"loss.distillation": "kl"}
+
+
+@pytest.mark.filterwarnings("ignore:.*max_steps", "ignore:.*no scores of a teacher")
+@pytest.mark.parametrize(
+    "changes", [{}, BY_TOKENS, DISTILLED, BY_TOKENS | DISTILLED], ids=["pairs", "tokens", "scores", "both"]
+)
+@pytest.mark.parametrize("world", [1, 2])
+def test_with_a_buffer_of_one_the_steps_are_those_of_the_tables_in_the_files_order(world, changes, tmp_path):
+    path = scored(tmp_path) if "loss.distillation" in changes else pairs(tmp_path, positives=3, negatives=3)
     passages = load_train_set(path, hard_negatives=1).passages["id"]
-    (usual,), (streamed,), (shuffled,) = (batches_of(path, buffer) for buffer in (0, 1, 5))
-    usual._sampler._permutation = lambda epoch: np.arange(41)
-    differing = 0
-    for step in range(6):  # of 16 pairs: two epochs end inside
-        for one, other, third in zip(usual.step(step), streamed.step(step), shuffled.step(step), strict=True):
-            assert one.query_ids == other.query_ids
-            for tokens, others in ((one.queries, other.queries), (one.passages, other.passages)):
-                assert torch.equal(tokens.input_ids, others.input_ids)
-                assert torch.equal(tokens.attention_mask, others.attention_mask)
-            for part in ("columns", "positives"):
-                numbered = [[passage_number(passages[row]) for row in rows] for rows in getattr(one.ids, part).tolist()]
-                assert getattr(other.ids, part).tolist() == numbered
-            differing += one.query_ids != third.query_ids
+    differing, known = 0, []
+    for usual, streamed, shuffled in zip(
+        *(batches_of(path, buffer, world, **changes) for buffer in (0, 1, 5)), strict=True
+    ):
+        usual._sampler._permutation = lambda epoch: np.arange(41)
+        for step in range(6):  # of 16 pairs: two epochs end inside
+            found = [source.step(step) for source in (usual, streamed, shuffled)]
+            assert usual.rows_of(step) == streamed.rows_of(step) == [len(one.ids.columns) for one in found[0]]
+            assert (usual.rows_of(step) == [4 * world] * (4 // world)) == ("batch.micro_batch_tokens" not in changes)
+            for one, other in zip(*found[:2], strict=True):
+                assert one.query_ids == other.query_ids
+                for tokens, others in ((one.queries, other.queries), (one.passages, other.passages)):
+                    assert torch.equal(tokens.input_ids, others.input_ids)
+                    assert torch.equal(tokens.attention_mask, others.attention_mask)
+                for part in ("columns", "positives"):
+                    numbered = [
+                        [passage_number(passages[row]) for row in rows] for rows in getattr(one.ids, part).tolist()
+                    ]
+                    assert getattr(other.ids, part).tolist() == numbered
+                assert (one.ids.teacher is None) == (other.ids.teacher is None) == ("loss.distillation" not in changes)
+                if one.ids.teacher is not None:
+                    assert torch.equal(one.ids.teacher.nan_to_num(-1), other.ids.teacher.nan_to_num(-1))
+                    known += (~one.ids.teacher.isnan()).flatten().tolist()
+            names = [[name for one in batches for name in one.query_ids] for batches in found[1:]]
+            differing += sum(one != other for one, other in zip(*names, strict=True))
     assert differing > 20
-    assert usual.rows_of(0) == streamed.rows_of(0) == [4] * 4
+    assert not known or 0.7 < np.mean(known) < 0.9
+
+
+def test_a_budget_below_a_pair_of_the_greatest_lengths_is_refused(tmp_path):
+    settings = {**SHORT, "batch.micro_batch_tokens": 28}  # 8 + 2 * 10
+    assert batches_of(pairs(tmp_path), 5, **settings)[0].smallest == 28
+    with pytest.raises(InputError, match="micro_batch_tokens is 27, expected at least the 28 that one pair may need"):
+        batches_of(pairs(tmp_path), 5, **{**settings, "batch.micro_batch_tokens": 27})
+
+
+def test_a_stream_without_scores_is_refused_and_a_query_without_them_told_once(tmp_path):
+    def first(path: Path, buffer: int) -> np.ndarray:
+        data = DataConfig(train=str(path), hard_negatives=1, shuffle_buffer=buffer, streaming=True)
+        return StreamSampler(open_stream(data, scores=True), 0, 8, 1, buffer, 4)(5).teacher
+
+    with pytest.warns(UserWarning, match="query 'q6' has no scores of a teacher for a positive and a negative") as said:
+        found = first(scored(tmp_path), 10)
+    assert len(said) == 1
+    assert found.shape == (8, 2)
+    for buffer, number in ((10, 10), (100, 41)):
+        with (
+            pytest.warns(UserWarning, match="query 'q0' has no scores"),
+            pytest.raises(
+                InputError, match=f"no scores of a teacher were found in its first {number} examples, which loss"
+            ),
+        ):
+            first(pairs(tmp_path), buffer)
 
 
 def test_an_epoch_is_a_permutation_and_the_next_one_another(tmp_path):
@@ -324,8 +381,10 @@ def test_memory_holds_the_buffer_and_not_the_set(tmp_path):
     assert whole[1] > 3 * whole[0]  # negative control
 
 
-def test_a_streamed_run_resumes_to_the_byte_and_leaves_the_cache_empty(tmp_path, monkeypatch):
-    path = pairs(tmp_path)
+@pytest.mark.filterwarnings("ignore:.*no scores of a teacher")
+@pytest.mark.parametrize("more", [{}, BY_TOKENS | DISTILLED], ids=["pairs", "tokens and scores"])
+def test_a_streamed_run_resumes_to_the_byte_and_leaves_the_cache_empty(more, tmp_path, monkeypatch):
+    path = scored(tmp_path) if more else pairs(tmp_path)
     starts, start = [], StreamSampler._start
     monkeypatch.setattr(StreamSampler, "_start", lambda self: (starts.append(self), start(self)))
 
@@ -336,7 +395,8 @@ def test_a_streamed_run_resumes_to_the_byte_and_leaves_the_cache_empty(tmp_path,
         assert len(set(starts)) == len(starts), "drift asks for what is kept"
         return weights(tmp_path / name)
 
-    settings = {"data.shuffle_buffer": 20}
+    by_tokens = {"batch.micro_batch_size": BatchConfig().micro_batch_size} if more else {}  # which has no effect then
+    settings = {"data.shuffle_buffer": 20, **more, **by_tokens}
     whole = run("whole", **settings)
     shutil.copytree(tmp_path / "whole", tmp_path / "broken")
     shutil.rmtree(tmp_path / "broken" / "model")
@@ -344,7 +404,10 @@ def test_a_streamed_run_resumes_to_the_byte_and_leaves_the_cache_empty(tmp_path,
         if folder.name != "step-00000004":
             shutil.rmtree(folder)
     assert run("broken", resume=True, **settings) == whole
-    assert run("other", **{"data.shuffle_buffer": 5}) != whole
+    if more:
+        assert run("other", **{**settings, "loss.distillation": "none"}) != whole
+    else:
+        assert run("other", **{"data.shuffle_buffer": 5}) != whole
     assert not list((tmp_path / "cache").rglob("*.*"))
     logged = [json.loads(line) for line in (tmp_path / "whole" / "log.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in logged] == [None] * 6
