@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, hf_hub_url
+from huggingface_hub import HfApi, constants, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import build_hf_headers
@@ -115,6 +115,10 @@ class Files:
         checksum, file = self.checksums[path], self.repository.folder / path
         if checksum is None or (file.is_file() and _checksum_of(file, checksum) == checksum):
             return
+        if constants.HF_HUB_OFFLINE:
+            raise InputError(
+                f"{file}: not there as the Hub lists it, and HF_HUB_OFFLINE is set, expected a copy or a network"
+            )
         url = hf_hub_url(self.repository.name, path, repo_type="dataset", revision=self.repository.revision)
         transfer(url, file, partial(_refuse_other, checksum), MAX_FILE, file, build_hf_headers())
 

@@ -47,7 +47,7 @@ def left(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-def test_files_are_fetched_once_by_their_patterns_and_tried_by_the_hubs_checksums(hub):
+def test_files_are_fetched_once_by_their_patterns_and_tried_by_the_hubs_checksums(hub, monkeypatch):
     root = hub.folder / "owner" / "name"
     small, large = write(root / "a" / "x.tsv", "q\tp\n"), write_gzip(root / "b" / "y.jsonl.gz", "text")
     write(root / "b" / "z.jsonl", "not asked for")
@@ -63,6 +63,12 @@ def test_files_are_fetched_once_by_their_patterns_and_tried_by_the_hubs_checksum
     found[0].write_bytes(b"spoiled")
     SOME.open().fetch("b/*.gz")
     assert (found[0].read_bytes(), len(hub.asked)) == (large.read_bytes(), 3)
+    small.write_text("only asked for offline")
+    found[1].unlink()
+    unplug(monkeypatch)
+    with pytest.raises(InputError, match=r"x.tsv: not there as the Hub lists it, and HF_HUB_OFFLINE is set"):
+        SOME.open().fetch("a/x.tsv")
+    assert len(hub.asked) == 3
     with pytest.raises(InputError, match=r"owner/name: holds no file c/\*, expected those of commit c0ffee"):
         SOME.open().fetch("a/*", "c/*")
 
