@@ -17,6 +17,7 @@ be imported as it stands. ``--gradcache DIR`` names the folder it was installed 
 
 import json
 import sys
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
 from pathlib import Path
@@ -42,6 +43,7 @@ from sentence_transformers.sentence_transformer.losses import (
 )
 from torch import Tensor, nn
 
+PACKED = ", packed"
 REAL_LENGTHS = (64, 256)
 """Most tokens of a query and of a passage of a real data set."""
 AGREE = 1e-5
@@ -132,35 +134,37 @@ def load_gradcache(folder: Path) -> Any:
 def make_cases(args: Any, folder: str, dropout: float | None, rate: float) -> dict[str, Any]:
     """Every contender by name: a function that takes one update and returns its loss."""
     real = {"texts": pairs_of_set(args.real_texts, args.pairs), "lengths": REAL_LENGTHS} if args.real_texts else {}
-    trainee = Trainee(
-        folder,
-        args.device,
-        args.precision,
-        args.pairs,
-        args.micro,
-        dropout,
-        rate,
-        args.pack_linears,
-        args.unpad,
-        **real,
-    )
+
+    def trainee(packed: bool = False) -> Trainee:
+        given = (args.device, args.precision, args.pairs, args.micro, dropout, rate, packed, args.unpad)
+        return Trainee(folder, *given, **real)
+
+    plain = trainee()
     methods = ["in_batch", "grad_accum", "grad_cache", "cont_accum"]
-    banks = {name: trainee.bank(name, args.bank) for name in methods}
-    cases = {f"contaccum {name}": lambda n=name, b=bank: trainee.update(n, b) for name, bank in banks.items()}
-    peer = Peer(folder, trainee, dropout, rate)
-    plain = MultipleNegativesRankingLoss(peer.model, scale=1 / TEMPERATURE)
+    cases = {f"contaccum {name}": updates(plain, name, args.bank) for name in methods}
+    if args.pack_linears:
+        packed = trainee(packed=True)
+        cases |= {f"contaccum {name}{PACKED}": updates(packed, name, args.bank) for name in methods[1:]}
+    peer = Peer(folder, plain, dropout, rate)
+    whole = MultipleNegativesRankingLoss(peer.model, scale=1 / TEMPERATURE)
     cached = CachedMultipleNegativesRankingLoss(peer.model, scale=1 / TEMPERATURE, mini_batch_size=args.micro)
-    cases["sentence-transformers, plain"] = lambda: peer.update(plain)
+    cases["sentence-transformers, plain"] = lambda: peer.update(whole)
     cases["sentence-transformers, cached"] = lambda: peer.update(cached)
     if args.gradcache:
-        other = GradCachePeer(load_gradcache(args.gradcache), args.micro, folder, trainee, dropout, rate)
+        other = GradCachePeer(load_gradcache(args.gradcache), args.micro, folder, plain, dropout, rate)
         cases["GradCache 0.0.1"] = other.update
     return cases
+
+
+def updates(trainee: Trainee, method: str, size: int) -> Callable[[], float]:
+    bank = trainee.bank(method, size)
+    return lambda: trainee.update(method, bank)
 
 
 SAME_LOSS = (
     "contaccum in_batch",
     "contaccum grad_cache",
+    f"contaccum grad_cache{PACKED}",
     "sentence-transformers, plain",
     "sentence-transformers, cached",
     "GradCache 0.0.1",
@@ -173,7 +177,7 @@ def main() -> None:
     parser.add_argument("--micro", type=int, default=8, help="pairs in a micro-batch (B)")
     parser.add_argument("--bank", type=int, default=1024, help="bank rows (M)")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--pack_linears", action="store_true", help="contaccum's encoders with model.pack_linears")
+    parser.add_argument("--pack_linears", action="store_true", help="our methods with model.pack_linears too")
     parser.add_argument("--unpad", action="store_true", help="contaccum's encoders with model.unpad")
     parser.add_argument(
         "--real_texts", metavar="DIR", help="data set whose training pairs are taken instead of made ones"
@@ -202,7 +206,8 @@ def main() -> None:
         ])  # fmt: skip
         figures.append({"name": name, "seconds": s, "ratios": against, "loss": losses.get(name)})
     heads = ["update by", "seconds", "÷ ST cached", "÷ `grad_accum`", "loss, no dropout"]
-    ours = "".join(f"ours with `model.{name}`, " for name in ("pack_linears", "unpad") if getattr(args, name))
+    ours = "ours with `model.unpad`, " if args.unpad else ""
+    ours += "packed: with `model.pack_linears`, " if args.pack_linears else ""
     texts = (
         f"Pairs of {Path(args.real_texts).name}, at most 64 and 256 tokens"
         if args.real_texts
