@@ -42,13 +42,16 @@ class Preview:
     def take(self, rows: slice, first: int, logits: Tensor) -> None:
         """Take in logits (r, c) of current rows against stored columns from ``first`` on; each column once, in any order."""
         for level, (width, inside) in enumerate(zip(self._widths, self._inside, strict=True)):
-            begin, end = (place - first for place in (inside, inside + self.rows.shape[1] * width))
-            begin = max(0, begin)
-            if begin < min(end, logits.shape[1]):
-                block, before = divmod(first + begin - inside, width)
-                sums = _block_sums(logits.T[begin:end], width, before)
-                held = self.rows[level, block : block + len(sums), rows]
-                torch.logaddexp(held, sums, out=held)
+            begin, end = max(inside, first), min(inside + self.rows.shape[1] * width, first + logits.shape[1])
+            while begin < end:  # what is left of a block, whole blocks, what there is of the last one
+                block, before = divmod(begin - inside, width)
+                stop = min(end, begin - before + width)
+                if not before and end > stop:
+                    stop = end - (end - begin) % width
+                part = logits.T[begin - first : stop - first]
+                held = self.rows[level, block : block + -(-len(part) // width), rows]
+                torch.logaddexp(held, _block_sums(part, min(width, len(part))), out=held)
+                begin = stop
 
 
 class NestedLogSumExp:
@@ -161,10 +164,9 @@ class NestedLogSumExp:
         return sums
 
 
-def _block_sums(logits: Tensor, width: int, before: int = 0) -> Tensor:
-    """Log-sum-exp of logits (columns, rows) over blocks of ``width`` columns, (blocks, rows); ``before`` columns of the first
-    block are not among them, and the last may lack some."""
-    missing = -(before + len(logits)) % width
-    if before or missing:
-        logits = F.pad(logits, (0, 0, before, missing), value=-torch.inf)
+def _block_sums(logits: Tensor, width: int) -> Tensor:
+    """Log-sum-exp of logits (columns, rows) over blocks of ``width`` columns, the last maybe narrower, (blocks, rows)."""
+    missing = -len(logits) % width
+    if missing:
+        logits = F.pad(logits, (0, 0, 0, missing), value=-torch.inf)
     return logits.unflatten(0, (-1, width)).logsumexp(1)

@@ -22,7 +22,7 @@ BACKENDS = ("auto", "faiss", "torch")
 SLACK = 32  # candidates beyond k
 FEW = 16  # least rows that a query asks a block for
 
-_PAIRS = 16_384  # query-passage pairs scored at a time
+_PAIRS = 1024  # query-passage pairs scored at a time: few enough that both sides in float64 stay in the cache
 _QUERIES = 1024  # queries whose scores against one block stand in memory at a time, in torch
 
 Hits = tuple[np.ndarray, np.ndarray]
@@ -56,7 +56,7 @@ def exact_search(
             kth = np.partition(scores, width - k, axis=1)[:, width - k]
             closed = kth > approximate.min(axis=1) + bound
         for place in np.flatnonzero(closed):
-            results[todo[place]] = ranked(zip(ids[place], map(float, scores[place]), strict=True), k)
+            results[todo[place]] = ranked(zip(ids[place], scores[place].tolist(), strict=True), k)
         todo, width = todo[~closed], min(2 * width, rows)
     return results
 
@@ -151,17 +151,18 @@ def rescore(queries: np.ndarray, shards: Shards, rows: np.ndarray) -> tuple[np.n
     ids = np.empty(rows.shape, dtype=object)
     scores = np.empty(rows.shape, dtype=np.float32)
     longest = np.zeros(len(queries))
-    start = 0
+    start, exact = 0, queries.astype(np.float64)
     for shard in shards:
         stop = start + len(shard.vectors)
+        names = np.array(shard.ids, dtype=object)
         query, place = np.nonzero((rows >= start) & (rows < stop))
         for first in range(0, len(query), _PAIRS):
             q, p = query[first : first + _PAIRS], place[first : first + _PAIRS]
             local = rows[q, p] - start
             vectors = shard.vectors[local].astype(np.float64)  # (pairs, d)
-            scores[q, p] = np.einsum("nd,nd->n", queries[q].astype(np.float64), vectors)
-            np.maximum.at(longest, q, np.linalg.norm(vectors, axis=1))
-            ids[q, p] = [shard.ids[row] for row in local]
+            scores[q, p] = np.einsum("nd,nd->n", exact[q], vectors)
+            np.maximum.at(longest, q, np.sqrt(np.einsum("nd,nd->n", vectors, vectors)))
+            ids[q, p] = names[local]
         start = stop
     # a sum of d float32 products errs by about sqrt(d) units in the last place of |q||p|; four times that is ample
     width = queries.shape[1]

@@ -200,6 +200,24 @@ def test_a_large_step_needs_no_square_matrix():
     assert most_held(lambda: step(n * n)) > 4 * n * n
 
 
+def test_what_a_push_takes_over_fits_beside_a_few_tiles():
+    """256 rows against a bank of 16,384, whose outermost blocks of 4,096 slots are as wide as four tiles of these rows."""
+    rows, size, tile = 256, 16_384, 1 << 18
+    loss = InfoNCE(TEMPERATURE, tile=tile)
+    bank = Bank(size, DIM, loss, push=rows)
+    assert bank.sums.widths[0] * rows == 4 * tile
+    ids = torch.arange(rows).unsqueeze(1)
+    step = (*embeddings(RowIds(ids, ids), 0), RowIds(ids, ids))
+    bank.push(*step)
+    bank.stored = size  # zeros fill the rest
+
+    def take(previews: bool) -> int:
+        bank.preview = Bank.preview.__get__(bank) if previews else lambda *shape: None
+        return most_held(lambda: loss(*step, columns=bank, rows=bank))
+
+    assert take(True) < take(False) + 4 * size + 3 * 4 * tile
+
+
 def test_gradients_by_finite_differences():
     """In float64, with masked pairs, a row all of whose bank columns are masked, and both row weights."""
     for weight in ("all", "current"):
