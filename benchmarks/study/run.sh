@@ -20,7 +20,7 @@ else
 fi
 
 setting() { # setting NAME: what the config says
-    sed -n "s/ *$1: //p" "$config"
+    sed -En "s/^ *$1: *([^ #]+).*/\1/p" "$config"
 }
 n=$(setting global_batch_size)
 
@@ -101,7 +101,7 @@ for part in ${*:-medquad aged scifact bank switches all_methods tied n128 cut he
             [ "$longest" -ge 128 ] || longest=128
             for way in pairs tokens; do
                 cut=(--model.max_passage_length "$longest")
-                [ "$way" = pairs ] || cut+=(--batch.micro_batch_tokens $((8 * (longest + $(setting max_query_length)))))
+                [ "$way" = pairs ] || cut+=(--batch.micro_batch_tokens $(($(setting micro_batch_size) * (longest + $(setting max_query_length)))))
                 compare "cut-$way" medquad --methods grad_accum --seeds "$seeds" \
                     --optim.learning_rate "$(rate medquad grad_accum)" "${cut[@]}"
                 compare "cut-$way-aged" medquad --methods cont_accum "${aged[@]}" --seeds "$seeds" \

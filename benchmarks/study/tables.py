@@ -28,6 +28,7 @@ from contaccum.training.setup import flat
 METRIC = "ndcg@10"
 DEFAULTS = flat(asdict(TrainConfig()))
 RATE = "optim.learning_rate"
+PARTED = ("switches", "cut")
 
 
 def read_pack(path: Path) -> dict[str, list[Run]]:
@@ -47,6 +48,10 @@ def read_pack(path: Path) -> dict[str, list[Run]]:
         metrics = {"mean": line["mean"], "per_query": per_query} if per_query else None
         run = Run(Path(line["run"]), config, steps, line["dev"], metrics, line["environment"])
         studies.setdefault(line["study"], []).append(run)
+    for name in PARTED:  # the parts of one question: each is a study, and so are all together
+        parts = [runs for study, runs in studies.items() if study.startswith(f"{name}-")]
+        if parts:
+            studies[name] = sum(parts, [])
     return studies
 
 
@@ -324,14 +329,11 @@ def main() -> None:
         make, study = TABLES[name]
         return make(studies, study).markdown()
 
-    def has(study: str) -> bool:
-        return any(part == study or part.startswith(f"{study}-") for part in studies)
-
     if chosen.page is not None:
         text = MARKED.sub(lambda found: found[1] + found[2] + made(found[1]), chosen.page.read_text(encoding="utf-8"))
         chosen.page.write_text(text, encoding="utf-8")
         return
-    for name in chosen.tables or [name for name, (_, study) in TABLES.items() if has(study)]:
+    for name in chosen.tables or [name for name, (_, study) in TABLES.items() if study in studies]:
         print(f"### {name}\n\n{made(name)}\n")
 
 
