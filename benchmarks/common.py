@@ -22,7 +22,8 @@ import numpy as np
 import psutil
 import torch
 
-from contaccum.batch import MicroBatch, RowIds, Tokens
+from contaccum.batch import MicroBatch, RowIds
+from contaccum.data.collate import pad
 from contaccum.data.dataset import load_train_set
 from contaccum.encoder import DualEncoder
 from contaccum.engine import Engine
@@ -278,18 +279,19 @@ class Trainee:
         self.whole = self.cut(pairs // self.engine.world)
 
     def cut(self, micro: int) -> list[MicroBatch]:
-        """All N pairs as micro-batches of ``micro`` pairs a process; this process's texts, and the ids of all."""
+        """All N pairs as micro-batches of ``micro`` pairs a process: this process's texts, padded to a micro-batch's longest, and
+        the ids of all."""
         tokenizer, settings = self.encoder.query_tower.tokenizer, self.encoder.settings
         lengths = (settings.max_query_length, settings.max_passage_length)
         sides = [
-            tokenizer(texts, padding=True, truncation=True, max_length=length, return_tensors="pt")
+            [np.array(row) for row in tokenizer(texts, truncation=True, max_length=length)["input_ids"]]
             for texts, length in zip(self.texts, lengths, strict=True)
         ]
         rank, everyone = self.engine.rank, micro * self.engine.world
         batches = []
         for start in range(0, self.pairs, everyone):
             rows = slice(start + rank * micro, start + (rank + 1) * micro)
-            queries, passages = (Tokens(side["input_ids"][rows], side["attention_mask"][rows]) for side in sides)
+            queries, passages = (pad(side[rows], tokenizer.pad_token_id) for side in sides)
             ids = torch.arange(start, min(start + everyone, self.pairs)).unsqueeze(1)
             batches.append(MicroBatch(queries, passages, RowIds(ids, ids), [""] * len(queries.input_ids)))
         return batches

@@ -36,31 +36,12 @@ def measure(request: dict[str, Any]) -> dict[str, float]:
 
     request: model, the encoder's folder; device; length, tokens of a passage; steps; method; changes, settings by their names.
     """
-    config = TrainConfig(method=request["method"], output_dir="-")
-    config.data.train, config.batch.global_batch_size, config.batch.micro_batch_size = "-", PAIRS, MICRO
-    config.model.name, config.run.device = request["model"], request["device"]
-    config.model.max_query_length, config.model.max_passage_length = QUERY, request["length"]
-    for name, value in request["changes"].items():
-        group, field = name.split(".")
-        setattr(getattr(config, group), field, value)
-    validate(config)
+    config = make_config(request)
     engine = Engine(device=config.run.device)
     encoder: DualEncoder = setup.build_encoder(config, None, engine.device)  # type: ignore[arg-type]
     setup.apply_switches(encoder.train(), config)
     engine.prepare(encoder, make_optimizer(encoder, config.optim))
-    loss = setup.build_loss(config, encoder)
-    bank = setup.build_bank(config, engine, encoder, loss)
-    batches = make_batches(encoder.query_tower.backbone.config.vocab_size, request["length"])
-    engine.reset_peak_memory()
-    seconds = []
-    for step in range(1 + request["steps"]):
-        engine.begin_step(step)
-        began = time.perf_counter()
-        METHODS[config.method](engine, batches, bank, loss)
-        norms = engine.gradient_norms()  # waits for the device
-        engine.clip(sum(norms), config.optim.max_grad_norm)
-        engine.update()
-        seconds.append(time.perf_counter() - began)
+    seconds = take_steps(config, engine, encoder, 1 + request["steps"])
     with tempfile.TemporaryDirectory() as folder:
         encoder.save(Path(folder) / "model")
         saved = sum(file.stat().st_size for file in Path(folder).rglob("*.safetensors"))
@@ -70,3 +51,34 @@ def measure(request: dict[str, Any]) -> dict[str, float]:
         "step_s": statistics.median(seconds[1:]),
         "saved_mib": saved / 2**20,
     }
+
+
+def make_config(request: dict[str, Any]) -> TrainConfig:
+    config = TrainConfig(method=request["method"], output_dir="-")
+    config.data.train, config.batch.global_batch_size, config.batch.micro_batch_size = "-", PAIRS, MICRO
+    config.model.name, config.run.device = request["model"], request["device"]
+    config.model.max_query_length, config.model.max_passage_length = QUERY, request["length"]
+    for name, value in request["changes"].items():
+        group, field = name.split(".")
+        setattr(getattr(config, group), field, value)
+    validate(config)
+    return config
+
+
+def take_steps(config: TrainConfig, engine: Engine, encoder: DualEncoder, steps: int) -> list[float]:
+    """Seconds of each step."""
+    loss = setup.build_loss(config, encoder)
+    bank = setup.build_bank(config, engine, encoder, loss)
+    batches = make_batches(encoder.query_tower.backbone.config.vocab_size, config.model.max_passage_length or 0)
+    engine.reset_peak_memory()
+    seconds = []
+    for step in range(steps):
+        engine.begin_step(step)
+        began = time.perf_counter()
+        METHODS[config.method](engine, batches, bank, loss)
+        norms = engine.gradient_norms()  # waits for the device
+        engine.clip(sum(norms), config.optim.max_grad_norm)
+        engine.update()
+        bank.end_step()
+        seconds.append(time.perf_counter() - began)
+    return seconds

@@ -30,8 +30,8 @@ def flips_a_bit_of_its_bank(rank: int) -> None:
     """Process 1 stores one number that is not the others'."""
     push = Bank.push
 
-    def spoiled(self, queries, passages, ids):
-        push(self, queries, passages, ids)
+    def spoiled(self, *given):
+        push(self, *given)
         if rank == 1 and self.step == LAST_STEP:
             self.passages.view(-1)[0] *= 1 + 2**-20
 

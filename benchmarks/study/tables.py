@@ -49,9 +49,8 @@ def read_pack(path: Path) -> dict[str, list[Run]]:
         run = Run(Path(line["run"]), config, steps, line["dev"], metrics, line["environment"])
         studies.setdefault(line["study"], []).append(run)
     for name in PARTED:  # the parts of one question: each is a study, and so are all together
-        parts = [runs for study, runs in studies.items() if study.startswith(f"{name}-")]
-        if parts:
-            studies[name] = sum(parts, [])
+        if found := [run for study, runs in studies.items() if study.startswith(f"{name}-") for run in runs]:
+            studies[name] = found
     return studies
 
 
