@@ -3,7 +3,8 @@
 #   MODEL=DIR MEDQUAD=BEIR_DIR SCIFACT=BEIR_DIR bash benchmarks/study/run.sh [PART...]
 # Parts: medquad (four methods at M = N, learning rates tuned on dev), aged (rows weighed by age), scifact (both), bank (M = 8 N),
 # switches, all_methods (passage_bank), tied (towers that share their weights), six (MODEL6, another encoder, at RATE6), n128
-# (N = 128), cut (micro-batches by tokens), heads (many settings and seeds on small towers over frozen vectors, see heads.py), demo.
+# (N = 128), time (updates that fit into grad_cache's time), hybrid (with age), cut (micro-batches by tokens), heads (many settings and
+# seeds on small towers over frozen vectors, see heads.py), demo.
 # MODEL: encoder folder. SEEDS (5), RATES (1e-4,2e-4,4e-4,8e-4), METHODS of the first part, OUT (runs/study), DEVICE (cpu),
 # PRECISION (fp32).
 # FULL=1: configs/study/full.yaml and whole corpora instead of configs/study/short.yaml and cut ones; RATES are then
@@ -60,7 +61,7 @@ rate() { # rate NAME METHOD: the learning rate that comparison NAME chose for ME
     basename "$(dirname "$found")" | sed 's/.*learning_rate=//; s/-seed0//'
 }
 
-for part in ${*:-medquad aged scifact bank switches all_methods tied n128 cut heads demo}; do
+for part in ${*:-medquad aged scifact bank switches all_methods tied n128 time hybrid cut heads demo}; do
     echo "== $part" >&2
     case $part in
         medquad)
@@ -95,6 +96,17 @@ for part in ${*:-medquad aged scifact bank switches all_methods tied n128 cut he
                 --batch.global_batch_size 128
             compare n128-aged medquad --methods cont_accum "${aged[@]}" --seeds "$seeds" \
                 --optim.learning_rate "$(rate aged cont_accum)" --batch.global_batch_size 128
+            ;;
+        time) # updates that fit into the time of grad_cache's, at 0.84 of it for one
+            steps=$(($(setting max_steps) * 100 / 84 + 1))
+            compare time-aged medquad --methods cont_accum "${aged[@]}" --seeds "$seeds" --optim.max_steps "$steps" \
+                --optim.learning_rate "$(rate aged cont_accum)"
+            compare time-scifact-aged scifact --methods cont_accum "${aged[@]}" --seeds "$seeds" --optim.max_steps "$steps" \
+                --optim.learning_rate "$(rate scifact-aged cont_accum)"
+            ;;
+        hybrid) # with rows weighed by age
+            compare cache-aged medquad --methods cont_cache "${aged[@]}" --seeds "$seeds" \
+                --optim.learning_rate "$(rate medquad grad_cache)"
             ;;
         cut) # texts long enough to differ in length
             longest=$(setting max_passage_length)
@@ -131,6 +143,6 @@ for part in ${*:-medquad aged scifact bank switches all_methods tied n128 cut he
             python -m contaccum compare --config configs/demo.yaml --methods cont_accum "${aged[@]}" \
                 --seeds "$seeds" --output_dir "$out/demo-aged" --data.dev data/demo --run.device "$device" --baselines none
             ;;
-        *) fail "part $part: expected medquad, aged, scifact, bank, switches, all_methods, tied, six, n128, cut, heads or demo" ;;
+        *) fail "part $part: expected medquad, aged, scifact, bank, switches, all_methods, tied, six, n128, time, hybrid, cut, heads or demo" ;;
     esac
 done

@@ -64,7 +64,11 @@ def label(run: Run, rate: bool = False) -> str:
     setting = found["setting"].replace("-", " ")
     for name in ("age_decay", "row_weight"):
         value = run.config.get(f"bank.{name}")
-        if run.method == "cont_accum" and value not in (None, DEFAULTS[f"bank.{name}"]) and name not in setting:
+        if (
+            run.method in ("cont_accum", "cont_cache")
+            and value not in (None, DEFAULTS[f"bank.{name}"])
+            and name not in setting
+        ):
             setting += f" {name}={value:g}" if isinstance(value, float) else f" {name}={value}"
     return f"{setting} lr={found['rate']}" if rate and found["rate"] else setting
 
@@ -208,6 +212,21 @@ def switches(studies: Studies, name: str) -> Table:
     return against(same_seeds(groups(runs)), "cont_accum")
 
 
+def longer(studies: Studies, name: str) -> Table:
+    """As many updates as fit into the reference's time, beside as many as it takes."""
+    chosen = best_rates(encoders(studies, "scifact" if "scifact" in name else "medquad"))
+    found = {setting: group for setting, group in chosen.items() if setting == "grad_cache" or "age_decay" in setting}
+    runs = [replace_name(run, f"max_steps={run.config['optim.max_steps']}", "-seed") for run in studies[name]]
+    return against(found | groups(runs), "grad_cache")
+
+
+def hybrid(studies: Studies, name: str) -> Table:
+    """The hybrid with rows weighed by age, beside it without and the two that it joins."""
+    chosen = best_rates(encoders(studies, "medquad") + studies[name])
+    wanted = {setting: group for setting, group in chosen.items() if setting.startswith(("grad_cache", "cont_cache"))}
+    return against(same_seeds(wanted), "grad_cache")
+
+
 def cuts(studies: Studies, name: str) -> Table:
     """Micro-batches by tokens against those by pairs, each method against itself."""
     tables = []
@@ -281,13 +300,13 @@ def heads_drift(studies: Studies, name: str) -> Table:
 
 
 def real_tuning(studies: Studies, name: str) -> Table:
-    larger = [replace_name(run, "M=8N") for run in studies.get("bank", [])]
+    larger = [replace_name(run, "M=8N", "-learning_rate") for run in studies.get("bank", [])]
     return tuning([*encoders(studies, name), *larger])
 
 
-def replace_name(run: Run, word: str) -> Run:
+def replace_name(run: Run, word: str, before: str) -> Run:
     """The run with a word in its setting."""
-    return replace(run, folder=Path(run.name.replace("-learning_rate", f"-{word}-learning_rate")))
+    return replace(run, folder=Path(run.name.replace(before, f"-{word}{before}")))
 
 
 TABLES: dict[str, tuple[Callable[[Studies, str], Table], str]] = {
@@ -297,10 +316,13 @@ TABLES: dict[str, tuple[Callable[[Studies, str], Table], str]] = {
     "scifact-rates": (encoder_rates, "scifact"),
     "tied": (order, "tied"),
     "six": (order, "six"),
-    "n128": (order, "n128"),
+    "n128": (quality, "n128"),
     "demo": (order, "demo"),
     "switches": (switches, "switches"),
     "cut": (cuts, "cut"),
+    "time": (longer, "time-aged"),
+    "time-scifact": (longer, "time-scifact-aged"),
+    "cache-aged": (hybrid, "cache-aged"),
     **{
         f"{study}-{name}": (make, study)
         for study in ("heads-medquad", "heads-scifact")
