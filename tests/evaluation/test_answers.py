@@ -118,7 +118,7 @@ def many(count: int = 300):
     return questions, run, corpus
 
 
-@pytest.mark.parametrize("match", ["string", "regex"])
+@pytest.mark.parametrize("match", ["string", pytest.param("regex", marks=pytest.mark.acceptance)])
 def test_two_processes_count_what_one_counts_and_what_plain_words_say(match):
     questions, run, corpus = many()
     one = answer_accuracy(questions, run, corpus, match=match)

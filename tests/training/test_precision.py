@@ -128,6 +128,7 @@ def test_help_and_config_errors_import_nothing_heavy(arguments, code, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.acceptance
 def test_the_import_check_sees_a_heavy_import(tmp_path):
     """Negative control: a verb that runs does import them."""
     script = f"import sys; import contaccum.api; print([name for name in {HEAVY} if name in sys.modules])"

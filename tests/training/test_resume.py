@@ -198,7 +198,10 @@ def test_kill_minus_nine_then_resume(kind, data, tmp_path):
     assert steps_of(killed) == steps_of(whole)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.acceptance)],
+)
 def test_a_signal_saves_and_leaves(number, code, data, tmp_path):
     run = tmp_path / "run"
     changes = {"optim.max_steps": 4000, "run.save_steps": 0}
@@ -215,6 +218,7 @@ def test_a_signal_saves_and_leaves(number, code, data, tmp_path):
     assert saved.state["step"] == read_log(run)[-1]["step"] >= 3
 
 
+@pytest.mark.acceptance
 def test_a_full_disk_keeps_the_checkpoint_before(data, tmp_path):
     """Files may grow to 60 KB only, as on a full disk, from the second checkpoint on."""
     run = tmp_path / "run"

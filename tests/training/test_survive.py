@@ -62,6 +62,7 @@ def test_a_signal_during_set_up_leaves_nothing(number, code, name, data, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.acceptance
 def test_a_second_signal_leaves_at_once(data, tmp_path):
     """The first one asks a step that never ends to end; the lock that stays behind is then taken over."""
     run = tmp_path / "run"
