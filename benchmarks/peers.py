@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 from common import (
+    PASSAGE_TOKENS,
+    QUERY_TOKENS,
     TEMPERATURE,
     Trainee,
     interleaved,
@@ -191,34 +193,36 @@ def main() -> None:
     apart = max(losses.values()) - min(losses.values())
     if apart > AGREE and args.precision == "fp32":
         sys.exit(f"the losses differ by {apart:.2e}, expected at most {AGREE}: {json.dumps(losses)}")
-    cases = make_cases(args, folder, dropout=None, rate=1e-6)
-    seconds = interleaved(cases, args.repeats)
-    rows, figures = [], []
-    for name in cases:
-        against = {
-            other: ratio(seconds, name, other) for other in ("sentence-transformers, cached", "contaccum grad_accum")
+    seconds = interleaved(make_cases(args, folder, dropout=None, rate=1e-6), args.repeats)
+    rows = [
+        {
+            "name": name, "seconds": summary(own), "loss": losses.get(name),
+            "ratios": {other: ratio(seconds, name, other) for other in ("sentence-transformers, cached", "contaccum grad_accum")},
         }
-        s = summary(seconds[name])
-        rows.append([
-            name, f"{s['median']:.3f} ({s['min']:.3f} to {s['max']:.3f})",
-            *(f"{r['median']:.3f} ({r['min']:.3f} to {r['max']:.3f})" for r in against.values()),
-            f"{losses[name]:.6f}" if name in losses else "other negatives",
-        ])  # fmt: skip
-        figures.append({"name": name, "seconds": s, "ratios": against, "loss": losses.get(name)})
+        for name, own in seconds.items()
+    ]  # fmt: skip
     heads = ["update by", "seconds", "÷ ST cached", "÷ `grad_accum`", "loss, no dropout"]
+    lines = [about(args), table(heads, [cells(row) for row in rows])]
+    publish(args, "An update beside the peers'", lines, {"rows": rows, "losses_apart": apart})
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    spreads = (
+        f"{s['median']:.3f} ({s['min']:.3f} to {s['max']:.3f})" for s in (row["seconds"], *row["ratios"].values())
+    )
+    return [row["name"], *spreads, "other negatives" if row["loss"] is None else f"{row['loss']:.6f}"]
+
+
+def about(args: Any) -> str:
+    made = f"Made texts of {QUERY_TOKENS} and {PASSAGE_TOKENS} tokens"
+    real = f"Pairs of {Path(args.real_texts or '').name}, at most {REAL_LENGTHS[0]} and {REAL_LENGTHS[1]} tokens"
     ours = "ours with `model.unpad`, " if args.unpad else ""
     ours += "packed: with `model.pack_linears`, " if args.pack_linears else ""
-    texts = (
-        f"Pairs of {Path(args.real_texts).name}, at most 64 and 256 tokens"
-        if args.real_texts
-        else "Made texts of 16 and 128 tokens"
+    return (
+        f"{real if args.real_texts else made}; N = {args.pairs}, B = {args.micro} (sentence-transformers' mini_batch_size too), "
+        f"M = {args.bank:,}, {args.precision}, tied towers, {ours}{args.repeats} rounds, interleaved; median (smallest to "
+        "largest). Targets: `grad_cache` ÷ ST cached at most 0.90, `cont_accum` ÷ ST cached at most 0.70."
     )
-    intro = (
-        f"{texts}; N = {args.pairs}, B = {args.micro} (sentence-transformers' mini_batch_size too), M = {args.bank:,}, "
-        f"{args.precision}, tied towers, {ours}{args.repeats} rounds, interleaved; median (smallest to largest). "
-        "Targets: `grad_cache` ÷ ST cached at most 0.90, `cont_accum` ÷ ST cached at most 0.70."
-    )
-    publish(args, "An update beside the peers'", [intro, table(heads, rows)], {"rows": figures, "losses_apart": apart})
 
 
 if __name__ == "__main__":
