@@ -36,11 +36,12 @@ def transfer(
 ) -> None:
     """Download to a part file beside ``archive``, try it by ``test``, which raises where it is not whole, and rename it.
 
-    What a broken or killed download left is continued where a test tells whether the halves belong together. ``target`` is what
-    the user is told to put there by hand where nothing can be fetched. ``headers`` go with each request.
+    What a broken, interrupted or killed download left is continued where a test tells whether the halves belong together; what
+    the test refuses, or is longer than ``limit`` bytes, is not kept. ``target`` is what the user is told to put there by hand
+    where nothing can be fetched. ``headers`` go with each request.
     """
     part = archive.with_name(f".{archive.name}.part")
-    keep = False
+    keep = test is not None
     try:
         part.parent.mkdir(parents=True, exist_ok=True)
         with open(part, "ab" if test else "wb") as file:
@@ -49,14 +50,16 @@ def transfer(
             test(url, part)
         os.replace(part, archive)
     except _Broken:
-        keep = bool(test and part.stat().st_size)
+        raise
+    except InputError:
+        keep = False
         raise
     except OSError as error:
         raise InputError(f"{archive}: could not be written ({error.strerror or error})") from error
     finally:
-        with suppress(NotADirectoryError):
-            if not keep:
-                part.unlink(missing_ok=True)
+        with suppress(FileNotFoundError, NotADirectoryError):
+            if not keep or not part.stat().st_size:
+                part.unlink()
 
 
 class _Broken(InputError):
@@ -69,7 +72,10 @@ def _fetch(url: str, file: BinaryIO, limit: int, folder: Path, more: Mapping[str
     headers = {**more, **({"Range": f"bytes={start}-", "Accept-Encoding": "identity"} if start else {})}
     try:
         with requests.get(url, stream=True, timeout=_TIMEOUT, headers=headers) as response:
-            continues = response.headers.get("Content-Range", "").startswith(f"bytes {start}-")
+            range_given = response.headers.get("Content-Range", "")
+            if start and range_given == f"bytes */{start}":
+                return  # there is no more: whoever fetched the last byte was stopped before the test
+            continues = range_given.startswith(f"bytes {start}-")
             if not continues:
                 file.truncate(0)
                 file.seek(0)

@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 import random
+import signal
 import socket
 import stat
 import subprocess
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from contaccum.data import transfer
+from contaccum.data import download, transfer
 from contaccum.data.dataset import load_train_set
 from contaccum.data.download import MD5, dpr_file, is_published, resolve_dataset, unpack
 from contaccum.data.formats import read_questions
@@ -267,6 +268,51 @@ def test_a_broken_download_of_a_gzipped_file_is_continued(tmp_path, monkeypatch)
             dpr_file("nq-dev", tmp_path, base_url=url)
         assert dpr_file("nq-dev", tmp_path, base_url=url).read_bytes() == data
     assert b"Range: bytes=%d-" % half in seen[1]
+
+
+def test_an_interrupted_download_is_continued(tmp_path, monkeypatch):
+    """Ctrl-C in the middle; and once more behind the last byte, before the whole is tried."""
+    monkeypatch.setattr(transfer, "CHUNK", 1 << 14)  # larger than what an open file holds back
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    data = gzip.compress(random.Random(0).randbytes(1 << 17))
+    part = tmp_path / ".biencoder-nq-dev.json.gz.part"
+    seen: list[bytes] = []
+
+    def give(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            seen.append(connection.recv(4096))
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(data) + data[: len(data) // 2])
+            while not (part.is_file() and part.stat().st_size):
+                pass
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            connection.recv(1)  # until the other end is closed
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=give, args=(listener,))
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            dpr_file("nq-dev", tmp_path, base_url=f"http://127.0.0.1:{listener.getsockname()[1]}")
+        thread.join()
+    kept = part.stat().st_size
+    assert data.startswith(part.read_bytes())
+    head = b"HTTP/1.1 206 Partial Content\r\nContent-Length: %d\r\nContent-Range: bytes %d-%d/%d\r\n\r\n"
+    second = head % (len(data) - kept, kept, len(data) - 1, len(data)) + data[kept:]
+    end = b"HTTP/1.1 416 Range Not Satisfiable\r\nContent-Range: bytes */%d\r\nContent-Length: 0\r\n\r\n" % len(data)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with scripted(second, end) as (url, asked):
+        with monkeypatch.context() as patch:
+            patch.setattr(download, "_refuse_broken_gzip", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                dpr_file("nq-dev", tmp_path, base_url=url)
+        assert dpr_file("nq-dev", tmp_path, base_url=url).read_bytes() == data
+    assert b"Range" not in seen[0]
+    for start, request in zip((kept, len(data)), asked, strict=True):
+        assert b"Range: bytes=%d-" % start in request
+    assert not part.exists()
 
 
 @pytest.mark.parametrize("rest", [b"something else", b"x" * 100_000])
