@@ -5,7 +5,7 @@ The Hub's client finds the address and the token; the bytes come by ``transfer``
 """
 
 import hashlib
-import os
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ from contaccum.files import cache_folder, read_json, sha256_of, write_json
 
 MANIFEST = ".manifest.json"  # hidden, as nothing of the repository is meant
 MAX_FILE = 1 << 36  # bytes; the Hub's own client refuses files above 50 GB
+_CHECKSUM = re.compile(r"sha256:[0-9a-f]{64}|git:[0-9a-f]{40}")
 CLIENT_ERROR: Any = HfHubHTTPError.__bases__[0]
 """What the HTTP client of this version of huggingface_hub raises where there is no connection."""
 
@@ -53,8 +54,7 @@ class Repository:
     def _checksums(self) -> dict[str, str | None]:
         """The checksum of each file by its path; None for those of a folder that no list is known of."""
         manifest = self.folder / MANIFEST
-        if manifest.is_file() and (kept := read_json(manifest)).get("revision") == self.revision:
-            found: dict[str, str | None] = kept["files"]
+        if found := _read(manifest, self.revision):
             return found
         try:
             found = self._listed()
@@ -69,7 +69,7 @@ class Repository:
         tree = HfApi().list_repo_tree(self.name, recursive=True, revision=self.revision, repo_type="dataset")
         files = [entry for entry in tree if isinstance(entry, RepoFile)]  # the others are folders
         for file in files:
-            if os.path.isabs(file.path) or ".." in file.path.split("/"):
+            if _leads_outside(file.path):
                 raise InputError(f"{self.name}: its file {file.path!r} would land outside the folder")
         return {file.path: f"sha256:{file.lfs.sha256}" if file.lfs else f"git:{file.blob_id}" for file in files}
 
@@ -121,6 +121,27 @@ class Files:
             )
         url = hf_hub_url(self.repository.name, path, repo_type="dataset", revision=self.repository.revision)
         transfer(url, file, partial(_refuse_other, checksum), MAX_FILE, file, build_hf_headers())
+
+
+def _read(manifest: Path, revision: str) -> dict[str, str | None]:
+    """The checksums that a manifest of that commit has; none where it is not there, or not as it was written."""
+    try:
+        found = read_json(manifest)
+    except InputError:
+        return {}
+    if not isinstance(found, dict) or found.get("revision") != revision or not isinstance(found.get("files"), dict):
+        return {}
+    files: dict[str, Any] = found["files"]
+    sound = all(
+        isinstance(checksum, str) and _CHECKSUM.fullmatch(checksum) and not _leads_outside(path)
+        for path, checksum in files.items()
+    )
+    return dict(files) if sound else {}
+
+
+def _leads_outside(path: str) -> bool:
+    """Whether a list's path is none inside the folder."""
+    return "\0" in path or any(part in ("", ".", "..") for part in path.split("/"))
 
 
 def _checksum_of(file: Path, like: str) -> str:

@@ -117,6 +117,27 @@ def test_a_list_that_climbs_out_of_the_folder_is_refused(hub, tmp_path):
     assert not list(tmp_path.rglob("evil"))
 
 
+GIT = "git:" + git_name(b"x")
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        "no JSON", "[]", '{"revision": "c0ffee"}',
+        *(json.dumps({"revision": "c0ffee", "files": files}) for files in (
+            [], {}, {"x.tsv": None}, {"x.tsv": 5}, {"x.tsv": "git:short"},
+            *({"x.tsv": GIT, path: GIT} for path in ("../../../evil", "/evil", "a//evil", "./evil", "e\0vil")),
+        )),
+    ],
+)  # fmt: skip
+def test_a_damaged_manifest_is_listed_anew(damaged, hub, tmp_path):
+    write(hub.folder / "owner" / "name" / "x.tsv", "x")
+    write(SOME.folder / ".manifest.json", damaged)
+    assert [path.name for path in SOME.open().fetch("*")] == ["x.tsv"]
+    assert json.loads((SOME.folder / ".manifest.json").read_text())["files"] == {"x.tsv": GIT}
+    assert not list(tmp_path.rglob("*evil*"))
+
+
 def test_without_a_hub_files_put_there_by_hand_are_taken_with_a_warning(hub, monkeypatch):
     with pytest.raises(
         InputError, match=r"owner/name: not in .*could not be asked.*put the files of its commit c0ffee"
