@@ -23,6 +23,7 @@ from contaccum import DualEncoder, train
 from contaccum.cli import main
 from contaccum.cli.parsers import make_parser, refuse_whole_groups
 from contaccum.config import to_yaml
+from contaccum.data.beir_folder import write_beir_folder
 from contaccum.data.convert import convert
 from contaccum.data.records import Question
 from contaccum.errors import InputError
@@ -245,6 +246,19 @@ def test_ids_are_never_paths(form, key, tmp_path, canary):
         convert(tmp_path / "source.jsonl", tmp_path / "deep" / "out", form)
     assert {path.name for path in tmp_path.iterdir()} <= {"source.jsonl", "deep", "cache"}
     assert {path.name for path in (tmp_path / "deep").iterdir()} <= {"out"}
+
+
+CLIMBING = ["../canary", "../../canary", "../../../canary", "{canary}", "a/canary", "..", ".", "", "nul\0", "\ud800"]
+
+
+@pytest.mark.parametrize("split", CLIMBING)
+def test_splits_are_never_paths(split, tmp_path, canary):
+    split = split.format(canary=canary)
+    (tmp_path / "set").mkdir()
+    with pytest.raises(InputError, match=r"split '.*' is to name a file, expected a plain name such as train"):
+        write_beir_folder(tmp_path / "set", [], [], {"train": [("q", "p", 1)], split: [("q", "p", 1)]})
+    assert not list((tmp_path / "set").iterdir())
+    assert not list(tmp_path.rglob("*canary*"))
 
 
 def test_a_manifest_names_no_file_outside_its_folder(trained, tmp_path):

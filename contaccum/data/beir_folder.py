@@ -15,7 +15,10 @@ def write_beir_folder(
     grades: Mapping[str, Iterable[tuple[str, str, int]]],
 ) -> None:
     """Fill a folder. Rows of the corpus have _id, title and text, of queries _id and text; ``grades`` has by split the ids of a
-    query and of a passage, and the passage's grade. InputError for an id that a file of judgements cannot hold."""
+    query and of a passage, and the passage's grade. InputError for a split that is no plain name, and for an id that a file of
+    judgements cannot hold."""
+    for split in grades:
+        plain_split(split)
     (folder / "qrels").mkdir()
     for split, rows in grades.items():
         with open(folder / "qrels" / f"{split}.tsv", "w", encoding="utf-8", newline="\n") as file:
@@ -29,6 +32,13 @@ def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """A JSON object a line."""
     with open(path, "w", encoding="utf-8", newline="\n") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def plain_split(split: str) -> str:
+    """A split that can name a file where it is meant to stand, or InputError."""
+    if split in ("", ".", "..") or "/" in split or not split.isprintable():  # neither is half a character printable
+        raise InputError(f"split {split!r} is to name a file, expected a plain name such as train")
+    return split
 
 
 def plain_id(key: str) -> str:

@@ -18,7 +18,7 @@ from datasets import Dataset
 from tqdm import tqdm
 
 from contaccum.data.arrow import PASSAGE_COLUMNS, Ragged, column_batches
-from contaccum.data.beir_folder import plain_id
+from contaccum.data.beir_folder import plain_id, plain_split
 from contaccum.data.examples import Teacher, load_examples
 from contaccum.data.formats import Example, Passage, Query, kind_of_data
 from contaccum.data.records import Scores
@@ -52,8 +52,8 @@ def convert(
     """
     if to not in get_args(Form):
         raise InputError(f"format {to!r} is not known, expected one of {', '.join(get_args(Form))}")
-    if to == "beir" and (not split or split != Path(split).name):
-        raise InputError(f"split {split!r} is to name a file, expected a plain name such as train")
+    if to == "beir":
+        plain_split(split)
     target = Path(target)
     if target.exists() and not (to == "beir" and target.is_dir() and not any(target.iterdir())):
         raise InputError(f"{target}: exists already, expected a new path")
