@@ -14,6 +14,7 @@ import sys
 from argparse import ArgumentError
 from pathlib import Path
 
+import huggingface_hub
 import numpy as np
 import pytest
 from datasets import Dataset
@@ -25,7 +26,9 @@ from contaccum.cli.parsers import make_parser, refuse_whole_groups
 from contaccum.config import to_yaml
 from contaccum.data.beir_folder import write_beir_folder
 from contaccum.data.convert import convert
+from contaccum.data.mteb import tasks
 from contaccum.data.records import Question
+from contaccum.data.sources import resolve
 from contaccum.errors import InputError
 from contaccum.evaluation.answers import answer_accuracy
 from contaccum.files import write_json
@@ -259,6 +262,40 @@ def test_splits_are_never_paths(split, tmp_path, canary):
         write_beir_folder(tmp_path / "set", [], [], {"train": [("q", "p", 1)], split: [("q", "p", 1)]})
     assert not list((tmp_path / "set").iterdir())
     assert not list(tmp_path.rglob("*canary*"))
+
+
+@pytest.mark.parametrize("split", ["test", *CLIMBING])
+@pytest.mark.filterwarnings("ignore:.*taken as it is")
+def test_the_splits_of_a_repository_are_never_paths(split, tmp_path, canary, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    folder = tasks()["scifact"].repository.folder
+    folder.mkdir(parents=True)
+    files = {name: {"_id": name[0], "text": "x"} for name in ("corpus", "queries")}
+    files["default"] = {"query-id": "q", "corpus-id": "c"}
+    configurations = []
+    for name, row in files.items():
+        (folder / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+        data_files = [{"split": split.format(canary=canary), "path": f"{name}.jsonl"}]
+        configurations.append({"config_name": name, "data_files": data_files})
+    (folder / "README.md").write_text(f"---\n{json.dumps({'configs': configurations})}\n---\n")  # JSON is YAML
+    if split == "test":  # negative control
+        assert (resolve("mteb/SciFact")[0] / "qrels" / "test.tsv").read_text().endswith("q\tc\t1\n")
+    else:
+        with pytest.raises(InputError, match=r"README\.md: split '.*' is to name a file, expected a plain name"):
+            resolve("mteb/SciFact")
+    assert not list(tmp_path.rglob("*canary*"))
+
+
+def test_aliases_in_a_repositorys_readme_are_not_unfolded(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    folder = tasks()["scifact"].repository.folder
+    folder.mkdir(parents=True)
+    bomb = ["a0: &a0 [x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12))]
+    data_files = "[{split: test, path: {a: *a11}}]"
+    names = "".join(f"- config_name: {name}\n  data_files: {data_files}\n" for name in ("corpus", "queries", "default"))
+    (folder / "README.md").write_text("---\n" + "\n".join(bomb) + f"\nconfigs:\n{names}---\n")
+    with pytest.warns(UserWarning, match="as it is"), pytest.raises(InputError, match="entry 1 in the data_files"):
+        resolve("mteb/SciFact")
 
 
 def test_a_manifest_names_no_file_outside_its_folder(trained, tmp_path):

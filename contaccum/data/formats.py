@@ -151,10 +151,15 @@ def _judgement(cells: list[str], place: Place) -> Judgement:
     query, passage, grade = cells[0], cells[-2], cells[-1]
     if not query or not passage:
         raise place.error(f"found an empty id, expected {_GRADES}")
-    if not _GRADE.fullmatch(grade):
+    return Judgement(query, passage, grade_of(grade, place), place.line)
+
+
+def grade_of(text: str, place: Place) -> int:
+    """A judgement's grade, or InputError."""
+    if not _GRADE.fullmatch(text):
         expected = f"a whole number from -{MAX_GRADE} to {MAX_GRADE}"
-        raise place.error(f"the grade is {grade[:40]!r}, expected {expected}")
-    return Judgement(query, passage, int(grade), place.line)
+        raise place.error(f"the grade is {text[:40]!r}, expected {expected}")
+    return int(text)
 
 
 def read_questions(path: str | Path, bad: BadRecords = STRICT) -> Iterator[Question]:

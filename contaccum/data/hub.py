@@ -7,8 +7,10 @@ of ``owner/name``: ``datasets`` reads both the same way (JSON, Parquet, CSV).
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +20,20 @@ from datasets.exceptions import DatasetsError
 from contaccum.data.arrow import cached_folder
 from contaccum.data.bad_records import STRICT, BadRecords, Place
 from contaccum.data.beir_folder import write_beir_folder, write_lines
+from contaccum.data.formats import grade_of
+from contaccum.data.json_records import Record, id_field, string_field, title_field
 from contaccum.errors import InputError
 
 Splits = Mapping[str, Any]
 """Data sets of the library by their split, mapped from disk or streamed."""
-Rows = Iterable[Mapping[str, Any]]
+Rows = Iterable[tuple[Place, Record]]
+"""Each row behind its place."""
 PREFIX = "hub:"
 FIELDS = ("query", "pos", "neg", "query_id")
-QRELS = ("qrels", "default")
-"""What the judgements of a retrieval set are called: in NanoBEIR, and in MTEB."""
 _FAILURES = (OSError, ValueError, RuntimeError, DatasetsError)
 """What ``datasets`` raises where it cannot give a set; RuntimeError for one that is a script."""
+_UNREADABLE = (*_FAILURES, EOFError, TypeError, zlib.error)
+"""What reading rows raises where their file is damaged; EOFError and zlib.error for one that is gzipped."""
 _NAME = re.compile(r"(?P<repository>[^:?@]+)(@(?P<revision>[^:?]+))?(:(?P<configuration>[^:?]*))?(:(?P<split>[^:?]+))?")
 
 
@@ -84,7 +89,10 @@ class HubName:
 
     def judged(self) -> bool:
         """Whether it is a set of corpus, queries and judgements."""
-        return self.configuration is None and not self.columns and {"corpus", "queries"} <= set(self.configurations())
+        if self.configuration is not None or self.columns:
+            return False
+        found = set(self.configurations())
+        return set(retrieval_parts(found)[:2]) <= found
 
     def unavailable(self, error: Exception) -> InputError:
         reason = " ".join(str(error).split())[:200]
@@ -94,7 +102,7 @@ class HubName:
 def fetch_hub(text: str, split: str) -> Path:
     """Where a set by its name now lies: a file of examples, or a BEIR folder with the judgements of ``split``.
 
-    A set with the configurations ``corpus`` and ``queries``, and ``qrels`` or ``default`` for the judgements, is a BEIR folder
+    A set with the configurations ``corpus`` and ``queries``, and ``default`` or ``qrels`` for the judgements, is a BEIR folder
     (NanoBEIR, MTEB's retrieval sets). Any other holds examples: its columns are those of one of our files (query, pos, neg; or
     Tevatron's; or DPR's) or those that the name says. The name's own split goes before ``split``. Raises InputError.
     """
@@ -200,52 +208,77 @@ def _texts(name: HubName, number: int, column: str, value: Any) -> list[str]:
     return kept
 
 
+def retrieval_parts(found: Collection[str], prefix: str = "") -> tuple[str, str, str]:
+    """The names of the configurations with corpus, queries and judgements, of those ``found``, as MTEB's loader chooses.
+
+    Judgements are in ``default``, or where there is none in ``qrels``; those of a subset, whose configurations begin with
+    ``prefix``, in its own ``qrels``. A configuration ``query`` goes before any other with queries. What is chosen may be missing.
+    (Source: ``_load_qrels`` and ``_load_queries`` of mteb/abstasks/retrieval_dataset_loaders.py, mteb 2.26.24.)
+    """
+    queries = "query" if "query" in found else f"{prefix}queries"
+    judgements = "default" if not prefix and "default" in found else f"{prefix}qrels"
+    return f"{prefix}corpus", queries, judgements
+
+
 def _retrieval_folder(name: HubName, split: str) -> Path:
-    configurations = set(name.configurations())
-    judged = next((each for each in QRELS if each in configurations), None)
-    if judged is None:
-        raise InputError(
-            f"{name.text}: holds corpus and queries, but no configuration {' or '.join(QRELS)} for judgements"
-        )
-    wanted = name.split or split
-    parts = {each: name.load(each) for each in ("corpus", "queries", judged)}
-    corpus = _split_of(name, parts["corpus"], name.split or "corpus", only=True)
-    queries = _split_of(name, parts["queries"], name.split or "queries", only=True)
-    grades = _split_of(name, parts[judged], wanted, only=True)
+    configurations = name.configurations()
+    wanted = retrieval_parts(configurations)
+    if wanted[-1] not in configurations:
+        raise InputError(f"{name.text}: holds corpus and queries, but no configuration default or qrels for judgements")
+    parts = [name.load(each) for each in wanted]
+    splits = (name.split or "corpus", name.split or "queries", name.split or split)
+    corpus, queries, grades = (_split_of(name, part, each, only=True) for part, each in zip(parts, splits, strict=True))
     key = [name.repository, split, *(part._fingerprint for part in (corpus, queries, grades))]
 
     def write(folder: Path) -> None:
-        write_retrieval_rows(folder, name.text, corpus, queries, {split: grades})
+        read = [placed(Path(each), rows) for each, rows in zip(wanted, (corpus, queries, grades), strict=True)]
+        write_retrieval_rows(folder, name.text, read[0], read[1], {split: read[2]})
 
     return cached_folder("hub", key, write)
 
 
-def write_retrieval_rows(folder: Path, name: str, corpus: Rows, queries: Rows, grades: Mapping[str, Rows]) -> None:
-    """A BEIR folder of rows in MTEB's layout, judgements by split; ``name`` is what an error names."""
-    judged = {split: map(_judgement, rows) for split, rows in grades.items()}
+class _Row(Place):
+    """The place of a row of a table, ``path`` being what the table is called."""
+
+    def __str__(self) -> str:
+        return f"{self.path}, row {self.line}"
+
+
+def placed(path: Path, rows: Iterable[Record]) -> Rows:
+    """The rows of a table, from 1; InputError where one cannot be read."""
+    number = 0
     try:
-        write_beir_folder(folder, map(_passage, corpus), map(_query, queries), judged)
+        for number, row in enumerate(rows, 1):
+            yield _Row(path, number), row
+    except _UNREADABLE as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise InputError(
+            f"{path}: could not be read behind row {number} ({reason}), expected a table without damage"
+        ) from error
+
+
+def write_retrieval_rows(folder: Path, name: str, corpus: Rows, queries: Rows, grades: Mapping[str, Rows]) -> None:
+    """A BEIR folder of rows in MTEB's layout, judgements by split; ``name`` stands before the sentence of an InputError."""
+    judged = {split: starmap(_judgement, rows) for split, rows in grades.items()}
+    try:
+        write_beir_folder(folder, starmap(_passage, corpus), starmap(_query, queries), judged)
     except InputError as error:
         raise InputError(f"{name}: {error}") from error
-    except KeyError as error:
-        raise InputError(
-            f"{name}: a row holds no column {error}, expected _id and text, and of judgements query-id and corpus-id"
-        ) from error
-    except _FAILURES as error:
-        raise InputError(f"{name}: could not be read ({' '.join(str(error).split())[:200]})") from error
 
 
-def _passage(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_query(row), "title": row.get("title") or ""}
+def _passage(place: Place, row: Record) -> dict[str, str]:
+    return {**_query(place, row), "title": title_field(row, place)}
 
 
-def _query(row: Mapping[str, Any]) -> dict[str, Any]:
+def _query(place: Place, row: Record) -> dict[str, str]:
     """A row of queries, whose id some sets call ``id``, and give as a number."""
-    key, text = str(row["_id"] if "_id" in row else row["id"]), row["text"]
-    if not isinstance(text, str):
-        raise InputError(f"the text of {key!r} is of the kind {type(text).__name__}, expected text")
-    return {"_id": key, "text": text}
+    key = "id" if "id" in row and "_id" not in row else "_id"
+    return {"_id": id_field(row, key, place), "text": string_field(row, "text", place)}
 
 
-def _judgement(row: Mapping[str, Any]) -> tuple[str, str, int]:
-    return str(row["query-id"]), str(row["corpus-id"]), int(row.get("score", 1))
+def _judgement(place: Place, row: Record) -> tuple[str, str, int]:
+    score = row.get("score", 1)
+    if isinstance(score, float) and score.is_integer():
+        score = int(score)
+    text = score if isinstance(score, str) else json.dumps(score, default=str)
+    return id_field(row, "query-id", place), id_field(row, "corpus-id", place), grade_of(text, place)

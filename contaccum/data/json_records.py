@@ -163,7 +163,9 @@ def refuse_half_characters(value: Any, place: Place) -> None:
 def kind_of(value: Any) -> str:
     """A JSON value's kind in words, for an error's sentence."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
-    return names.get(type(value), f"the number {value!r}")
+    if isinstance(value, int | float) or type(value) in names:
+        return names.get(type(value), f"the number {value!r}")
+    return f"of the kind {type(value).__name__}"  # of a table's row, which holds more kinds than JSON
 
 
 def record_of(value: Any, place: Place, expected: str) -> Record:

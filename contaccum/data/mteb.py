@@ -2,9 +2,10 @@
 
 mteb.tsv has the tasks whose repositories are in the layout that MTEB's own loader reads: configurations ``corpus`` and
 ``queries``, and ``default`` or ``qrels`` for the judgements; of a subset ``NAME-corpus``, ``NAME-queries`` and ``NAME-qrels``.
+JSON is read by our own reader, which has the line of an error and takes no text for a date as that of ``datasets`` does.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache, partial
@@ -13,20 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from datasets import load_dataset
-from datasets.data_files import sanitize_patterns
 from huggingface_hub import metadata_load
+from yaml import YAMLError
 
 from contaccum.data.arrow import cached_folder
-from contaccum.data.hub import QRELS, Rows, write_retrieval_rows
+from contaccum.data.beir_folder import plain_split
+from contaccum.data.hub import Rows, placed, retrieval_parts, write_retrieval_rows
+from contaccum.data.json_records import Record, json_lines, json_list
+from contaccum.data.lines import first_character
 from contaccum.data.repositories import Files, Repository
 from contaccum.errors import InputError
 from contaccum.files import read_json, write_json
 
-_READERS: dict[str, tuple[str, dict[str, Any]]] = {
-    ".parquet": ("parquet", {}), ".jsonl": ("json", {}), ".json": ("json", {}),
-    ".csv": ("csv", {}), ".tsv": ("csv", {"sep": "\t"}),
-}  # fmt: skip
-"""Which of the readers of ``datasets`` takes a file of that ending, which may be gzipped."""
 Splits = Mapping[str, Sequence[str]]
 """By a split's name the patterns of its files."""
 SPLITS = "splits.json"
@@ -98,12 +97,10 @@ class _Parts:
         opened = task.repository.open()
         readme = opened.fetch("README.md")[0]
         found = _configurations(readme)
-        prefix = f"{subset}-" if subset not in ("", "default") else ""
-        judged = next((name for name in (f"{prefix}{each}" for each in QRELS) if name in found), f"{prefix}qrels")
-        wanted = (f"{prefix}corpus", f"{prefix}queries", judged)
+        wanted = retrieval_parts(found, f"{subset}-" if subset not in ("", "default") else "")
         if missing := [name for name in wanted if name not in found]:
-            raise InputError(f"{readme}: names no configuration {missing[0]!r}, found {', '.join(found)}")
-        return cls(f"mteb/{task.name}", opened, *(found[name] for name in wanted))
+            raise InputError(f"{readme}: names no configuration {missing[0]!r}, found {', '.join(map(str, found))}")
+        return cls(f"mteb/{task.name}", opened, *(_splits(readme, name, found[name]) for name in wanted))
 
     def rows(self, part: Splits, split: str) -> Rows:
         """The rows of a split, or of the only one that there is, as MTEB's loader chooses."""
@@ -124,6 +121,11 @@ def _write(task: Task, subset: str, folder: Path) -> None:
         splits, queries = list(parts.grades), parts.rows(parts.queries, "")
     else:
         splits = [split for split in parts.grades if split in parts.queries]
+        if not splits:
+            raise InputError(
+                f"{parts.name}: holds queries of {', '.join(parts.queries)} and judgements of {', '.join(parts.grades)}, "
+                "expected a split with both"
+            )
         queries = _distinct(parts.rows(parts.queries, split) for split in splits)
     grades = {split: parts.rows(parts.grades, split) for split in splits}
     write_retrieval_rows(folder, parts.name, parts.rows(parts.corpus, ""), queries, grades)
@@ -135,36 +137,77 @@ def _write_split(task: Task, subset: str, split: str, folder: Path) -> None:
     write_retrieval_rows(folder, parts.name, corpus, queries, {split: grades})
 
 
-def _configurations(readme: Path) -> dict[str, Splits]:
-    """What the head of a repository's README says of its files."""
+def _configurations(readme: Path) -> dict[str, Any]:
+    """What the head of a repository's README says of the files of each configuration."""
     try:
         configurations = (metadata_load(readme) or {})["configs"]
-        named = [each for each in configurations if "data_files" in each]
-        return {each["config_name"]: sanitize_patterns(each["data_files"]) for each in named}
-    except (KeyError, TypeError, ValueError, OSError) as error:
+        return {each["config_name"]: each["data_files"] for each in configurations if "data_files" in each}
+    except (KeyError, TypeError, ValueError, OSError, RecursionError, YAMLError) as error:
+        reason = " ".join(str(error).split())[:200]
         raise InputError(
-            f"{readme}: names no configurations with data_files ({error}), expected MTEB's layout"
+            f"{readme}: names no configurations with data_files ({reason}), expected MTEB's layout"
         ) from error
+
+
+def _splits(readme: Path, name: str, said: Any) -> Splits:
+    """A configuration's files by their splits, in the three forms that the Hub takes; InputError for any other.
+
+    What was found is not repeated in full: aliases of YAML can unfold without end.
+    """
+    if isinstance(said, list) and said and all(isinstance(each, dict) for each in said):
+        pairs = [(each.get("split"), each.get("path")) for each in said]
+    else:
+        pairs = list(said.items()) if isinstance(said, dict) and said else [("train", said)]
+    found: dict[str, list[str]] = {}
+    for number, (split, paths) in enumerate(pairs, 1):
+        patterns = paths if isinstance(paths, list) else [paths]
+        named = isinstance(split, str | int) and str(split) not in found
+        if not (named and patterns and all(isinstance(pattern, str) for pattern in patterns)):
+            raise InputError(
+                f"{readme}: entry {number} in the data_files of configuration {name!r} is no split with a name of its own and "
+                "one path or more, expected MTEB's layout"
+            )
+        try:
+            found[plain_split(str(split))] = patterns
+        except InputError as error:
+            raise InputError(f"{readme}: {error}") from error
+    return found
 
 
 def _rows(paths: list[Path]) -> Rows:
     """The rows of files, read as they are asked for, without a copy in the cache of ``datasets``."""
-    name = paths[0].name.removesuffix(".gz")
-    reader, options = _READERS.get(Path(name).suffix, ("", {}))
-    if not reader:
-        raise InputError(f"{paths[0]}: ends in none of {', '.join(_READERS)}, expected a form that can be read")
-    found: Rows = load_dataset(
-        reader, data_files=[str(path) for path in paths], split="train", streaming=True, **options
-    )
-    return found
+    for path in paths:
+        reader = _READERS.get(Path(path.name.removesuffix(".gz")).suffix)
+        if reader is None:
+            raise InputError(f"{path}: ends in none of {', '.join(_READERS)}, expected a form that can be read")
+        yield from reader(path)
 
 
-def _distinct(parts: Iterator[Rows]) -> Iterator[Mapping[str, Any]]:
+def _objects(path: Path) -> Rows:
+    read = json_list if first_character(path) == "[" else json_lines
+    return read(path, "a row (an object)", lambda record, place, number: record)
+
+
+def _table(form: str, path: Path, **options: Any) -> Rows:
+    def rows() -> Iterator[Record]:
+        yield from load_dataset(form, data_files=[str(path)], split="train", streaming=True, **options)
+
+    return placed(path, rows())
+
+
+_READERS: dict[str, Callable[[Path], Rows]] = {
+    ".parquet": partial(_table, "parquet"), ".jsonl": _objects, ".json": _objects,
+    ".csv": partial(_table, "csv"), ".tsv": partial(_table, "csv", sep="\t"),
+}  # fmt: skip
+"""What reads a file of that ending, which may be gzipped."""
+
+
+def _distinct(parts: Iterator[Rows]) -> Rows:
     """Rows of several splits, in which a query may stand more than once."""
     seen = set()
     for rows in parts:
-        for row in rows:
+        for place, row in rows:
             key = str(row.get("_id", row.get("id")))
             if key not in seen:
                 seen.add(key)
-                yield row
+                yield place, row

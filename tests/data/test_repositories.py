@@ -1,13 +1,16 @@
 """MTEB's and MIRACL's sets by name, from a Hub on this machine in the layout of the real one; no network."""
 
+import datetime
 import gzip
 import json
 import random
 from pathlib import Path
 
+import datasets
 import huggingface_hub
 import pytest
-from datasets import Dataset
+from datasets import Dataset, load_dataset
+from disks import small_disk
 from hub_server import HubServer, git_name
 from tiny_data import lines, write, write_gzip
 
@@ -15,12 +18,14 @@ from contaccum.api import evaluate
 from contaccum.data import mteb, transfer
 from contaccum.data.check import check
 from contaccum.data.dataset import load_train_set
+from contaccum.data.hub import placed, write_retrieval_rows
 from contaccum.data.miracl import CORPUS, JUDGED, KNOWN, SURPRISE
 from contaccum.data.mteb import tasks
 from contaccum.data.repositories import Repository
 from contaccum.data.sources import resolve
 from contaccum.data.tables import load_retrieval_set
 from contaccum.errors import InputError
+from contaccum.files import whole_folder
 
 SOME = Repository("owner/name", "c0ffee")
 
@@ -332,16 +337,105 @@ def test_every_task_in_the_list_has_a_repository_and_a_commit():
     assert tasks()["miraclretrieval"].subsets[:3] == ("ar", "bn", "de")
 
 
+def judging(*passages: str) -> dict[str, list]:
+    return {"query-id": ["q0"] * len(passages), "corpus-id": [*passages], "score": [1] * len(passages)}
+
+
+@pytest.mark.parametrize(
+    ("more", "passage", "query"),
+    [
+        ((), "of qrels", "of queries"),  # control: with nothing to choose from
+        (("default",), "of default", "of queries"),
+        (("query",), "of qrels", "of query"),
+        (("default", "query"), "of default", "of query"),
+    ],
+)
+def test_configurations_are_chosen_as_mteb_chooses_them(more, passage, query, hub, monkeypatch):
+    """As its loader (mteb 2.26.24) is written: default before qrels, and a configuration query before queries."""
+    names = ("qrels", "default", "queries", "query")
+    rows = {
+        **{name: judging(f"of {name}") for name in names[:2]},
+        **{name: {"_id": ["q0"], "text": [f"of {name}"]} for name in names[2:]},
+        "corpus": {"_id": [f"of {name}" for name in names[:2]], "text": ["a fox", "an owl"]},
+    }
+    root = hub.folder / "mteb" / "scifact"
+    card(root, {name: {"test": (f"{name}.jsonl", rows[name])} for name in ("qrels", "queries", "corpus", *more)})
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", hub.folder / "cache")
+    for name in ("mteb/SciFact", f"hub:{root}"):
+        found = load_retrieval_set(name, "test")
+        assert (found.qrels, found.queries) == ({"q0": {passage: 1}}, {"q0": query})
+
+
+def test_a_subset_has_its_own_judgements_and_the_queries_of_the_only_query(hub):
+    parts: Parts = {name: {"test": (f"{name}.jsonl", judging(name))} for name in ("de-qrels", "de-default", "default")}
+    parts["de-corpus"] = {"test": ("corpus.jsonl", {"_id": ["de-qrels", "x"], "text": ["a fox", "an owl"]})}
+    for name in ("de-queries", "query"):
+        parts[name] = {"test": (f"{name}.jsonl", {"_id": ["q0"], "text": [name]})}
+    card(hub.folder / "mteb" / "MultiLongDocRetrieval", parts)
+    found = load_retrieval_set("mteb/MultiLongDocRetrieval/de", "test")
+    assert (found.qrels, found.queries) == ({"q0": {"de-qrels": 1}}, {"q0": "query"})
+
+
+def test_texts_that_look_like_dates_stay_as_they_are(hub):
+    root = hub.folder / "mteb" / "scifact"
+    card(root, {
+        "default": {"test": ("test.jsonl", judging("2020-01-01"))},
+        "corpus": {"c": ("c.jsonl", {"_id": ["2020-01-01"], "text": ["1999-12-31"]})},
+        "queries": {"q": ("q.json", QUERIES)},
+    })  # fmt: skip
+    found = load_retrieval_set("mteb/SciFact", "test")
+    assert found.qrels == {"q0": {"2020-01-01": 1}}
+    assert found.corpus[0] == {"id": "2020-01-01", "title": "", "text": "1999-12-31"}
+    other = load_dataset("json", data_files=str(root / "c.jsonl"), split="train", streaming=True)  # negative control
+    assert next(iter(other))["_id"] == datetime.datetime(2020, 1, 1)
+
+
+def one(file: str, **columns: object) -> dict[str, tuple[str, dict[str, list]]]:
+    """A split of one row."""
+    return {"test": (file, {name.replace("_id_", "-id"): [value] for name, value in columns.items()})}
+
+
+def graded(score: object) -> Parts:
+    return {"default": one("test.jsonl", query_id_="q0", corpus_id_="p0", score=score)}
+
+
+GRADE = "expected a whole number from -99999 to 99999"
 BROKEN: list[tuple[Parts, str]] = [
+    (graded(None), rf"test.jsonl, line 1: the grade is 'null', {GRADE}"),
+    (graded(0.7), rf"test.jsonl, line 1: the grade is '0.7', {GRADE}"),
+    (graded("x"), rf"test.jsonl, line 1: the grade is 'x', {GRADE}"),
+    (graded([1]), rf"test.jsonl, line 1: the grade is '\[1\]', {GRADE}"),
+    (
+        {"default": one("test-00000-of-00001.parquet", query_id_="q0", corpus_id_="p0", score=0.7)},
+        rf"test-00000-of-00001.parquet, row 1: the grade is '0.7', {GRADE}",
+    ),
+    (
+        {"default": one("test.jsonl", query_id_=None, corpus_id_="p0")},
+        "line 1: field 'query-id' is null, expected an id",
+    ),
+    ({"default": one("test.jsonl", query_id_="q0")}, "line 1: field 'corpus-id' is missing"),
+    (
+        {"queries": one("q.jsonl", _id=None, text="x")},
+        "mteb/SciFact: .*q.jsonl, line 1: field '_id' is null, expected an id",
+    ),
+    ({"queries": one("q.jsonl", id=1.5, text="x")}, "q.jsonl, line 1: field 'id' is the number 1.5, expected an id"),
+    (
+        {"queries": one("q-00000-of-00001.parquet", _id=b"q", text="x")},
+        "row 1: field '_id' is of the kind bytes, expected",
+    ),
+    (
+        {"queries": {split: (f"{split}.jsonl", QUERIES) for split in ("dev", "train")}},
+        "mteb/SciFact: holds queries of dev, train and judgements of test, expected a split with both",
+    ),
     ({"corpus": {"c": ("c.jsonl", CORPUS_ROWS)}}, "names no configuration 'queries', found corpus"),
     ({"corpus": {"c": ("c.bin", CORPUS_ROWS)}}, "c.bin: ends in none of .parquet, .jsonl"),
     (
         {"corpus": {"c": ("c.jsonl", {"_id": ["p0"]})}},
-        "mteb/SciFact: a row holds no column 'text', expected _id and text",
+        r"mteb/SciFact: .*/c.jsonl, line 1: field 'text' is missing \(found '_id'\), expected a string",
     ),
     (
         {"corpus": {"c": ("c.jsonl", {"_id": ["p0"], "text": [["x"]]})}},
-        "the text of 'p0' is of the kind list, expected text",
+        "c.jsonl, line 1: field 'text' is a list, expected a string",
     ),
 ]
 
@@ -349,7 +443,8 @@ BROKEN: list[tuple[Parts, str]] = [
 @pytest.mark.parametrize(("parts", "sentence"), BROKEN)
 def test_a_repository_in_another_layout_is_refused_in_one_sentence(parts, sentence, hub, tmp_path):
     if "no configuration" not in sentence:
-        parts = {"queries": {"q": ("q.jsonl", QUERIES)}, "default": {"test": ("test.jsonl", QRELS)}, **parts}
+        sound = {"corpus": ("c.jsonl", CORPUS_ROWS), "queries": ("q.jsonl", QUERIES), "default": ("test.jsonl", QRELS)}
+        parts = {**{name: {"test": file} for name, file in sound.items()}, **parts}
     card(hub.folder / "mteb" / "scifact", parts)
     with pytest.raises(InputError, match=sentence) as caught:
         resolve("mteb/SciFact")
@@ -357,7 +452,84 @@ def test_a_repository_in_another_layout_is_refused_in_one_sentence(parts, senten
     assert not (tmp_path / "cache" / "mteb").exists()
 
 
-def test_a_card_without_configurations_is_refused(hub):
-    write(hub.folder / "mteb" / "scifact" / "README.md", "---\nlicense: mit\n---\n")
-    with pytest.raises(InputError, match="names no configurations with data_files"):
+def spoiled(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes(byte ^ 255 for byte in content[middle : middle + 20]) + content[middle + 20 :]
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "sentence"),
+    [
+        ("c.jsonl.gz", lambda content: content[: len(content) // 2], "the gzip stream is damaged or cut short"),
+        ("c.jsonl.gz", spoiled, "the gzip stream is damaged or cut short"),
+        ("c.jsonl", lambda content: content[:-5], r"line 2: not JSON \(.*\), expected a row"),
+        ("c.jsonl", lambda content: b"null\n", "line 1: found null, expected a row"),
+        ("c-00000-of-00001.parquet", lambda content: content[:-5], r"could not be read behind row 0 \(.*\), expected a table"),
+        ("c.csv.gz", lambda content: gzip.compress(b"_id,text\np,x\n")[:-4], r"could not be read behind row [01] \(.*end"),
+        ("c.csv.gz", lambda content: b"_id,text", r"could not be read behind row 0 \(Not a gzipped file"),
+        ("c.tsv", lambda content: b"", r"could not be read behind row 0 \(No columns"),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_is_named_and_nothing_is_kept(file, damage, sentence, hub, tmp_path):
+    root = hub.folder / "mteb" / "scifact"
+    card(root, {
+        "default": {"test": ("test.jsonl", QRELS)},
+        "corpus": {"c": (file, CORPUS_ROWS)},
+        "queries": {"q": ("q.jsonl", QUERIES)},
+    })  # fmt: skip
+    (root / file).write_bytes(damage((root / file).read_bytes()))
+    with pytest.raises(InputError, match=f"mteb/SciFact: .*{file}[:,] {sentence}") as caught:
+        resolve("mteb/SciFact")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "cache" / "mteb").exists()
+
+
+def test_rows_of_a_set_of_the_hub_are_named_by_their_configuration(hub, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", hub.folder / "cache")
+    card(hub.folder / "set", {
+        "qrels": {"test": ("test.jsonl", QRELS)},
+        "corpus": {"c": ("c.jsonl", CORPUS_ROWS)},
+        "queries": {"q": ("q.jsonl", {"_id": ["q0", None], "text": ["x", "y"]})},
+    })  # fmt: skip
+    with pytest.raises(InputError, match=r"^hub:.*/set: queries, row 2: field '_id' is null, expected an id \("):
+        resolve(f"hub:{hub.folder / 'set'}")
+
+
+def test_a_full_disk_is_told_as_one(tmp_path):
+    rows = [{"_id": "p", "query-id": "q", "corpus-id": "p", "text": "x" * (1 << 17)}]
+    with (
+        small_disk(tmp_path / "disk", 1 << 16) as disk,
+        pytest.raises(InputError, match=r"set: could not be written \(No space left on device\)"),
+        whole_folder(disk / "set") as part,
+    ):
+        write_retrieval_rows(
+            part, "name", *(placed(Path("rows"), rows) for _ in range(2)), {"test": placed(Path("rows"), rows)}
+        )
+
+
+HEAD = "configs:\n- config_name: {}\n  data_files:"
+
+
+@pytest.mark.parametrize(
+    ("head", "sentence"),
+    [
+        ("license: mit", r"names no configurations with data_files \('configs'\)"),
+        ("configs: [a: b: c", r"names no configurations with data_files \(while parsing a flow sequence"),
+        ("- a", "names no configurations with data_files"),
+        ("configs: 5", "names no configurations with data_files"),
+        ("[" * 3000, "names no configurations with data_files"),
+        (HEAD.format("[corpus]") + " x.jsonl", "names no configurations with data_files"),
+        *((HEAD.format("corpus") + each, "entry 1 in the data_files of configuration 'corpus' is no split") for each in (
+            " []", " {}", "", " 5", " [5]", " [[x]]", " {test: []}", " {test: {a: b}}", "\n  - split: test",
+            "\n  - path: x.jsonl", "\n  - split: [a]\n    path: x.jsonl",
+        )),
+        (HEAD.format("corpus") + "\n" + "  - split: a\n    path: x.jsonl\n" * 2, "entry 2 in the data_files"),
+    ],
+)  # fmt: skip
+def test_a_card_in_another_layout_is_refused(head, sentence, hub):
+    rest = "- config_name: queries\n  data_files: x.jsonl\n- config_name: default\n  data_files: x.jsonl\n"
+    whole = f"{head}\n{rest if head.startswith('configs:' + chr(10)) else ''}"
+    write(hub.folder / "mteb" / "scifact" / "README.md", f"---\n{whole}---\n")
+    with pytest.raises(InputError, match=rf"README.md: {sentence}") as caught:
         mteb.mteb_folder("SciFact", "test")
+    assert "\n" not in str(caught.value)
