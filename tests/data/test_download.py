@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -276,24 +277,23 @@ def test_an_interrupted_download_is_continued(tmp_path, monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     data = gzip.compress(random.Random(0).randbytes(1 << 17))
     part = tmp_path / ".biencoder-nq-dev.json.gz.part"
-    seen: list[bytes] = []
-
-    def give(listener: socket.socket) -> None:
+    script = (
+        "import sys; from pathlib import Path; from contaccum.data import transfer; from contaccum.data.download import dpr_file;"
+        f"transfer.CHUNK = {transfer.CHUNK}; dpr_file('nq-dev', Path(sys.argv[1]), base_url=sys.argv[2])"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        process = subprocess.Popen(
+            [sys.executable, "-c", script, str(tmp_path), url], stderr=subprocess.PIPE, text=True
+        )
         connection, _ = listener.accept()
         with connection:
-            seen.append(connection.recv(4096))
+            asked_first = connection.recv(4096)
             connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(data) + data[: len(data) // 2])
             while not (part.is_file() and part.stat().st_size):
-                pass
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            connection.recv(1)  # until the other end is closed
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=give, args=(listener,))
-        thread.start()
-        with pytest.raises(KeyboardInterrupt):
-            dpr_file("nq-dev", tmp_path, base_url=f"http://127.0.0.1:{listener.getsockname()[1]}")
-        thread.join()
+                time.sleep(0.01)
+            process.send_signal(signal.SIGINT)
+            assert "KeyboardInterrupt" in process.communicate(timeout=60)[1]
     kept = part.stat().st_size
     assert data.startswith(part.read_bytes())
     head = b"HTTP/1.1 206 Partial Content\r\nContent-Length: %d\r\nContent-Range: bytes %d-%d/%d\r\n\r\n"
@@ -309,7 +309,7 @@ def test_an_interrupted_download_is_continued(tmp_path, monkeypatch):
             with pytest.raises(KeyboardInterrupt):
                 dpr_file("nq-dev", tmp_path, base_url=url)
         assert dpr_file("nq-dev", tmp_path, base_url=url).read_bytes() == data
-    assert b"Range" not in seen[0]
+    assert b"Range" not in asked_first
     for start, request in zip((kept, len(data)), asked, strict=True):
         assert b"Range: bytes=%d-" % start in request
     assert not part.exists()
