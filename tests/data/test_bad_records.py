@@ -336,6 +336,7 @@ TINY = [
 
 
 @pytest.mark.filterwarnings("always")
+@pytest.mark.acceptance
 def test_every_verb_takes_the_option(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     folder = str(spoilt_folder(tmp_path / "b").relative_to(tmp_path))

@@ -362,6 +362,7 @@ def peak(make) -> int:
     return found
 
 
+@pytest.mark.acceptance
 def test_memory_holds_the_buffer_and_not_the_set(tmp_path):
     long = " ".join(["word"] * 800)
     small, large = (

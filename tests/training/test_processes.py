@@ -361,6 +361,7 @@ def test_launches_that_are_not_supported_are_refused(environment, words, tmp_pat
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is seen: auto means it")
+@pytest.mark.acceptance
 def test_processes_without_a_gpu_find_each_other_by_default(tmp_path):
     """`run.device auto` leads to the CPU, where each process would otherwise train alone and write over the others."""
     script = tmp_path / "place.py"
