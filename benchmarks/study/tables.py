@@ -221,7 +221,7 @@ def longer(studies: Studies, name: str) -> Table:
 
 
 def hybrid(studies: Studies, name: str) -> Table:
-    """The hybrid with rows weighed by age, beside it without and the two that it joins."""
+    """The hybrid with rows weighed by age, and without, beside the reference."""
     chosen = best_rates(encoders(studies, "medquad") + studies[name])
     wanted = {setting: group for setting, group in chosen.items() if setting.startswith(("grad_cache", "cont_cache"))}
     return against(same_seeds(wanted), "grad_cache")

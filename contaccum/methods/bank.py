@@ -140,9 +140,9 @@ class Bank:
             self.pending.append(rows)
         else:
             self._store(*rows, preview)
-        for bank, preview in zip_longest(self.narrower, narrower):
+        for bank, its_own in zip_longest(self.narrower, narrower):
             cut = partial(self.prefixes.cut, width=bank.dim)
-            bank.push(cut(queries.detach()), cut(passages.detach()), ids, (preview,))
+            bank.push(cut(queries.detach()), cut(passages.detach()), ids, (its_own,))
 
     def end_step(self) -> None:
         """Called after each optimizer step: commits what waits for it, or empties the bank when it is not to be kept."""

@@ -126,8 +126,8 @@ class InfoNCE:
                 sums.add_bank_rows(rows, rows.queries, ids.columns.flatten())
                 n_rows += rows.fill if rows.row_weight == "all" else 0
         value = _WithGradients.apply(queries, current, sums.total, sums.for_queries, sums.for_columns) / n_rows
-        negatives = sums.columns_met - 1 - sums.masked / len(queries)
-        negatives, masked, weight = (value.new_full((), number) for number in (negatives, sums.masked, 1 / n_rows))
+        met = sums.columns_met - 1 - sums.masked / len(queries)
+        negatives, masked, weight = (value.new_full((), number) for number in (met, sums.masked, 1 / n_rows))
         return LossValue(value, negatives, masked, weight, previews=(preview,))
 
     def left_out(self, positives: Tensor, column_ids: Tensor) -> LeftOut:

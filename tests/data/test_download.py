@@ -282,6 +282,7 @@ def test_an_interrupted_download_is_continued(tmp_path, monkeypatch):
         f"transfer.CHUNK = {transfer.CHUNK}; dpr_file('nq-dev', Path(sys.argv[1]), base_url=sys.argv[2])"
     )
     with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(60)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         process = subprocess.Popen(
             [sys.executable, "-c", script, str(tmp_path), url], stderr=subprocess.PIPE, text=True
@@ -290,7 +291,7 @@ def test_an_interrupted_download_is_continued(tmp_path, monkeypatch):
         with connection:
             asked_first = connection.recv(4096)
             connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(data) + data[: len(data) // 2])
-            while not (part.is_file() and part.stat().st_size):
+            while process.poll() is None and not (part.is_file() and part.stat().st_size):
                 time.sleep(0.01)
             process.send_signal(signal.SIGINT)
             assert "KeyboardInterrupt" in process.communicate(timeout=60)[1]
