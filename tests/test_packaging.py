@@ -36,7 +36,11 @@ def test_wheel_and_sdist_hold_what_they_should_and_work(tmp_path):
     subprocess.run(call, check=True, capture_output=True)
     (wheel,), (source,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
     files = set(zipfile.ZipFile(wheel).namelist())
-    ours = {str(path.relative_to(ROOT)) for path in (ROOT / "contaccum").rglob("*.py")} | {"contaccum/py.typed"}
+    ours = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "contaccum").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
     assert {name for name in files if ".dist-info/" not in name} == ours
     assert any(name.endswith("licenses/LICENSE") for name in files)
     with tarfile.open(source) as archive:
