@@ -64,11 +64,14 @@ def run_jobs(jobs: dict[str, Job], folder: Path) -> dict[str, Outcome]:
 
 def main(folder: Path) -> None:
     import torch.distributed as dist
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     jobs = json.loads((folder / "jobs.json").read_text())
     workers = {values["worker"] for values in jobs.values()} - {""}
-    for module in ("contaccum.api", "contaccum.training.loop", "faults", *workers):  # before the first fork
+    heavy = ("contaccum.api", "contaccum.cli", "contaccum.training.loop", "faiss", "faults")
+    for module in (*heavy, *workers):  # before the first fork
         importlib.import_module(module)
+    get_checkpoint_conversion_mapping("bert")  # a table of all architectures, made when the first is asked for
     outcomes = {}
     for name, values in jobs.items():
         # the launcher hosts the store, as torchrun does

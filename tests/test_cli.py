@@ -5,14 +5,17 @@ import os
 import signal
 import subprocess
 import sys
+from argparse import ArgumentError
 from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers import train_config, write_beir
 
+import contaccum
 from contaccum import DualEncoder, evaluate, search, train
 from contaccum.cli import main
+from contaccum.cli.parsers import make_parser
 from contaccum.cli.verbs import VERBS
 from contaccum.config import to_yaml
 
@@ -343,6 +346,35 @@ def test_help_says_meaning_and_default_of_every_field(capsys):
         names = [f"{group.name}.{field.name}" for field in fields(inner)] if is_dataclass(inner) else [group.name]
         for name in names:
             assert f"--{name}" in text
+
+
+def test_the_verb_asked_for_has_the_options_of_the_whole_parser(capsys):
+    """Only its parser is filled; the names of all verbs, and of what a wrong one is told, stay."""
+
+    whole = make_parser()
+
+    def said(parser, arguments: list[str]) -> str:
+        with pytest.raises(SystemExit) as ended:
+            parser.parse_args(arguments)
+        assert ended.value.code == 0
+        return capsys.readouterr().out
+
+    for verb in ("train", "encode", "doctor", "data check", ""):
+        arguments = [*verb.split(), "--help"]
+        assert said(make_parser(arguments), arguments) == said(whole, arguments) != ""
+    for arguments in (["trian"], ["data"], ["data", "chek"], [], ["encode", "check"]):
+        found = []
+        for parser in (make_parser(arguments), whole):
+            with pytest.raises(ArgumentError) as refused:
+                parser.parse_args(arguments)
+            found.append(str(refused.value))
+        assert found[0] == found[1]
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"contaccum {contaccum.__version__}\n")
 
 
 def test_start_up_needs_no_torch():

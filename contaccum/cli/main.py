@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         arguments = sys.argv[1:] if arguments is None else arguments
         refuse_whole_groups(arguments)
-        chosen = make_parser().parse_args(arguments)
+        chosen = make_parser(arguments).parse_args(arguments)
         path, options = chosen.subcommand, chosen[chosen.subcommand]
         if path == "data":
             path, options = f"data {options.subcommand}", options[options.subcommand]

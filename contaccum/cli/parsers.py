@@ -4,6 +4,7 @@ from typing import Any
 
 from jsonargparse import ActionConfigFile, ArgumentParser, set_parsing_settings
 
+from contaccum import __version__
 from contaccum.config import GROUPS, TrainConfig
 from contaccum.config.file import check_config_file
 from contaccum.errors import InputError
@@ -17,38 +18,27 @@ set_parsing_settings(
 )
 
 
-def make_parser() -> ArgumentParser:
-    parser = _new("contaccum", "Train dense retrievers under a fixed memory budget, and search and evaluate with them.")
+def make_parser(arguments: list[str] | None = None) -> ArgumentParser:
+    """The parser of all verbs; of ``arguments`` where given, which takes a quarter of the time: only the verb that they begin
+    with has its options, and the others their names and help."""
+    parser = _new(
+        "contaccum",
+        "Train dense retrievers under a fixed memory budget, and search and evaluate with them.",
+        version=__version__,
+    )
+    every = arguments is None or "--print_completion" in " ".join(arguments)
+    chosen = arguments[0] if arguments else ""
     verbs = parser.add_subcommands(metavar="VERB")
-    verbs.add_subcommand("train", train_parser(), help="train a retriever by one of six memory methods")
-    verbs.add_subcommand("encode", _encode_parser(), help="turn a corpus or queries into shards of vectors")
-    verbs.add_subcommand("search", _search_parser(), help="find passages for a split's queries, or for one query")
-    verbs.add_subcommand("explore", _explore_parser(), help="see in a browser what retrievers find, side by side")
-    verbs.add_subcommand("evaluate", _evaluate_parser(), help="score a retriever, or a run file")
-    verbs.add_subcommand("mine", _mine_parser(), help="write training data with mined hard negatives")
-    verbs.add_subcommand("rounds", rounds_parser(), help="train, mine with the model, train again")
-    verbs.add_subcommand("compare", _compare_parser(), help="train methods, settings and seeds, and weigh them")
-    verbs.add_subcommand("plan", plan_parser(), help="predict what fits into memory, and what a corpus costs")
-    verbs.add_subcommand(
-        "verify", _verify_parser(), help="hold the methods' equivalences on your model, data and device"
-    )
-    verbs.add_subcommand("report", _report_parser(), help="put training runs side by side: table, tests, page")
-    verbs.add_subcommand("merge", _merge_parser(), help="make plain weights of a model that was trained with LoRA")
-    verbs.add_subcommand("push", _push_parser(), help="write a model's card and send both to the Hugging Face Hub")
-    doctor = _new(
-        "contaccum doctor",
-        "Try what training and searching need on this machine: versions, devices, faiss on CPU and GPU, import order, "
-        "flash-attention, memory, disks, network. Exit code 1 when something that is needed does not work.",
-        "%(prog)s [--help]",
-    )
-    verbs.add_subcommand("doctor", doctor, help="say what works on this machine, and what to do about what does not")
+    for name, (make, line) in _VERBS.items():
+        verbs.add_subcommand(name, make() if every or name == chosen else _new(f"contaccum {name}", ""), help=line)
     data = _new("contaccum data", "Look at data sets and change their form.")
     verbs.add_subcommand("data", data, help="check or convert a data set")
-    forms = data.add_subcommands(metavar="VERB")
-    forms.add_subcommand("check", _check_parser(), help="validate a data set and print its statistics")
-    forms.add_subcommand("convert", _convert_parser(), help="write a data set in another format")
-    forms.add_subcommand("fetch", _fetch_parser(), help="download a data set by its name")
-    forms.add_subcommand("demo", _demo_parser(), help="write the demo data set")
+    if every or chosen == "data":
+        forms = data.add_subcommands(metavar="VERB")
+        forms.add_subcommand("check", _check_parser(), help="validate a data set and print its statistics")
+        forms.add_subcommand("convert", _convert_parser(), help="write a data set in another format")
+        forms.add_subcommand("fetch", _fetch_parser(), help="download a data set by its name")
+        forms.add_subcommand("demo", _demo_parser(), help="write the demo data set")
     return parser
 
 
@@ -61,8 +51,8 @@ def refuse_whole_groups(arguments: list[str]) -> None:
         raise InputError(f"{name} is a group of settings, expected {name}.FIELD VALUE, or --config FILE")
 
 
-def _new(prog: str, description: str, usage: str = "%(prog)s [--help] VERB ...") -> ArgumentParser:
-    return ArgumentParser(prog=prog, description=description, usage=usage, exit_on_error=False)
+def _new(prog: str, description: str, usage: str = "%(prog)s [--help] VERB ...", **more: Any) -> ArgumentParser:
+    return ArgumentParser(prog=prog, description=description, usage=usage, exit_on_error=False, **more)
 
 
 class _ConfigFile(ActionConfigFile):
@@ -429,3 +419,31 @@ def _add_max_bad_records(parser: ArgumentParser) -> None:
         metavar="N",
         help="leave out up to N records of each file that cannot be read, listed in a file that a warning names (default: 0)",
     )
+
+
+def _doctor_parser() -> ArgumentParser:
+    return _new(
+        "contaccum doctor",
+        "Try what training and searching need on this machine: versions, devices, faiss on CPU and GPU, import order, "
+        "flash-attention, memory, disks, network. Exit code 1 when something that is needed does not work.",
+        "%(prog)s [--help]",
+    )
+
+
+_VERBS = {
+    "train": (train_parser, "train a retriever by one of six memory methods"),
+    "encode": (_encode_parser, "turn a corpus or queries into shards of vectors"),
+    "search": (_search_parser, "find passages for a split's queries, or for one query"),
+    "explore": (_explore_parser, "see in a browser what retrievers find, side by side"),
+    "evaluate": (_evaluate_parser, "score a retriever, or a run file"),
+    "mine": (_mine_parser, "write training data with mined hard negatives"),
+    "rounds": (rounds_parser, "train, mine with the model, train again"),
+    "compare": (_compare_parser, "train methods, settings and seeds, and weigh them"),
+    "plan": (plan_parser, "predict what fits into memory, and what a corpus costs"),
+    "verify": (_verify_parser, "hold the methods' equivalences on your model, data and device"),
+    "report": (_report_parser, "put training runs side by side: table, tests, page"),
+    "merge": (_merge_parser, "make plain weights of a model that was trained with LoRA"),
+    "push": (_push_parser, "write a model's card and send both to the Hugging Face Hub"),
+    "doctor": (_doctor_parser, "say what works on this machine, and what to do about what does not"),
+}
+"""What makes each verb's parser, and its line in `contaccum --help`; `data`, which has verbs of its own, comes after them."""
