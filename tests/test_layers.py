@@ -21,13 +21,14 @@ FLOORS = [
 MAY_STAND_BESIDE = {
     ("engine", "encoder"),  # an engine runs an encoder
 }
+PARSERS = [f"cli/parsers/{name}.py" for name in ("__init__", "common", "data", "retrieval", "training")]
 HOMES = {
     "faiss": {"retrieval/index.py"},
     "accelerate": {"engine.py"},
     "torch.distributed": {"processes.py"},
     "bm25s": {"retrieval/bm25.py"},
     "pytrec_eval": {"evaluation/beir.py"},
-    "jsonargparse": {"cli/main.py", "cli/parsers.py", "cli/verbs.py"},
+    "jsonargparse": {"cli/main.py", "cli/verbs.py", *PARSERS},
     "bitsandbytes": {"training/optimizer.py"},
     "peft": {"encoder/adapters.py"},
     "scipy": {"evaluation/significance.py"},
@@ -41,12 +42,14 @@ LIGHT = [
     "__init__.py",
     "cli/__init__.py",
     "cli/main.py",
-    "cli/parsers.py",
+    *PARSERS,
     "cli/verbs.py",
     "config/__init__.py",
     "config/file.py",
     "config/rules.py",
+    "config/mapping.py",
     "config/settings.py",
+    "config/traits.py",
     "options.py",
     "errors.py",
     "launch.py",

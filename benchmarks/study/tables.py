@@ -317,7 +317,7 @@ TABLES: dict[str, tuple[Callable[[Studies, str], Table], str]] = {
     "tied": (order, "tied"),
     "six": (order, "six"),
     "n128": (quality, "n128"),
-    "demo": (order, "demo"),
+    "demo": (quality, "demo"),
     "switches": (switches, "switches"),
     "cut": (cuts, "cut"),
     "time": (longer, "time-aged"),

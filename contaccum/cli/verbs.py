@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from jsonargparse import Namespace
 
-from contaccum.cli.parsers import plan_parser, rounds_parser, train_parser
+from contaccum.cli.parsers.training import plan_parser, rounds_parser, train_parser
 from contaccum.config import TrainConfig, validate
 from contaccum.errors import InputError
 from contaccum.launch import is_main, process_place

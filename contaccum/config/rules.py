@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any, get_args
 
+from contaccum.config.mapping import parse_bytes, value_at
 from contaccum.config.settings import (
     GROUPS,
     METRIC_CUTS,
     METRIC_MEASURES,
-    TRAITS,
     AdapterConfig,
     BatchConfig,
     DataConfig,
@@ -19,9 +19,8 @@ from contaccum.config.settings import (
     OptimConfig,
     RunConfig,
     TrainConfig,
-    parse_bytes,
-    value_at,
 )
+from contaccum.config.traits import TRAITS
 from contaccum.errors import InputError
 
 

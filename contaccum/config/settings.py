@@ -1,44 +1,13 @@
 """Every setting of a training run, its meaning, unit and default. Imports no torch."""
 
-import re
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Literal
 
-import yaml
-
+from contaccum.config.traits import TRAITS, MethodName, Traits
 from contaccum.errors import InputError
 
 METRIC_MEASURES = ("ndcg", "map", "recall", "precision", "mrr")
 METRIC_CUTS = (1, 3, 5, 10, 20, 100)
-
-MethodName = Literal["in_batch", "grad_accum", "grad_cache", "passage_bank", "cont_accum", "cont_cache"]
-
-
-@dataclass(frozen=True)
-class Traits:
-    """What must be known of a method before anything is loaded."""
-
-    bank: Literal["none", "passages", "pairs"]
-    """What its bank holds."""
-    two_pass: bool = False
-    """Whether a whole step meets the loss at once, encoded twice."""
-    whole: bool = False
-    """Whether a step is one micro-batch."""
-
-    @property
-    def pushes_whole_step(self) -> bool:
-        return self.two_pass and self.bank != "none"
-
-
-TRAITS: dict[str, Traits] = {
-    "in_batch": Traits("none", whole=True),
-    "grad_accum": Traits("none"),
-    "grad_cache": Traits("none", two_pass=True),
-    "passage_bank": Traits("passages"),
-    "cont_accum": Traits("pairs"),
-    "cont_cache": Traits("pairs", two_pass=True),
-}
 
 
 @dataclass
@@ -391,34 +360,3 @@ class TrainConfig:
 
 GROUPS = tuple(each.name for each in fields(TrainConfig) if is_dataclass(getattr(TrainConfig(), each.name)))
 """The settings that are groups of settings."""
-
-
-BYTES = {"GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6}
-
-
-def parse_bytes(text: str, name: str = "run.memory_budget") -> int:
-    """A number of bytes written like 11GB, 10.5 GiB or 512MB; GB and MB are decimal, GiB and MiB binary. Errors name ``name``."""
-    found = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(BYTES)})", text.strip())
-    if not found or not float(found[1]):
-        raise InputError(f"{name} is {text!r}, expected a number above 0 with one of {', '.join(BYTES)}, such as 11GB")
-    return int(float(found[1]) * BYTES[found[2]])
-
-
-def value_at(config: Any, name: str) -> Any:
-    """The setting called ``group.field``."""
-    for part in name.split("."):
-        config = getattr(config, part)
-    return config
-
-
-def from_mapping(values: Mapping[str, Any]) -> TrainConfig:
-    """The config of nested mappings, as ``asdict`` gives them."""
-    groups = {f.name: f.default_factory for f in fields(TrainConfig) if f.default_factory is not MISSING}
-    config = TrainConfig(**{k: groups[k](**v) if k in groups else v for k, v in values.items()})
-    config.data.mixture = [MixtureConfig(**each) for each in values.get("data", {}).get("mixture", [])]
-    return config
-
-
-def to_yaml(config: TrainConfig) -> str:
-    """The complete config, every field, as YAML."""
-    return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)

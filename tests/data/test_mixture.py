@@ -13,8 +13,8 @@ from launched import Job, run_jobs
 
 from contaccum.batch import NO_PASSAGE
 from contaccum.cli import main
-from contaccum.config import DataConfig, to_yaml, validate
-from contaccum.config.settings import MixtureConfig, from_mapping
+from contaccum.config import DataConfig, from_mapping, to_yaml, validate
+from contaccum.config.settings import MixtureConfig
 from contaccum.data.dataset import load_training
 from contaccum.data.sampler import MixtureSampler, make_sampler
 from contaccum.engine import Engine
