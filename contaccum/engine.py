@@ -60,31 +60,7 @@ class Engine(Processes):
         loss stay in fp32). tf32: until ``close``, CUDA multiplies fp32 matrices in TF32. trackers: names that accelerate knows,
         e.g. tensorboard. timeout_minutes: how long a process waits for the others before it gives up.
         """
-        _refuse_sharding()
-        wait = datetime.timedelta(minutes=timeout_minutes)
-        group = InitProcessGroupKwargs(timeout=wait)
-        # the class has no field for a store, and accelerate takes no class derived from it
-        group.to_kwargs = partial(dict, timeout=wait, **own_keys(wait))
-        try:
-            self.accelerator = Accelerator(
-                mixed_precision=ACCELERATE_PRECISION[precision],
-                cpu=encoding_device(device).type == "cpu",  # else several processes without a GPU would each be alone
-                log_with=trackers or None,
-                project_dir=tracker_dir,
-                kwargs_handlers=[group],
-            )
-        except (ValueError, ImportError) as error:
-            raise InputError(
-                f"run.precision {precision} and run.trackers {trackers} cannot be had here: {error}"
-            ) from error
-        if len(self.accelerator.log_with) < len(trackers or []):  # accelerate leaves out what is not installed
-            raise InputError(
-                f"run.trackers is {trackers}, expected names whose packages are installed: {TENSORBOARD_HINT} for tensorboard"
-            )
-        if self.accelerator.distributed_type not in PLAIN:
-            raise InputError(
-                f"launched for {self.accelerator.distributed_type.value}, expected one process or data-parallel processes"
-            )
+        self.accelerator = _accelerator(device, precision, trackers or [], tracker_dir, timeout_minutes)
         # a trainer of another library that broke off in this process may have left updates switched off
         self.accelerator.gradient_state._set_sync_gradients(True)
         place = self.accelerator
@@ -283,6 +259,38 @@ class Engine(Processes):
             torch.cuda.reset_peak_memory_stats(self.device)
         else:
             reset_peak_resident()
+
+
+def _accelerator(
+    device: str, precision: str, trackers: list[str], tracker_dir: str | None, timeout_minutes: float
+) -> Accelerator:
+    """accelerate's own object for one process, or one of several that hold the whole model; else InputError."""
+    _refuse_sharding()
+    wait = datetime.timedelta(minutes=timeout_minutes)
+    group = InitProcessGroupKwargs(timeout=wait)
+    # the class has no field for a store, and accelerate takes no class derived from it
+    group.to_kwargs = partial(dict, timeout=wait, **own_keys(wait))
+    try:
+        accelerator = Accelerator(
+            mixed_precision=ACCELERATE_PRECISION[precision],
+            cpu=encoding_device(device).type == "cpu",  # else several processes without a GPU would each be alone
+            log_with=trackers or None,
+            project_dir=tracker_dir,
+            kwargs_handlers=[group],
+        )
+    except (ValueError, ImportError) as error:
+        raise InputError(
+            f"run.precision {precision} and run.trackers {trackers} cannot be had here: {error}"
+        ) from error
+    if len(accelerator.log_with) < len(trackers):  # accelerate leaves out what is not installed
+        raise InputError(
+            f"run.trackers is {trackers}, expected names whose packages are installed: {TENSORBOARD_HINT} for tensorboard"
+        )
+    if accelerator.distributed_type not in PLAIN:
+        raise InputError(
+            f"launched for {accelerator.distributed_type.value}, expected one process or data-parallel processes"
+        )
+    return accelerator
 
 
 def _refuse_sharding() -> None:
