@@ -11,7 +11,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from contaccum.cli.parsers import make_parser
-from contaccum.config import GROUPS, TrainConfig
+from contaccum.config import TrainConfig
 
 COMMANDS = "reference/commands.md"
 OTHER = "More"
@@ -59,7 +59,7 @@ def command_reference() -> str:
         "Ctrl-C; 143 SIGTERM.",
     ]
     for name, parser in leaves(make_parser()):
-        text += [f"## {name}", parser.description, f"    {parser.usage % {'prog': name}}"]
+        text += [f"## {name}", parser.description, f"    {parser.usage}"]
         shared = False
         for group in parser._action_groups:
             options = [action for action in group._group_actions if _shown(action)]
@@ -85,10 +85,7 @@ def leaves(parser: ArgumentParser, name: str = "contaccum") -> Iterator[tuple[st
 
 
 def _shown(action: argparse.Action) -> bool:
-    hidden = action.help == argparse.SUPPRESS or any(option in HIDDEN for option in action.option_strings)
-    return not hidden and not (
-        action.dest in GROUPS and type(action).__name__ == "_ActionConfigLoad"
-    )  # a group as a file
+    return action.help != argparse.SUPPRESS and not any(option in HIDDEN for option in action.option_strings)
 
 
 def _option(action: argparse.Action) -> tuple[str, str | None]:

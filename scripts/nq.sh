@@ -11,24 +11,7 @@ output=$1
 shift
 . "$(dirname "$0")/environment.sh"
 
-base=https://dl.fbaipublicfiles.com/dpr
-fetch() { # URL FILE: the file appears whole or not at all; a broken download goes on where it stopped
-    [ -e "$2" ] && return
-    mkdir -p "$(dirname "$2")"
-    curl --fail --location --retry 5 --continue-at - --output "$2.part" "$1" && mv "$2.part" "$2"
-}
-if [ -z "${TRAIN:-}" ]; then
-    TRAIN=$root/data/downloads/biencoder-nq-train.json.gz
-    fetch "$base/data/retriever/biencoder-nq-train.json.gz" "$TRAIN"
-fi
-if [ -z "${PASSAGES:-}" ]; then
-    PASSAGES=$root/data/downloads/psgs_w100.tsv.gz
-    fetch "$base/wikipedia_split/psgs_w100.tsv.gz" "$PASSAGES"
-fi
-if [ -z "${QUESTIONS:-}" ]; then
-    QUESTIONS=$root/data/downloads/nq-test.qa.csv
-    fetch "$base/data/retriever/nq-test.qa.csv" "$QUESTIONS"
-fi
+TRAIN=${TRAIN:-dpr/nq-train} PASSAGES=${PASSAGES:-dpr/psgs_w100} QUESTIONS=${QUESTIONS:-dpr/nq-test-questions} # fetched by name
 
 launch=(${LAUNCH:-python -m})
 "${launch[@]}" contaccum train --config "$root/configs/paper/nq.yaml" --data.train "$TRAIN" --output_dir "$output" --resume "$@"

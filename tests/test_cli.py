@@ -371,6 +371,22 @@ def test_the_verb_asked_for_has_the_options_of_the_whole_parser(capsys):
         assert found[0] == found[1]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "near"),
+    [
+        (["--batch_size", 8], "; see --batch.global_batch_size, --batch.micro_batch_size"),
+        (["--learning_rate=1e-3", "--epochs", 3], "; see --optim.learning_rate, --optim.epochs"),
+        (["--bank.sise", 3], "; see --bank.size"),
+        (["--zzz", 3], ""),
+    ],
+)
+def test_an_unknown_setting_is_answered_with_those_like_it(arguments, near, capsys):
+    code, _, said = call(capsys, "train", *arguments)
+    told = " ".join(map(str, arguments))
+    assert (code, said) == (2, f"contaccum: unrecognized arguments: {told}{near}\n")
+    assert "see" not in call(capsys, "search", *arguments)[2]
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--version"])

@@ -2,7 +2,7 @@
 
 None is part of the package. The loss is taken by autograd over the full matrix of current and stored rows, without the kept
 sums of the package's bank, so that anything may change from one micro-batch to the next. ``Idea()`` changes nothing and gives
-what `cont_accum` gives (tests/test_study.py).
+what `cont_accum` gives (tests/study/test_study_scripts.py).
 """
 
 import copy

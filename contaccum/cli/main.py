@@ -11,7 +11,7 @@ from typing import Any
 
 from jsonargparse import Namespace
 
-from contaccum.cli.parsers import make_parser, refuse_whole_groups
+from contaccum.cli.parsers import make_parser, refuse_whole_groups, settings_like
 from contaccum.cli.verbs import VERBS
 from contaccum.errors import Failed, InputError, Interrupted
 from contaccum.launch import process_place
@@ -27,8 +27,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one verb; returns the exit code: 0 done, 2 the user's input or disk, 130 Ctrl-C, 143 SIGTERM, 141 nobody reads what
     it prints; else raises (1)."""
     warnings.showwarning = _show_warning
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        arguments = sys.argv[1:] if arguments is None else arguments
         refuse_whole_groups(arguments)
         chosen = make_parser(arguments).parse_args(arguments)
         path, options = chosen.subcommand, chosen[chosen.subcommand]
@@ -42,7 +42,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (Failed, InputError, Interrupted) as error:
         return _fail(str(error), error.exit_code)
     except ArgumentError as error:
-        return _fail(" ".join(str(error).split()), InputError.exit_code)
+        sentence = " ".join(str(error).split())
+        return _fail(sentence + settings_like(arguments, sentence), InputError.exit_code)
     except BrokenPipeError:
         if not _output_is_left():
             raise

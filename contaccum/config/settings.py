@@ -38,7 +38,7 @@ class ModelConfig:
     dropout: float | None = None
     """Dropout of both towers in training, a share between 0 and 1. Not given: what the encoder's own config says."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    """Recompute activations in the backward pass: less memory, half as much time again."""
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
     """How attention is computed; `auto` is what transformers chooses, SDPA where the family has it. `flash_attention_2` needs
     the package flash-attn, CUDA and half precision."""

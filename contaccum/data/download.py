@@ -158,7 +158,10 @@ def _checked_name(name: str, forum: str) -> str:
         )
     if name not in MD5 and name not in UNCHECKED:
         names = ", ".join(sorted([*MD5, *UNCHECKED]))
-        raise InputError(f"{name}: no such folder, and no data set of that name, expected a path or one of {names}")
+        raise InputError(
+            f"{name}: no such folder, and no data set of that name, expected a path, one of {names}, or a name that begins "
+            "with nanobeir/, mteb/, miracl/, dpr/ or hub: (contaccum data fetch --help)"
+        )
     if (forum not in FORUMS) if name == "cqadupstack" else forum:
         expected = f"cqadupstack/FORUM, FORUM one of {', '.join(FORUMS)}" if name == "cqadupstack" else repr(name)
         raise InputError(f"{name}{'/' + forum if forum else ''}: not one data set, expected {expected}")

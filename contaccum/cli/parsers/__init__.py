@@ -1,5 +1,8 @@
 """The parser of each verb: its options and their help. No logic."""
 
+import difflib
+from dataclasses import fields
+
 from jsonargparse import ArgumentParser
 
 from contaccum import __version__
@@ -16,7 +19,7 @@ from contaccum.cli.parsers.training import (
     train_parser,
     verify_parser,
 )
-from contaccum.config import GROUPS
+from contaccum.config import GROUPS, TrainConfig
 from contaccum.errors import InputError
 
 
@@ -50,9 +53,24 @@ def refuse_whole_groups(arguments: list[str]) -> None:
     """InputError for --GROUP VALUE, by which the library takes a group from a file, a mapping or a class; we take its fields."""
     verb, *options = arguments or [""]
     whole = {option.partition("=")[0] for option in options} & {f"--{group}" for group in GROUPS}
-    if whole and verb in ("train", "rounds", "compare", "verify", "plan"):
+    if whole and verb in TRAINING:
         name = min(whole)
         raise InputError(f"{name} is a group of settings, expected {name}.FIELD VALUE, or --config FILE")
+
+
+def settings_like(arguments: list[str], sentence: str) -> str:
+    """What to look at, behind a sentence on options that no parser knows: `--batch_size` is near `--batch.micro_batch_size`."""
+    _, _, unknown = sentence.partition("unrecognized arguments: ")
+    if not unknown or arguments[0] not in TRAINING:
+        return ""
+    whole = TrainConfig()
+    options = [(field.name, f"--{group}.{field.name}") for group in GROUPS for field in fields(getattr(whole, group))]
+    names = {name for name, _ in options}
+    near: list[str] = []
+    for word in (word.partition("=")[0].lstrip("-").rpartition(".")[2] for word in unknown.split() if word[:2] == "--"):
+        like = [word] if word in names else difflib.get_close_matches(word, names, n=2, cutoff=0.65)
+        near += [option for name, option in options if name in like]
+    return f"; see {', '.join(dict.fromkeys(near))}" if near else ""
 
 
 def doctor_parser() -> ArgumentParser:
@@ -63,6 +81,9 @@ def doctor_parser() -> ArgumentParser:
         "%(prog)s [--help]",
     )
 
+
+TRAINING = ("train", "rounds", "compare", "verify", "plan")
+"""The verbs that take every setting of a training run."""
 
 _VERBS = {
     "train": (train_parser, "train a retriever by one of six memory methods"),

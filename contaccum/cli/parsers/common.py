@@ -1,10 +1,12 @@
 """What the parsers of several verbs share."""
 
+import argparse
+from collections.abc import Collection
 from typing import Any
 
 from jsonargparse import ActionConfigFile, ArgumentParser, set_parsing_settings
 
-from contaccum.config import GROUPS
+from contaccum.config import GROUPS, TrainConfig
 from contaccum.config.file import check_config_file
 
 set_parsing_settings(
@@ -16,6 +18,7 @@ set_parsing_settings(
 
 
 def new_parser(prog: str, description: str, usage: str = "%(prog)s [--help] VERB ...", **more: Any) -> ArgumentParser:
+    usage = usage.replace("%(prog)s", prog)  # the library would put the main parser's own usage in between
     return ArgumentParser(prog=prog, description=description, usage=usage, exit_on_error=False, **more)
 
 
@@ -25,6 +28,15 @@ class ConfigFile(ActionConfigFile):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         check_config_file(values, GROUPS)
         super().__call__(parser, namespace, values, option_string)
+
+
+def add_settings(parser: ArgumentParser, skip: Collection[str] = (), unsaid: Collection[str] = ()) -> None:
+    """All settings of a training run but ``skip``; of ``unsaid`` the help says nothing."""
+    parser.add_class_arguments(TrainConfig, None, skip=set(skip))
+    for action in parser._actions:
+        # a group as a whole is refused (refuse_whole_groups)
+        if type(action).__name__ == "_ActionConfigLoad" or action.dest in unsaid:
+            action.help = argparse.SUPPRESS
 
 
 def add_strict(parser: ArgumentParser) -> None:

@@ -13,7 +13,8 @@ def encode_parser() -> ArgumentParser:
         "under torchrun each process makes its own shards.",
         "%(prog)s --model DIR --input FILE_OR_BEIR_DIR --output DIR [options]",
     )
-    parser.add_class_arguments(ModelChoice, None)
+    parser.add_class_arguments(ModelChoice, None, skip={"model"})
+    parser.add_argument("--model", required=True, help="folder that we trained, any encoder folder, or a hub name")
     parser.add_argument("--input", required=True, help="BEIR folder or name, corpus.jsonl or passages TSV")
     parser.add_argument("--output", required=True, help="folder for the shards")
     parser.add_argument("--kind", choices=["passage", "query"], default="passage", help="which texts of the input")

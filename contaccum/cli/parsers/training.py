@@ -2,8 +2,7 @@
 
 from jsonargparse import ArgumentParser
 
-from contaccum.cli.parsers.common import ConfigFile, new_parser
-from contaccum.config import TrainConfig
+from contaccum.cli.parsers.common import ConfigFile, add_settings, new_parser
 from contaccum.options import MineSettings, RoundsOptions, StudyOptions
 
 
@@ -14,7 +13,7 @@ def train_parser() -> ArgumentParser:
         "%(prog)s --config FILE [--method NAME] [--output_dir DIR] [--resume [--allow_changes true]] [--GROUP.FIELD VALUE ...]",
     )
     parser.add_argument("--config", action=ConfigFile, help="YAML file with any of the settings below")
-    parser.add_class_arguments(TrainConfig, None, skip={"resume"})
+    add_settings(parser, skip={"resume"})
     parser.add_argument(
         "--resume", action="store_true", help="continue the run in output_dir from its newest checkpoint"
     )
@@ -32,7 +31,7 @@ def rounds_parser() -> ArgumentParser:
     parser.add_argument("--config", action=ConfigFile, help="YAML file with any of the settings below")
     parser.add_class_arguments(RoundsOptions, "rounds")
     parser.add_class_arguments(MineSettings, "mine")
-    parser.add_class_arguments(TrainConfig, None, skip={"resume", "allow_changes"})
+    add_settings(parser, skip={"resume", "allow_changes"})
     return parser
 
 
@@ -50,7 +49,7 @@ def compare_parser() -> ArgumentParser:
         "--vary", nargs="+", default=[], metavar="GROUP.FIELD=v1,v2",
         help="settings to vary: every combination is run with every method that reads the setting",
     )  # fmt: skip
-    parser.add_class_arguments(TrainConfig, None)
+    add_settings(parser, unsaid={"resume"})  # stands in every config.yaml; here unfinished runs always go on
     return parser
 
 
@@ -66,7 +65,7 @@ def plan_parser() -> ArgumentParser:
     parser.add_argument("--methods", help="names joined by commas; all six when not given")
     parser.add_argument("--corpus_size", type=int, help="passages of a corpus to plan for")
     parser.add_argument("--output", help="JSON file to write the plan to")
-    parser.add_class_arguments(TrainConfig, None, skip={"resume"})
+    add_settings(parser, skip={"resume"})
     return parser
 
 
@@ -79,7 +78,7 @@ def verify_parser() -> ArgumentParser:
         "%(prog)s --config FILE [--method NAME] [--GROUP.FIELD VALUE ...]",
     )
     parser.add_argument("--config", action=ConfigFile, help="YAML file with any of the settings of `contaccum train`")
-    parser.add_class_arguments(TrainConfig, None)
+    add_settings(parser, unsaid={"resume"})  # stands in every config.yaml; here unfinished runs always go on
     return parser
 
 
