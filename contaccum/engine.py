@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.state import AcceleratorState
-from accelerate.utils import InitProcessGroupKwargs
+from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch import Tensor
 
@@ -74,6 +74,7 @@ class Engine(Processes):
         self.tf32 = tf32 and not torch.backends.cuda.matmul.allow_tf32
         if self.tf32:
             torch.backends.cuda.matmul.allow_tf32 = True
+        self.limited = False
         self.seed = seed
         self.step = 0
         """Optimizer steps taken; with the seed it decides every random draw."""
@@ -105,7 +106,8 @@ class Engine(Processes):
         whole = torch.cuda.get_device_properties(self.device).total_memory
         if budget > whole:
             raise InputError(f"run.memory_budget is {budget} bytes, expected at most the GPU's {whole}")
-        torch.cuda.set_per_process_memory_fraction(budget / whole, self.device)
+        torch.cuda.set_per_process_memory_fraction(budget / whole, self.device.index)  # none: the only GPU
+        self.limited = True
 
     def begin_step(self, step: int) -> None:
         """``step``: optimizer steps taken before."""
@@ -172,10 +174,11 @@ class Engine(Processes):
         self.optimizer.zero_grad(set_to_none=not self.encoder.graphs)
         self._encoded = []
 
-    def all_rows(self, own: Tensor) -> Tensor:
-        """As for any processes, and counted."""
+    def gather(self, own: Tensor) -> list[Tensor]:
+        """As for any processes, and counted once it is done: memory may run out before."""
+        parts = super().gather(own)
         self.gathers += self.world > 1
-        return super().all_rows(own)
+        return parts
 
     def reduce_gradients(self) -> None:
         """Sum the gradients over the processes, once a step."""
@@ -212,6 +215,10 @@ class Engine(Processes):
     def scaler_state(self) -> dict[str, Any]:
         return self.accelerator.scaler.state_dict() if self.accelerator.scaler is not None else {}
 
+    def loss_scale(self) -> float:
+        """What fp16's scaler multiplies the loss by; 1 without one."""
+        return float(self.accelerator.scaler.get_scale()) if self.accelerator.scaler is not None else 1.0
+
     def load_scaler_state(self, state: dict[str, Any]) -> None:
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(state)
@@ -226,9 +233,11 @@ class Engine(Processes):
         self.accelerator.log(values, step=step)
 
     def close(self) -> None:
-        """End trackers and the process group, and let a later run in this process choose its own device and precision."""
+        """End trackers and the process group, and let a later run in this process choose its own device, precision and memory."""
         if self.tf32:
             torch.backends.cuda.matmul.allow_tf32 = False
+        if self.limited:
+            torch.cuda.set_per_process_memory_fraction(1.0, self.device.index)
         self.accelerator.end_training()
         self._forget_choices(group=True)  # it has ended the group, which a next run would take for alive
 
@@ -277,6 +286,8 @@ def _accelerator(
             log_with=trackers or None,
             project_dir=tracker_dir,
             kwargs_handlers=[group],
+            # else a number in the environment would divide every gradient
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         )
     except (ValueError, ImportError) as error:
         raise InputError(

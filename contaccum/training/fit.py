@@ -123,7 +123,7 @@ def try_step(
     """The step's gradients, by the method; None where memory ran out in any process: then they and the bank are as before.
 
     All processes learn of it at the step's end. What runs out of memory elsewhere (in the optimizer, in an evaluation) ends
-    the run, and so does a process that has no memory left even for the vectors that the others wait for.
+    the run, and so does a process that has no memory left for the vectors that the others wait for, once its own pass is let go.
     """
     losses: list[LossValue] | None = None
     try:

@@ -12,7 +12,7 @@ from contaccum.batch import MicroBatch
 from contaccum.config import METRIC_CUTS, TrainConfig, check_total, parse_bytes, to_yaml, validate
 from contaccum.data.stream import StreamSet, open_training
 from contaccum.data.tables import RetrievalSet, load_retrieval_set
-from contaccum.engine import Engine, SharedEncoder
+from contaccum.engine import Engine, SharedEncoder, out_of_memory
 from contaccum.errors import InputError, Interrupted, NotFiniteError
 from contaccum.evaluation.beir import evaluate_encoder
 from contaccum.files import write_json
@@ -30,6 +30,11 @@ from contaccum.training.log import RunLog
 from contaccum.training.optimizer import learning_rate_factor, make_optimizer, set_learning_rate, warmup_steps
 from contaccum.training.signals import StopSignals
 
+_ALL_OUT_OF_MEMORY = (
+    "memory ran out outside a step's passes (weights, the bank, the optimizer or an evaluation), where smaller micro-batches do "
+    "not help, expected it to fit; optim.name adamw_8bit, lora.rank, model.tie_towers, run.eval_batch_tokens or a smaller model "
+    "take less, and --resume goes on from the last checkpoint"
+)
 DEV_METRICS_FILE = "dev_metrics.json"
 DEV_DEPTH = max(METRIC_CUTS)
 """Passages retrieved per dev query."""
@@ -57,10 +62,12 @@ def train(config: TrainConfig) -> Path:
             training = Training(config, engine)
             with signals.deferred():
                 folder = training.run(signals)
-        except BaseException:
+        except BaseException as error:
             # of several, none leaves the others, who then fail too, before its own error is on record
             if engine.world == 1:
                 engine.close()
+            if out_of_memory(error):
+                raise InputError(_ALL_OUT_OF_MEMORY) from error
             raise
         engine.close()
         return folder
@@ -205,6 +212,13 @@ class Training:
         set_learning_rate(engine.optimizer, rate)
         scale = engine.clip(norm, config.optim.max_grad_norm)
         engine.update()
+        if (
+            not finite and engine.loss_scale() < 1
+        ):  # no overflow: the scaler would halve it without end, and take no step
+            raise NotFiniteError(
+                f"step {self.done + 1}: the gradient's norm is {norm} although the loss is scaled by {engine.loss_scale():g}, "
+                "expected a finite number"
+            )
         self.bank.end_step()
         return {
             "step": self.done + 1,

@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from contaccum import DualEncoder
 from contaccum.config import METRIC_CUTS, METRIC_MEASURES, TRAITS, OptimConfig
 from contaccum.data.tables import load_retrieval_set
 from contaccum.encoder import Tower
+from contaccum.engine import Engine
 from contaccum.errors import InputError
 from contaccum.evaluation.beir import evaluate_encoder
 from contaccum.files import read_json
@@ -275,6 +277,38 @@ print(inside / 2**28, (engine.peak_memory() - start) / 2**27)
     inside, after = map(float, done.stdout.split())
     assert inside < 0.2
     assert 0.9 < after < 1.3
+
+
+def test_a_memory_budget_caps_the_gpu_of_a_process_alone(monkeypatch):
+    """accelerate gives such a process a device without an index, which torch's function refuses; its check is real."""
+    caps = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda.memory, "_lazy_init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 10**9))
+    monkeypatch.setattr(
+        torch._C, "_cuda_setMemoryFraction", lambda share, device: caps.append((share, device)), raising=False
+    )
+    engine = Engine(device="auto")
+    assert engine.device == torch.device("cuda")
+    with pytest.raises(InputError, match="expected at most the GPU's 80000000000"):
+        engine.limit_memory(81 * 10**9)
+    engine.limit_memory(20 * 10**9)
+    assert caps == [(0.25, 0)]
+    monkeypatch.setattr(engine.accelerator, "end_training", lambda: None)
+    engine.close()
+    assert caps == [(0.25, 0), (1.0, 0)]  # a later run in this process has the whole again
+
+
+def test_a_number_in_the_environment_divides_no_gradient(data, tmp_path, monkeypatch):
+    """accelerate's own, by which its backward pass divides the loss."""
+    train(train_config(data, tmp_path / "plain", **{"optim.max_steps": 2}))
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    train(train_config(data, tmp_path / "other", **{"optim.max_steps": 2}))
+    assert weights(tmp_path / "other") == weights(tmp_path / "plain")
+    norms = [[line["grad_norm"] for line in read_log(tmp_path / name)] for name in ("plain", "other")]
+    assert norms[0] == norms[1]
 
 
 def test_a_memory_budget_is_a_warning_on_a_cpu(data, tmp_path):

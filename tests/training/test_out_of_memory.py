@@ -21,6 +21,7 @@ from contaccum.engine import Engine, out_of_memory
 from contaccum.errors import InputError
 from contaccum.methods.bank import Bank
 from contaccum.methods.loss import InfoNCE
+from contaccum.processes import Processes
 from contaccum.training import fit
 from contaccum.training.checkpoint import newest_checkpoint
 from contaccum.training.fit import MicroBatchSize, halved_pairs, halved_tokens
@@ -42,13 +43,17 @@ def full() -> None:
 
 
 def spoil(monkeypatch, place: str, call: int, above: int = 2) -> None:
-    """Memory runs out at the ``call``-th forward pass, backward pass or loss, where it holds more than ``above`` pairs."""
+    """Memory runs out at the ``call``-th forward pass, backward pass, loss, or gather of queries, before the others' rows have
+    come, where it holds more than ``above`` pairs."""
     owner, name = {
         "forward": (DualEncoder, "forward"), "backward": (Engine, "backward"), "loss": (InfoNCE, "__call__"),
+        "gather": (Processes, "gather"),
     }[place]  # fmt: skip
     original, calls = getattr(owner, name), iter(range(1, 10_000))
 
     def spoiled(self, *given, **named):
+        if place == "gather" and given[0].ndim != 2:
+            return original(self, *given, **named)
         number = next(calls)
         size = len(given[0].query_ids) if place == "forward" else len(given[0]) if place == "loss" else above + 1
         if size > above and number == call:
@@ -228,7 +233,8 @@ def test_sizes_go_down_by_halves_that_divide_a_step_and_up_again_after_ever_long
 
 
 def test_when_one_of_two_processes_runs_out_both_take_the_step_again(data, tmp_path):
-    """In process 1, in the forward pass, the loss and the backward pass; against one process that fails in the same steps."""
+    """In process 1, in the forward pass, before a gather, in the loss and the backward pass; against one
+    process that fails in the same steps."""
     jobs = {}
     for processes in (1, 2):
         (tmp_path / f"of{processes}").mkdir()
@@ -237,7 +243,7 @@ def test_when_one_of_two_processes_runs_out_both_take_the_step_again(data, tmp_p
     for outcome in run_jobs(jobs, tmp_path / "jobs").values():
         outcome.check()
     cases = sorted(path.name for path in (tmp_path / "of1").iterdir() if path.is_dir())
-    assert len(cases) == 3
+    assert len(cases) == 4
     for case in cases:
         one, two = tmp_path / "of1" / case, tmp_path / "of2" / case
         counts = [line["micro_batches"] for line in read_log(two)]
@@ -245,6 +251,13 @@ def test_when_one_of_two_processes_runs_out_both_take_the_step_again(data, tmp_p
         assert [line["micro_batches"] for line in read_log(one)] == counts
         assert losses(two) == pytest.approx(losses(one), rel=1e-4), case
         assert [line["bank_fill"] for line in read_log(two)] == [line["bank_fill"] for line in read_log(one)]
+
+
+def test_out_of_memory_outside_the_passes_is_one_sentence(data, tmp_path, monkeypatch):
+    """Where smaller micro-batches are no help: AdamW makes its moments in the first update."""
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda *_: full())
+    with pytest.raises(InputError, match=r"memory ran out outside a step's passes .*optim\.name adamw_8bit"):
+        train(train_config(data, tmp_path / "run", **CHANGES))
 
 
 @pytest.mark.acceptance

@@ -1,0 +1,80 @@
+"""Training on a GPU, with what the same run does on the CPU as the reference. Skipped where torch sees no GPU."""
+
+import pytest
+import torch
+from helpers import train_config, write_beir
+
+from contaccum.config import TRAITS
+from contaccum.engine import Engine
+from contaccum.errors import InputError
+from contaccum.training.log import read_log
+from contaccum.training.loop import train
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+
+SAME = {"model.dropout": 0.0, "data.hard_negatives": 1}
+
+
+@pytest.fixture
+def data(tmp_path):
+    return write_beir(tmp_path / "data")
+
+
+def losses(data, folder, method="cont_accum", resume=False, **changes) -> list[float]:
+    config = train_config(data, folder, method, resume=resume, **{"run.device": "auto", **SAME, **changes})
+    train(config)
+    return [line["loss"] for line in read_log(folder) if "loss" in line]
+
+
+@pytest.mark.parametrize("method", list(TRAITS))
+def test_a_gpu_gives_the_losses_of_the_cpu(method, data, tmp_path):
+    found = losses(data, tmp_path / "gpu", method)
+    assert found == pytest.approx(losses(data, tmp_path / "cpu", method, **{"run.device": "cpu"}), rel=1e-3)
+    other = losses(data, tmp_path / "other", method, **{"optim.learning_rate": 1e-2})
+    assert found != pytest.approx(other, rel=1e-3)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("method", ["grad_cache", "cont_accum"])
+def test_half_precision_stays_near(method, precision, data, tmp_path):
+    found = losses(data, tmp_path / "half", method, **{"run.precision": precision})
+    assert found == pytest.approx(losses(data, tmp_path / "whole", method), rel=0.05)
+
+
+@pytest.mark.parametrize("compiled", ["default", "cuda_graphs"])
+def test_compiled_towers_give_the_same_losses(compiled, data, tmp_path):
+    found = losses(data, tmp_path / "compiled", **{"run.compile": compiled})
+    assert found == pytest.approx(losses(data, tmp_path / "plain"), rel=1e-3)
+
+
+def test_a_resumed_run_goes_on_as_the_unbroken_one(data, tmp_path):
+    steady = {"run.save_steps": 2, "optim.schedule": "constant"}
+    whole = losses(data, tmp_path / "whole", **steady)
+    losses(data, tmp_path / "broken", **steady, **{"optim.max_steps": 2})
+    resumed = losses(data, tmp_path / "broken", resume=True, allow_changes=True, **steady)
+    assert resumed == pytest.approx(whole, rel=1e-4)
+    assert len(whole) > 2
+
+
+def test_a_memory_budget_is_kept_and_lifted_again(data, tmp_path):
+    losses(data, tmp_path / "run", **{"run.memory_budget": "1GB"})
+    whole = torch.cuda.get_device_properties(0).total_memory
+    with pytest.raises(InputError, match=r"run\.memory_budget is .* expected at most the GPU's"):
+        losses(data, tmp_path / "more", **{"run.memory_budget": f"{2 * whole // 10**9}GB"})
+    torch.empty(2 * 10**9, dtype=torch.uint8, device="cuda")  # the cap of the first run is gone
+
+
+def test_gradients_that_are_never_finite_stop_an_fp16_run(data, tmp_path, monkeypatch):
+    """No overflow of the loss's scale, which the scaler would mend by halving it."""
+
+    def spoilt(engine: Engine) -> None:
+        for parameter in engine.parameters:
+            if parameter.grad is not None:
+                parameter.grad.fill_(float("nan"))
+
+    monkeypatch.setattr(Engine, "reduce_gradients", spoilt)
+    with pytest.raises(InputError, match=r"although the loss is scaled by 0\.5, expected a finite number"):
+        losses(data, tmp_path / "run", **{"run.precision": "fp16", "optim.max_steps": 40, "run.save_steps": 0})
