@@ -138,11 +138,10 @@ for part in ${*:-medquad aged scifact bank switches all_methods tied n128 time h
             done
             ;;
         demo)
-            python -m contaccum compare --config configs/demo.yaml --methods grad_accum,grad_cache,cont_accum,cont_cache \
-                --seeds "$seeds" --output_dir "$out/demo" --data.dev data/demo --run.device "$device" --tune_learning_rate 5e-4,1e-3,2e-3
-            python -m contaccum compare --config configs/demo.yaml --methods cont_accum "${aged[@]}" \
-                --seeds "$seeds" --output_dir "$out/demo-aged" --data.dev data/demo --run.device "$device" --baselines none \
-                --tune_learning_rate 5e-4,1e-3,2e-3
+            demo=(compare --config configs/demo.yaml --data.dev data/demo --run.device "$device" --seeds "$seeds" --tune_learning_rate 5e-4,1e-3,2e-3)
+            python -m contaccum "${demo[@]}" --methods grad_accum,grad_cache,cont_accum,cont_cache --bank.age_decay 0 \
+                --bank.row_weight all --output_dir "$out/demo"
+            python -m contaccum "${demo[@]}" --methods cont_accum "${aged[@]}" --output_dir "$out/demo-aged" --baselines none
             ;;
         *) fail "part $part: expected medquad, aged, scifact, bank, switches, all_methods, tied, six, n128, time, hybrid, cut, heads or demo" ;;
     esac

@@ -198,6 +198,12 @@ def quality(studies: Studies, name: str) -> Table:
     return against(best_rates(encoders(studies, name)), "grad_cache")
 
 
+def discounted(studies: Studies, name: str) -> Table:
+    """`cont_accum` with rows discounted by age against `cont_accum` as published, each at its own learning rate."""
+    chosen = best_rates(encoders(studies, name))
+    return against({setting: group for setting, group in chosen.items() if setting.startswith("cont_accum")}, "cont_accum")
+
+
 def encoder_rates(studies: Studies, name: str) -> Table:
     return rates([run for run in encoders(studies, name) if run.method and run.metrics is not None])
 
@@ -318,6 +324,7 @@ TABLES: dict[str, tuple[Callable[[Studies, str], Table], str]] = {
     "six": (order, "six"),
     "n128": (quality, "n128"),
     "demo": (quality, "demo"),
+    **{f"{study}-discounted": (discounted, study) for study in ("medquad", "scifact", "demo")},
     "switches": (switches, "switches"),
     "cut": (cuts, "cut"),
     "time": (longer, "time-aged"),
