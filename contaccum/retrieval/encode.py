@@ -28,6 +28,7 @@ from contaccum.retrieval.shards import (
     check_folder,
     damage,
     read_entry,
+    refuse_infinite,
     write_manifest,
     write_shard,
 )
@@ -92,7 +93,10 @@ class Texts:
 
 
 def encode_shard(encoder: Encoder, texts: Texts, start: int, stop: int, batch_tokens: int | None, bar: tqdm) -> Shard:
-    """Ids and float32 vectors of the rows from start to stop; ``bar`` counts the texts."""
+    """Ids and float32 vectors of the rows from start to stop; ``bar`` counts the texts.
+
+    Raises InputError naming the first text whose vector holds NaN or infinity.
+    """
     encode = _encode_of(encoder, texts)
     ids: list[str] = []
     vectors = np.empty((stop - start, encoder.dim), dtype=np.float32)
@@ -100,7 +104,9 @@ def encode_shard(encoder: Encoder, texts: Texts, start: int, stop: int, batch_to
         last = min(stop, first + CHUNK)
         more, content = texts.read(first, last)
         ids += more
-        vectors[first - start : last - start] = encode(content, batch_tokens=batch_tokens)
+        made = vectors[first - start : last - start]
+        made[:] = encode(content, batch_tokens=batch_tokens)
+        refuse_infinite(texts.kind, more, made)
         bar.update(last - first)
     return Shard(ids, vectors)
 

@@ -126,6 +126,16 @@ def _refuse_other_job(path: Path, found: Any, job: Job) -> None:
             )
 
 
+def refuse_infinite(kind: str, ids: Sequence[str], vectors: np.ndarray) -> None:
+    """InputError naming the first ``query`` or ``passage`` whose vector, in the form in which it is kept, is not finite."""
+    finite = np.isfinite(vectors).all(axis=1)
+    if not finite.all():
+        raise InputError(
+            f"{kind} {ids[int(np.argmin(finite))]!r}: its embedding holds NaN, infinity or a number beyond "
+            f"{vectors.dtype}, expected finite numbers"
+        )
+
+
 def write_shard(folder: Path, number: int, job: Job, shard: Shard) -> None:
     """Write one shard; its record comes last, so a shard with a record is a shard that was finished.
 
@@ -135,12 +145,7 @@ def write_shard(folder: Path, number: int, job: Job, shard: Shard) -> None:
         stale.unlink(missing_ok=True)
     with np.errstate(over="ignore"):  # what is too large becomes infinity, which is refused below
         vectors = shard.vectors.astype(job.dtype, copy=False)
-    finite = np.isfinite(vectors).all(axis=1)
-    if not finite.all():
-        raise InputError(
-            f"{job.kind} {shard.ids[int(np.argmin(finite))]!r}: its embedding holds NaN, infinity or a number beyond "
-            f"{job.dtype}, expected finite numbers"
-        )
+    refuse_infinite(job.kind, shard.ids, vectors)
     names = _names(number)
     with whole_file(folder / names["vectors"]) as file:
         np.save(file, vectors, allow_pickle=False)

@@ -11,7 +11,8 @@ from word_encoder import WordEncoder
 
 from contaccum.errors import InputError
 from contaccum.options import SearchSettings
-from contaccum.retrieval import exact, index
+from contaccum.processes import Processes
+from contaccum.retrieval import encode, exact, index
 from contaccum.retrieval.encode import Texts, encode_in_memory, encode_texts
 from contaccum.retrieval.index import Index
 from contaccum.retrieval.search import Searcher, passage_shards, retrieve, rows_of, search, with_texts
@@ -214,6 +215,34 @@ def test_a_query_vector_that_is_not_finite_is_named():
     queries[1, 4] = np.nan
     with pytest.raises(InputError, match="query 'q1'"):
         search(names(3), queries, cut(made(40), 16), 5)
+
+
+class Broken(WordEncoder):
+    """Its vector of "green pears" is not finite."""
+
+    def encode_passages(self, texts, batch_tokens=None):
+        vectors = self.encode_queries(texts)
+        vectors[[text == "green pears" for text in texts], 5] = np.inf
+        return vectors
+
+
+@pytest.mark.parametrize("backend", ["faiss", "torch"])
+@pytest.mark.parametrize(
+    "kept", [{}, {"embeddings": "e"}, {"factory": "HNSW8"}, {"factory": "HNSW8", "index_dir": "i"}]
+)
+def test_a_passage_vector_that_is_not_finite_is_named_wherever_it_is_kept(tmp_path, backend, kept):
+    kept = {name: value if name == "factory" else str(tmp_path / value) for name, value in kept.items()}
+    chosen = SearchSettings(backend="auto" if "factory" in kept else backend, **kept)
+    with pytest.raises(InputError, match="passage 'c': its embedding holds NaN, infinity"):
+        retrieve(Broken(), {"x": "rings"}, CORPUS, 4, chosen)
+    assert not (tmp_path / "i").exists()
+
+
+def test_every_process_names_the_passage_that_it_encoded(monkeypatch):
+    monkeypatch.setattr(encode, "CHUNK", 1)
+    with pytest.raises(InputError, match="passage 'c'"):
+        passage_shards(Broken(), CORPUS, group=Processes(0, 2))
+    assert [shard.ids for shard in passage_shards(Broken(), CORPUS, group=Processes(1, 2))] == [["b"], ["d"]]
 
 
 def test_no_passages_and_no_queries():
