@@ -1,6 +1,7 @@
-"""FAISS indexes: built shard by shard, saved, loaded, searched on the CPU or all GPUs. Only this file imports faiss."""
+"""FAISS indexes: built shard by shard, saved, loaded, searched on the CPU or on GPUs. Only this file imports faiss."""
 
 import json
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,9 @@ BLOCK = 32_768  # rows converted to float32 and handed to faiss at a time
 GPU_LIMIT = 2048  # the most results that faiss returns for a query on a GPU
 
 _FILES = {"index": "index.faiss", "ids": "ids.json"}
+_PLACE = re.compile(r"^Error in .*? at \S+:\d+: (Error: )?('.*?' failed: )?")
+"""What faiss puts in front of its words: function, file and line, and the condition in C++ that did not hold."""
+_AT_LEAST_ONE = ("nprobe", "efSearch")  # with 0 an index looks nowhere
 
 
 def has_faiss() -> bool:
@@ -167,10 +171,17 @@ class Index:
         return index
 
     def set_search_params(self, params: str) -> None:
-        """Set what trades speed for recall, such as ``nprobe=16`` or ``efSearch=128``; commas join several, "" is none."""
+        """Set what trades speed for recall, such as ``nprobe=16`` or ``efSearch=128``; commas join several, "" is none.
+
+        Raises InputError where the index has no such parameter, or its value could find nothing.
+        """
         if not params:
             return
         faiss = load_faiss()
+        for name, value in re.findall(r"(\w+)=([-+.\w]+)", params):
+            least = int(name.endswith(_AT_LEAST_ONE))
+            if not _number(value) >= least:  # faiss takes it, and finds nothing
+                raise InputError(f"search_params {params!r}: {name} is {value}, expected a number of at least {least}")
         try:
             faiss.ParameterSpace().set_index_parameters(self.index, params)
         except RuntimeError as error:
@@ -287,8 +298,15 @@ def _read(path: Path) -> Any:
 
 def _reason(error: RuntimeError) -> str:
     """faiss's own words, without the C++ place in front of them."""
-    text = " ".join(str(error).split())
-    return text.rsplit("Error: ", 1)[-1].rsplit(" failed: ", 1)[-1]
+    return _PLACE.sub("", " ".join(str(error).split()))
+
+
+def _number(text: str) -> float:
+    """The number that a text says; NaN where it says none."""
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
 
 
 def training_rows(faiss: ModuleType, index: Any) -> int:

@@ -199,7 +199,21 @@ def test_two_builds_with_one_seed_give_one_run_and_another_seed_another_training
         ({"factory": "HNSW8", "search_params": "nprobe=4"}, "search_params 'nprobe=4' do not fit index 'HNSW8'"),
         ({"factory": "IVF4,Flat", "search_params": "speed=9"}, "search_params 'speed=9' do not fit"),
         ({"factory": "IDMap2,Flat"}, "faiss refused it"),  # wants ids of its own, which the rows' numbers already are
-        ({"factory": "Ivory"}, "index 'Ivory' over 40 passages: faiss refused it"),
+        ({"factory": "Ivory"}, r"'Ivory' over 40 passages: faiss refused it \(could not parse index string Ivory\)$"),
+        ({"factory": "PQ5"}, r"faiss refused it \(The dimension of the vector"),
+        (
+            {"factory": "HNSW8", "search_params": "nprobes=4"},
+            r"'HNSW8' \(ParameterSpace\S* ?could not set parameter nprobes\)$",
+        ),
+        ({"factory": "HNSW8", "search_params": "efSearch=-1"}, "efSearch is -1, expected a number of at least 1"),
+        ({"factory": "HNSW8", "search_params": "efSearch=0"}, "efSearch is 0, expected a number of at least 1"),
+        ({"factory": "IVF4,Flat", "search_params": "nprobe=0"}, "nprobe is 0, expected a number of at least 1"),
+        ({"factory": "IVF4,Flat", "search_params": "nprobe=nan"}, "nprobe is nan, expected a number of at least 1"),
+        (
+            {"factory": "IVF4_HNSW8,Flat", "search_params": "nprobe=2,quantizer_efSearch=-5"},
+            "quantizer_efSearch is -5, expected a number of at least 1",
+        ),
+        ({"factory": "IVF4,Flat", "search_params": "max_codes=-1"}, "max_codes is -1, expected a number of at least 0"),
         ({"factory": "IVF64,Flat"}, "index 'IVF64,Flat' over 40 passages: faiss refused it"),
     ],
 )
