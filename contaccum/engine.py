@@ -27,6 +27,7 @@ from torch import Tensor
 from contaccum.batch import MicroBatch, RowIds, Tokens
 from contaccum.encoder import DualEncoder
 from contaccum.errors import InputError
+from contaccum.launch import local_place
 from contaccum.processes import Processes, own_keys, refuse_missing_processes
 
 ACCELERATE_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
@@ -319,6 +320,7 @@ class SharedEncoder:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.dim = engine.encoder.dim
+        self.device = engine.device
 
     def encode_queries(self, texts: list[str], batch_tokens: int | None = None, progress: bool = False) -> np.ndarray:
         return self._encode(self.engine.encoder.encode_queries, texts, batch_tokens, progress)
@@ -386,7 +388,7 @@ def mix(*numbers: int) -> int:
 def encoding_device(device: str) -> torch.device:
     """Where one process encodes: ``auto`` takes its own GPU, else MPS, else the CPU."""
     if device == "auto" and torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        return torch.device("cuda", local_place()[0] % torch.cuda.device_count())
     if device == "auto" and torch.backends.mps.is_available():
         return torch.device("mps")
     return torch.device("cpu")

@@ -17,6 +17,8 @@ def _vector(word: str, dim: int) -> np.ndarray:
 class WordEncoder:
     """Unit vectors; ``name`` stands for the weights, ``seen`` counts the texts that were encoded."""
 
+    device = "cpu"
+
     def __init__(self, dim: int = 48, name: str = "words", pause: float = 0.0) -> None:
         self.dim = dim
         self.name = name

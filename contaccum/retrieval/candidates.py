@@ -11,9 +11,9 @@ from contaccum.processes import ALONE, Processes
 from contaccum.retrieval.bm25 import BM25
 from contaccum.retrieval.encode import Encoder, Texts, encode_in_memory
 from contaccum.retrieval.exact import exact_search, find_candidates, rescore
-from contaccum.retrieval.index import Index, Origin
+from contaccum.retrieval.index import Index
 from contaccum.retrieval.runs import ranked
-from contaccum.retrieval.search import DEFAULTS, check_exact, check_group, kept_index, passage_shards
+from contaccum.retrieval.search import DEFAULTS, build_index, check_exact, check_group, kept_index, passage_shards
 from contaccum.retrieval.shards import Followed, Shards
 
 if TYPE_CHECKING:
@@ -83,17 +83,16 @@ class Dense:
                 "passages' vectors"
             )
         self.fingerprint = f"{encoder.fingerprint('query')} {encoder.fingerprint('passage')}"
-        self._encoder, self._batch_tokens, self._backend = encoder, settings.batch_tokens, settings.backend
+        self._encoder, self._batch_tokens = encoder, settings.batch_tokens
         self._shards = _shards(encoder, pool, settings, group)
-        self._index = self._candidates = None
+        self._index: Index | None = None
         if settings.factory == "Flat" and settings.index_dir is None:
             check_exact(settings.search_params)
-            self._candidates = find_candidates(self._shards, settings.backend)
+            self._candidates = find_candidates(self._shards, settings.backend, str(encoder.device))
         elif settings.index_dir is not None:
             self._index = kept_index(encoder, pool.all, settings, self._shards)
         else:
-            self._index = Index.build(self._shards, Origin(settings.factory, settings.seed))
-            self._index.set_search_params(settings.search_params)
+            self._index = build_index(lambda: self._shards, settings, str(encoder.device))
 
     def find(self, queries: Sequence[str], positives: Sequence[Sequence[int]], k: int) -> Iterator[Found]:
         asked = Texts.of_queries({str(number): text for number, text in enumerate(queries)})
@@ -107,7 +106,7 @@ class Dense:
 
     def _hits(self, vectors: np.ndarray, k: int) -> list[list[tuple[str, float]]]:
         if self._index is None:
-            return exact_search(vectors, self._shards, k, self._backend, self._candidates)
+            return exact_search(vectors, self._shards, k, self._candidates)
         _, rows = self._index.search(vectors, k)
         ids, scores, _ = rescore(vectors, self._shards, rows)
         return [

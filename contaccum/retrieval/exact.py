@@ -2,21 +2,35 @@
 
 A matrix product rounds differently with every block size, thread count and device, so passages with equal vectors may
 get unequal scores, and the cut at k may fall anywhere inside a tie. Here the products only choose candidates. Their
-scores are then computed in float64, pair by pair, and rounded to float32; a query whose candidates end too close to
-its k-th score is asked again with twice as many. The result is the same list for every backend, device and shard
-size.
+scores are then computed in float64, pair by pair, and rounded to float32. A query whose candidates end too close to
+its k-th score is searched once more, block by block: whatever may reach its k-th score is scored so, and the k best are
+kept. The result is the same list for every backend, device and shard size.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 from tqdm.auto import tqdm
 
 from contaccum.errors import InputError
-from contaccum.retrieval.index import Index, gpu_count, has_faiss, load_faiss, row_blocks, top_of_block
+from contaccum.launch import local_place
+from contaccum.retrieval.index import (
+    Index,
+    has_faiss,
+    load_faiss,
+    may_use_gpu,
+    row_blocks,
+    search_gpus,
+    top_of_block,
+)
 from contaccum.retrieval.runs import ranked
 from contaccum.retrieval.shards import Shards, count_rows
+
+if TYPE_CHECKING:
+    import torch
 
 BACKENDS = ("auto", "faiss", "torch")
 SLACK = 32  # candidates beyond k
@@ -24,6 +38,7 @@ FEW = 16  # least rows that a query asks a block for
 
 _PAIRS = 1024  # query-passage pairs scored at a time: few enough that both sides in float64 stay in the cache
 _QUERIES = 1024  # queries whose scores against one block stand in memory at a time, in torch
+_CELLS = 2**20  # scores of queries searched once more against one block that stand in memory at a time
 
 Hits = tuple[np.ndarray, np.ndarray]
 """Approximate scores and row numbers of each query's candidates, both (n, number), in no order."""
@@ -33,35 +48,86 @@ Top = Callable[[np.ndarray, np.ndarray, int], Hits]
 """From queries (n, d), a block (rows, d) and a number to hits in the block."""
 
 
-def exact_search(
-    queries: np.ndarray, shards: Shards, k: int, backend: str = "auto", candidates: Candidates | None = None
-) -> list[list[tuple[str, float]]]:
+def exact_search(queries: np.ndarray, shards: Shards, k: int, candidates: Candidates) -> list[list[tuple[str, float]]]:
     """The k best passages of each query by inner product, in a run's order; fewer when the corpus is smaller.
 
-    queries (n, d) float32. Memory holds one block of a shard, or with faiss on GPUs the whole index, divided over them.
-    ``candidates``: what ``find_candidates`` gave for these shards, where they are searched more than once.
+    queries (n, d) float32; candidates: what ``find_candidates`` gave for these shards. Memory holds k + 32 candidates a query at
+    about 50 bytes each, the result, and one block of a shard, or with faiss on GPUs the whole index, divided over them. However
+    many passages tie, it holds no more than that and a few arrays of as many numbers as a block has rows, or of 2**20.
     """
-    results: list[list[tuple[str, float]]] = [[] for _ in queries]
     rows = count_rows(shards)
-    if not rows:
-        return results
-    candidates = candidates or find_candidates(shards, backend)
-    todo, width = np.arange(len(queries)), min(k + SLACK, rows)
-    while len(todo):
-        approximate, found = candidates(queries[todo], width)
-        ids, scores, bound = rescore(queries[todo], shards, found)
-        closed = np.ones(len(todo), dtype=bool)
-        if width < rows:
-            # whatever was not found scores at most the worst approximate score, give or take the rounding
-            kth = np.partition(scores, width - k, axis=1)[:, width - k]
-            closed = kth > approximate.min(axis=1) + bound
-        for place in np.flatnonzero(closed):
-            results[todo[place]] = ranked(zip(ids[place], scores[place].tolist(), strict=True), k)
-        todo, width = todo[~closed], min(2 * width, rows)
+    if not rows or not len(queries):
+        return [[] for _ in queries]
+    width = min(k + SLACK, rows)
+    approximate, found = candidates(queries, width)
+    ids, scores, bound = rescore(queries, shards, found)
+    complete = (found >= 0).all(axis=1)  # faiss leaves out what its arithmetic cannot rank
+    kth = np.partition(scores, max(0, width - k), axis=1)[:, max(0, width - k)]
+    # whatever was not found scores at most the worst approximate score, give or take the rounding
+    closed = complete & ((width == rows) | (kth > approximate.min(axis=1) + bound))
+    results = [
+        ranked(zip(ids[query], scores[query].tolist(), strict=True), k) if closed[query] else []
+        for query in range(len(queries))
+    ]
+    at_least = np.where(complete, kth, -np.inf)
+    for query, hits in zip(
+        np.flatnonzero(~closed), _settle(queries[~closed], shards, k, at_least[~closed]), strict=True
+    ):
+        results[query] = hits
     return results
 
 
-def choose_backend(backend: str) -> str:
+def _settle(queries: np.ndarray, shards: Shards, k: int, at_least: np.ndarray) -> list[list[tuple[str, float]]]:
+    """As ``exact_search``, for queries with too many passages near the cut; at_least (n,): what their k-th scores reach."""
+    best: list[list[tuple[str, float]]] = [[] for _ in queries]
+    if not best:
+        return best
+    exact, floor, rounding = queries.astype(np.float64), at_least.copy(), _rounding(queries)
+    for shard in tqdm(shards, desc="ties", unit="shard", total=len(shards), disable=None, leave=False):
+        names = np.array(shard.ids, dtype=object)
+        for start, block in row_blocks(shard.vectors):
+            here = names[start : start + len(block)]
+            order: np.ndarray | None = None
+            longest = np.sqrt(np.einsum("nd,nd->n", block, block, dtype=np.float64).max())
+            for query, products in _products(queries, block):
+                # not "as great or greater": where a product overflows into no number, its pair is scored
+                rows = np.flatnonzero(~(products < floor[query] - rounding[query] * longest))
+                scores = _scores(exact[query], block, rows)
+                if len(rows) > k:
+                    if order is None:
+                        order = np.argsort(np.argsort(here))  # numbers that compare as the ids do
+                    top = np.lexsort((order[rows], scores))[-k:]
+                    rows, scores = rows[top], scores[top]
+                best[query] = ranked([*best[query], *zip(here[rows], scores.tolist(), strict=True)], k)
+                if len(best[query]) == k:
+                    floor[query] = max(floor[query], best[query][-1][1])
+    return best
+
+
+def _products(queries: np.ndarray, block: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Each query's number and its float32 products with a block's rows, of which ``_CELLS`` stand in memory at a time."""
+    step = max(1, _CELLS // len(block))
+    for first in range(0, len(queries), step):
+        with np.errstate(over="ignore", invalid="ignore"):
+            products = queries[first : first + step] @ block.T  # (step, rows)
+        yield from enumerate(products, first)
+
+
+def _scores(query: np.ndarray, block: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """The scores of one float64 query and some rows of a block, (rows,) float32, as ``rescore`` computes them."""
+    scores = np.empty(len(rows), dtype=np.float32)
+    for first in range(0, len(rows), _PAIRS):
+        vectors = block[rows[first : first + _PAIRS]].astype(np.float64)
+        scores[first : first + _PAIRS] = _sums(np.tile(query, (len(vectors), 1)), vectors)
+    return scores
+
+
+def _sums(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Inner product of each pair of rows, (n,), by one order of additions however many pairs there are."""
+    return np.einsum("nd,nd->n", one, other)
+
+
+def choose_backend(backend: str, device: str = "auto") -> str:
     """``faiss`` or ``torch``: by itself, torch where it has a GPU that faiss cannot use, or where there is no faiss."""
     if backend not in BACKENDS:
         raise InputError(f"backend is {backend!r}, expected one of {', '.join(BACKENDS)}")
@@ -71,15 +137,22 @@ def choose_backend(backend: str) -> str:
         return backend
     import torch
 
-    return "torch" if not has_faiss() or (torch.cuda.is_available() and not gpu_count()) else "faiss"
+    gpu_for_torch = may_use_gpu(device) and torch.cuda.is_available() and not search_gpus(device)
+    return "torch" if not has_faiss() or gpu_for_torch else "faiss"
 
 
-def find_candidates(shards: Shards, backend: str = "auto") -> Candidates:
-    """How the shards are searched before the scores are computed anew; on GPUs with faiss, the index is built here."""
-    if choose_backend(backend) == "torch":
-        return lambda queries, k: _stream(queries, shards, k, _torch_top)
-    if gpu_count():
-        return Index.build(shards).search
+def find_candidates(shards: Shards, backend: str = "auto", device: str = "auto") -> Candidates:
+    """How the shards are searched before the scores are computed anew; on GPUs with faiss, the index is built here.
+
+    device: where the encoder stands (``cpu``, ``cuda:1``), which the search follows; ``auto``: on a GPU where there is one.
+    """
+    if choose_backend(backend, device) == "torch":
+        place = torch_device(device)
+        return lambda queries, k: _stream(queries, shards, k, partial(_torch_top, device=place))
+    if search_gpus(device) and count_rows(shards):
+        index = Index.build(shards)
+        index.device = device
+        return index.search
     return lambda queries, k: _stream(queries, shards, k, top_of_block)
 
 
@@ -114,11 +187,19 @@ def _merge(one: Hits, other: Hits, k: int) -> Hits:
     return scores, rows
 
 
-def _torch_top(queries: np.ndarray, block: np.ndarray, k: int) -> Hits:
-    """As top_of_block, by torch on its GPU, or on the CPU where there is none."""
+def torch_device(device: str) -> "torch.device":
+    """Where torch searches: on the encoder's GPU, or with ``auto`` on this process's own, else on the CPU."""
     import torch
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "auto" and torch.cuda.is_available():
+        return torch.device("cuda", local_place()[0] % torch.cuda.device_count())
+    return torch.device(device if device.startswith("cuda") else "cpu")
+
+
+def _torch_top(queries: np.ndarray, block: np.ndarray, k: int, device: "torch.device") -> Hits:
+    """As top_of_block, by torch."""
+    import torch
+
     # torch warns of memory that it may not write to, such as a mapped shard's
     passages = torch.from_numpy(block if block.flags.writeable else block.copy()).to(device)  # (rows, d)
     parts = []
@@ -160,10 +241,14 @@ def rescore(queries: np.ndarray, shards: Shards, rows: np.ndarray) -> tuple[np.n
             q, p = query[first : first + _PAIRS], place[first : first + _PAIRS]
             local = rows[q, p] - start
             vectors = shard.vectors[local].astype(np.float64)  # (pairs, d)
-            scores[q, p] = np.einsum("nd,nd->n", exact[q], vectors)
-            np.maximum.at(longest, q, np.sqrt(np.einsum("nd,nd->n", vectors, vectors)))
+            scores[q, p] = _sums(exact[q], vectors)
+            np.maximum.at(longest, q, np.sqrt(_sums(vectors, vectors)))
             ids[q, p] = names[local]
         start = stop
+    return ids, scores, _rounding(queries) * longest
+
+
+def _rounding(queries: np.ndarray) -> np.ndarray:
+    """A bound on the error of each query's float32 product with a passage of length 1, (n,)."""
     # a sum of d float32 products errs by about sqrt(d) units in the last place of |q||p|; four times that is ample
-    width = queries.shape[1]
-    return ids, scores, 4 * np.sqrt(width) * 2.0**-24 * np.linalg.norm(queries, axis=1) * longest
+    return 4 * np.sqrt(queries.shape[1]) * 2.0**-24 * np.linalg.norm(queries, axis=1)

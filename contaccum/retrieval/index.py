@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 
 from contaccum.errors import InputError
 from contaccum.files import read_json, sha256_of, whole_folder, write_json, write_text
+from contaccum.launch import local_place
 from contaccum.retrieval.shards import MANIFEST, Shards, count_rows
 
 FORMAT = "contaccum-index"
@@ -82,6 +83,19 @@ def gpu_count() -> int:
     return load_faiss().get_num_gpus() if has_faiss() else 0
 
 
+def search_gpus(device: str = "auto") -> list[int]:
+    """Numbers of the GPUs that a search may use: none where the encoder stands on the CPU (``device`` is torch's name of its
+    place), this process's own where several run on this machine, else all that faiss sees."""
+    count = gpu_count() if may_use_gpu(device) else 0
+    rank, world = local_place()
+    return [rank % count] if count and world > 1 else list(range(count))
+
+
+def may_use_gpu(device: str) -> bool:
+    """Whether a search beside an encoder on ``device`` goes to CUDA devices; ``auto``: there is no encoder to go by."""
+    return device == "auto" or device.startswith("cuda")
+
+
 def top_of_block(queries: np.ndarray, block: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     """Scores and row numbers, both (n, k), of the best rows of one float32 block by inner product, without an index."""
     faiss = load_faiss()
@@ -114,6 +128,8 @@ class Index:
         self.index = index
         self.ids = ids
         self.origin = origin
+        self.device = "auto"
+        """Where it may be searched, as for ``search_gpus``."""
         self._on_gpus: Any = None
 
     @property
@@ -197,24 +213,34 @@ class Index:
                 f"the queries have dimension {queries.shape[1]} and the index {self.dimension}, expected the same"
             )
         queries = np.ascontiguousarray(queries, dtype=np.float32)
-        index = self._gpu_copies() if k <= GPU_LIMIT and gpu_count() else self.index
+        gpus = search_gpus(self.device) if k <= GPU_LIMIT else []
+        index = self._gpu_copies(gpus) if gpus else self.index
         try:
             return index.search(queries, min(k, len(self)))
         except RuntimeError as error:
-            raise InputError(f"index {self.origin.factory!r}: faiss refused the search ({_reason(error)})") from error
+            if index is self.index:
+                raise InputError(
+                    f"index {self.origin.factory!r}: faiss refused the search ({_reason(error)})"
+                ) from error
+            self._leave_gpus(error)
+        return self.search(queries, k)
 
-    def _gpu_copies(self) -> Any:
-        """The index divided over all GPUs, or itself where faiss has no GPU form of it (HNSW and others)."""
+    def _gpu_copies(self, gpus: list[int]) -> Any:
+        """The index divided over the GPUs, or itself where faiss has no GPU form of it (HNSW and others)."""
         if self._on_gpus is None:
             faiss = load_faiss()
             options = faiss.GpuMultipleClonerOptions()
             options.shard = True
             try:
-                self._on_gpus = faiss.index_cpu_to_all_gpus(self.index, options)
+                self._on_gpus = faiss.index_cpu_to_gpus_list(self.index, options, gpus)
             except RuntimeError as error:
-                warnings.warn(f"index {self.origin.factory!r} is searched on the CPU ({_reason(error)})", stacklevel=3)
-                self._on_gpus = self.index
+                self._leave_gpus(error)
         return self._on_gpus
+
+    def _leave_gpus(self, error: RuntimeError) -> None:
+        """Search on the CPU from here on: the GPUs have no form of the index, a narrower range of parameters, or no memory."""
+        warnings.warn(f"index {self.origin.factory!r} is searched on the CPU ({_reason(error)})", stacklevel=4)
+        self._on_gpus = self.index
 
     def save(self, folder: str | Path) -> None:
         """Write the index, its ids and a manifest with their hashes; the folder appears whole or not at all."""

@@ -1,7 +1,7 @@
 """Search: from query vectors, or an encoder and texts, to a run."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,7 +11,7 @@ from contaccum.errors import InputError
 from contaccum.options import SearchSettings
 from contaccum.processes import ALONE, Processes
 from contaccum.retrieval.encode import Encoder, Texts, encode_in_memory, encode_own, encode_texts, open_embeddings
-from contaccum.retrieval.exact import exact_search
+from contaccum.retrieval.exact import Candidates, exact_search, find_candidates
 from contaccum.retrieval.index import Index, Origin
 from contaccum.retrieval.runs import Run, ranked
 from contaccum.retrieval.shards import MANIFEST, Shard, Shards
@@ -33,22 +33,37 @@ def search(
     backend: str = "auto",
     search_params: str = "",
     seed: int = 0,
+    device: str = "auto",
 ) -> Run:
     """The k passages of highest inner product for each query; all of them when the corpus holds fewer.
 
     query_vectors (n, d) float32. ``Flat`` is exact and streams the shards; any other faiss ``factory`` string is
-    built in memory and is approximate, ``search_params`` (``nprobe=16``) trading its speed for recall. Raises
-    InputError when the dimensions differ, a query vector is not finite, or the settings do not go together.
+    built in memory and is approximate, ``search_params`` (``nprobe=16``) trading its speed for recall. ``device`` ``cpu`` keeps
+    the search off the GPUs that there are. Raises InputError when the dimensions differ, a query vector is not finite, or the
+    settings do not go together.
     """
     if factory != "Flat":
-        _check_approximate(backend, factory)
-        index = Index.build(shards, Origin(factory, seed))
-        index.set_search_params(search_params)
-        return search_index(query_ids, query_vectors, index, k)
+        settings = SearchSettings(factory=factory, backend=backend, search_params=search_params, seed=seed)  # type: ignore[arg-type]
+        return search_index(query_ids, query_vectors, build_index(lambda: shards, settings, device), k)
     check_exact(search_params)
+    return _search_shards(query_ids, query_vectors, shards, k, find_candidates(shards, backend, device))
+
+
+def _search_shards(
+    query_ids: Sequence[str], query_vectors: np.ndarray, shards: Shards, k: int, candidates: Candidates
+) -> Run:
     dimension = shards[0].vectors.shape[1] if len(shards) else query_vectors.shape[1]
     queries = _checked_queries(query_ids, query_vectors, dimension, k)
-    return dict(zip(query_ids, exact_search(queries, shards, k, backend), strict=True))
+    return dict(zip(query_ids, exact_search(queries, shards, k, candidates), strict=True))
+
+
+def build_index(shards: Callable[[], Shards], settings: SearchSettings, device: str) -> Index:
+    """The settings' approximate index of vectors that are asked for once the settings are seen to go together."""
+    _check_approximate(settings.backend, settings.factory)
+    index = Index.build(shards(), Origin(settings.factory, settings.seed))
+    index.device = device
+    index.set_search_params(settings.search_params)
+    return index
 
 
 def check_exact(search_params: str) -> None:
@@ -90,7 +105,8 @@ class Searcher:
     """An encoder over a corpus (columns id, title, text) whose vectors are made or opened once, for any number of queries.
 
     Each process of ``group`` encodes and searches every W-th shard; all get the run that one process would have made. An
-    approximate index is built, or read from the settings' folder, once.
+    approximate index, or with faiss on GPUs the exact one, is built, or read from the settings' folder, once. The search stays
+    on the encoder's device.
     """
 
     def __init__(
@@ -103,21 +119,19 @@ class Searcher:
         if settings.index_dir is not None:
             self._index = kept_index(encoder, corpus, settings)
         elif settings.factory != "Flat":
-            _check_approximate(settings.backend, settings.factory)
-            self._index = Index.build(
-                passage_shards(encoder, corpus, settings), Origin(settings.factory, settings.seed)
-            )
-            self._index.set_search_params(settings.search_params)
+            device = str(encoder.device)
+            self._index = build_index(lambda: passage_shards(encoder, corpus, settings), settings, device)
         else:
             check_exact(settings.search_params)
             self._shards = passage_shards(encoder, corpus, settings, group)
+            self._candidates = find_candidates(self._shards, settings.backend, str(encoder.device))
 
     def find(self, queries: Mapping[str, str], k: int = 100) -> Run:
         """The k best passages for each query (id to text)."""
         asked = encode_in_memory(self.encoder, Texts.of_queries(queries), self.settings.batch_tokens)
         if self._index is not None:
             return search_index(asked.ids, asked.vectors, self._index, k)
-        own = search(asked.ids, asked.vectors, self._shards, k, backend=self.settings.backend)
+        own = _search_shards(asked.ids, asked.vectors, self._shards, k, self._candidates)
         return merge_runs(own, k, self.group)
 
 
@@ -205,6 +219,7 @@ def kept_index(encoder: Encoder, corpus: "Dataset", settings: SearchSettings, sh
         settings.factory, settings.seed, encoder.fingerprint("passage"), Texts.of_corpus(corpus).fingerprint
     )
     index = Index.kept(settings.index_dir, origin, lambda: shards or passage_shards(encoder, corpus, settings))
+    index.device = str(encoder.device)
     index.set_search_params(settings.search_params)
     return index
 

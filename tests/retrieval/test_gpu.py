@@ -28,8 +28,7 @@ def shards(dtype: str = "float32") -> list[Shard]:
 
 
 def counted(monkeypatch, count: int) -> None:
-    for module in ("index", "exact"):
-        monkeypatch.setattr(f"contaccum.retrieval.{module}.gpu_count", lambda: count)
+    monkeypatch.setattr(index_module, "gpu_count", lambda: count)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])

@@ -7,13 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from datasets import Dataset
+from word_encoder import WordEncoder
 
 from contaccum.errors import InputError
 from contaccum.files import read_json, sha256_of, write_json
+from contaccum.options import SearchSettings
 from contaccum.retrieval import exact
 from contaccum.retrieval import index as index_module
 from contaccum.retrieval.index import Index, Origin
-from contaccum.retrieval.search import search, search_index
+from contaccum.retrieval.search import Searcher, search, search_index
 from contaccum.retrieval.shards import Shard
 
 
@@ -158,31 +161,110 @@ def test_torch_and_faiss_work_in_one_process_in_either_order(first, second):
 
 
 @pytest.fixture
-def gpu_calls(monkeypatch) -> list[bool]:
+def gpu_calls(monkeypatch) -> list[tuple[bool, list[int]]]:
     """Stand-ins for the GPU half of faiss, which only a GPU build has; a copy is the index itself, HNSW has none."""
     faiss = index_module.load_faiss()
-    calls: list[bool] = []
+    calls: list[tuple[bool, list[int]]] = []
 
-    def copies(index, options):
-        calls.append(options.shard)
+    def copies(index, options, gpus):
+        calls.append((options.shard, gpus))
         if isinstance(index, faiss.IndexHNSW):
             raise RuntimeError("Error in ToGpuCloner at GpuCloner.cpp:1: Error: not implemented on GPU")
         return index
 
-    for module in (index_module, exact):
-        monkeypatch.setattr(module, "gpu_count", lambda: 2)
+    monkeypatch.setattr(index_module, "gpu_count", lambda: 2)
     monkeypatch.setattr(faiss, "GpuMultipleClonerOptions", types.SimpleNamespace, raising=False)
-    monkeypatch.setattr(faiss, "index_cpu_to_all_gpus", copies)
+    monkeypatch.setattr(faiss, "index_cpu_to_gpus_list", copies)
     return calls
 
 
 def test_with_gpus_the_index_is_divided_over_them_once(gpu_calls):
     built = Index.build(shards())
     found = [built.search(QUERIES, 5)[1] for _ in range(2)]
-    assert gpu_calls == [True]
+    assert gpu_calls == [(True, [0, 1])]
     np.testing.assert_array_equal(found[0], found[1])
     assert search(NAMES, QUERIES, shards(), 5).keys() == set(NAMES)
-    assert gpu_calls == [True, True]  # exact search went the same way
+    assert gpu_calls == [(True, [0, 1])] * 2  # exact search went the same way
+
+
+@pytest.mark.parametrize(
+    ("device", "launched", "gpus"),
+    [
+        ("auto", {}, [0, 1]),
+        ("cuda:1", {}, [0, 1]),  # alone: all of them
+        ("cpu", {}, []),
+        ("mps", {}, []),
+        ("auto", {"RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, [1]),
+        ("cuda:0", {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}, [0]),
+        (
+            "cuda:0",
+            {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+            [0, 1],
+        ),  # one a machine
+        ("cpu", {"RANK": "1", "WORLD_SIZE": "2"}, []),
+    ],
+)
+def test_a_search_takes_its_process_own_gpu_all_when_alone_and_none_beside_the_cpu(
+    gpu_calls, device, launched, gpus, monkeypatch
+):
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    assert index_module.search_gpus(device) == gpus
+    expected = search(NAMES, QUERIES, shards(), 5, backend="torch", device="cpu")
+    assert search(NAMES, QUERIES, shards(), 5, device=device) == expected
+    search(NAMES, QUERIES, shards(), 5, factory="IVF8,Flat", device=device)
+    assert gpu_calls == ([(True, gpus)] * 2 if gpus else [])
+
+
+def test_torch_stays_off_a_gpu_beside_an_encoder_on_the_cpu(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    places = {device: str(exact.torch_device(device)) for device in ("cpu", "mps", "cuda:0", "auto")}
+    assert places == {"cpu": "cpu", "mps": "cpu", "cuda:0": "cuda:0", "auto": "cuda:1"}
+    assert [exact.choose_backend("auto", device) for device in ("cpu", "auto")] == ["faiss", "torch"]
+    assert search(NAMES, QUERIES, shards(), 5, backend="torch", device="cpu").keys() == set(NAMES)
+
+
+@pytest.mark.parametrize("chosen", [{}, {"factory": "IVF8,Flat"}])
+@pytest.mark.parametrize("device", ["cuda:0", "cpu"])
+def test_a_searcher_puts_its_vectors_on_its_encoders_gpus_once(gpu_calls, chosen, device, monkeypatch):
+    built = []
+    build = Index.build
+    monkeypatch.setattr(Index, "build", lambda *a, **b: built.append(a) or build(*a, **b))
+    monkeypatch.setattr(WordEncoder, "device", device)
+    corpus = Dataset.from_dict({"id": NAMES * 20, "title": [""] * 100, "text": [f"word{n}" for n in range(100)]})
+    searcher = Searcher(WordEncoder(), corpus, SearchSettings(**chosen))
+    found = [searcher.find({"q": f"word{n}"}, 3)["q"][0][0] for n in (2, 4, 3)]
+    assert found == ["q2", "q4", "q3"]
+    assert len(built) == (device != "cpu" or "factory" in chosen)
+    assert len(gpu_calls) == (device != "cpu")
+
+
+def test_a_process_whose_share_of_the_shards_is_empty_builds_no_index_on_its_gpu(gpu_calls):
+    assert search(NAMES, QUERIES, [], 5) == {name: [] for name in NAMES}
+    assert gpu_calls == []
+
+
+def test_a_search_that_a_gpu_refuses_goes_on_on_the_cpu_with_a_warning(gpu_calls, monkeypatch):
+    faiss = index_module.load_faiss()
+    untrained = faiss.index_factory(16, "IVF8,Flat")  # refuses every search
+    monkeypatch.setattr(faiss, "index_cpu_to_gpus_list", lambda *_: untrained)
+    built = Index.build(shards(), Origin("IVF8,Flat"))
+    with pytest.warns(UserWarning, match=r"index 'IVF8,Flat' is searched on the CPU \(IVF index is not trained\)"):
+        found = built.search(QUERIES, 5)
+    np.testing.assert_array_equal(found[1], built.index.search(QUERIES, 5)[1])
+    np.testing.assert_array_equal(found[1], built.search(QUERIES, 5)[1])  # without asking the GPU, or warning, again
+
+
+def test_a_search_that_the_cpu_refuses_too_is_refused(gpu_calls, monkeypatch):
+    built = Index.build(shards(), Origin("IVF8,Flat"))
+    built.index.nprobe = 0
+    monkeypatch.setattr(built, "_on_gpus", index_module.load_faiss().index_factory(16, "IVF8,Flat"))
+    with pytest.warns(UserWarning, match="on the CPU"), pytest.raises(InputError, match="faiss refused the search"):
+        built.search(QUERIES, 5)
 
 
 def test_more_results_than_a_gpu_can_give_are_searched_on_the_cpu(gpu_calls):

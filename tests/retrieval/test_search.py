@@ -1,5 +1,6 @@
 """Exact search against the obvious sort; approximate search against exact; ties, cuts and what is refused."""
 
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -104,6 +105,36 @@ def test_ties_across_the_cut_are_broken_by_id_even_when_most_of_the_corpus_ties(
     tied = [passage for passage, _ in run["q0"] if passage in equal]
     assert tied == equal[: len(tied)]
     assert 0 < len(tied) < 300
+
+
+@pytest.mark.parametrize("backend", ["faiss", "torch"])
+@pytest.mark.parametrize("cells", [1, 700, 2**20])
+def test_a_corpus_of_equal_vectors_is_ranked_by_id_whatever_stands_in_memory_at_a_time(backend, cells, monkeypatch):
+    vectors = made(900).repeat(2, axis=0)
+    vectors[200:1500] = vectors[0] * np.float32(2)
+    vectors[1500:1700] = np.nextafter(vectors[200], np.float32(0))  # nearer than a float32 product can tell
+    queries = np.concatenate([made(1), -made(1), made(3, seed=2)])
+    monkeypatch.setattr(exact, "_CELLS", cells)
+    expected = obvious(queries, vectors, 60)
+    assert search(names(5), queries, cut(vectors, 512), 60, backend=backend) == expected
+    vectors[[key(row) for row in range(1800)].index(expected["q0"][0][0])] = 0
+    assert search(names(5), queries, cut(vectors, 512), 60, backend=backend) != expected
+
+
+@pytest.mark.parametrize("backend", ["faiss", "torch"])
+def test_ties_take_memory_for_a_block_and_not_for_every_pair_of_query_and_passage(backend, monkeypatch):
+    """All of 300 queries tie for all of 6,000 passages: 1,800,000 pairs, of which a byte each is more than is allowed."""
+    vectors, queries = np.tile(made(1), (6000, 1)), made(300, seed=1)
+    monkeypatch.setattr(exact, "_CELLS", 2**15)
+    shards = cut(vectors, 3000)
+    search(names(2), queries[:2], shards, 10, backend=backend)  # what is loaded at the first call is not counted
+    tracemalloc.start()
+    run = search(names(300), queries, shards, 10, backend=backend)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1.8e6 + 300 * 42 * 60 + 6000 * 8 * 8, peak
+    last = sorted((key(row) for row in range(6000)), reverse=True)[:10]
+    assert all([passage for passage, _ in hits] == last for hits in run.values())
 
 
 @settings(max_examples=60, deadline=None)
