@@ -201,7 +201,9 @@ def quality(studies: Studies, name: str) -> Table:
 def discounted(studies: Studies, name: str) -> Table:
     """`cont_accum` with rows discounted by age against `cont_accum` as published, each at its own learning rate."""
     chosen = best_rates(encoders(studies, name))
-    return against({setting: group for setting, group in chosen.items() if setting.startswith("cont_accum")}, "cont_accum")
+    return against(
+        {setting: group for setting, group in chosen.items() if setting.startswith("cont_accum")}, "cont_accum"
+    )
 
 
 def encoder_rates(studies: Studies, name: str) -> Table:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from contaccum.retrieval import index as index_module
-from contaccum.retrieval.index import GPU_LIMIT, Index, Origin, gpu_count
+from contaccum.retrieval.index import GPU_LIMIT, Index, Origin, gpu_count, search_gpus
 from contaccum.retrieval.search import search
 from contaccum.retrieval.shards import Shard
 
@@ -46,7 +46,7 @@ def test_an_index_on_gpus_finds_what_it_finds_on_the_cpu(factory):
     index.set_search_params("nprobe=16" if "IVF" in factory else "")
     scores, rows = index.search(QUERIES, 50)
     right_scores, right = index.index.search(QUERIES, 50)
-    assert index._gpu_copies() is not index.index
+    assert index._gpu_copies(search_gpus()) is not index.index
     np.testing.assert_allclose(
         scores, right_scores, rtol=0, atol=2e-2 if "fp16" in factory or "PQ" in factory else 1e-4
     )
@@ -72,5 +72,5 @@ def test_more_results_than_a_gpu_gives_come_from_the_cpu():
 @pytest.mark.skipif(gpu_count() < 2, reason="faiss sees fewer than two GPUs")
 def test_several_gpus_hold_a_part_each():
     index = Index.build(shards())
-    parts = index_module.load_faiss().downcast_index(index._gpu_copies())
+    parts = index_module.load_faiss().downcast_index(index._gpu_copies(search_gpus()))
     assert sorted(parts.at(n).ntotal for n in range(parts.count())) == [5000 // gpu_count()] * gpu_count()
