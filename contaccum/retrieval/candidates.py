@@ -1,7 +1,7 @@
 """Passages that a search finds for the queries of a training set, with their scores and those of the queries' positives."""
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -13,7 +13,15 @@ from contaccum.retrieval.encode import Encoder, Texts, encode_in_memory
 from contaccum.retrieval.exact import exact_search, find_candidates, rescore
 from contaccum.retrieval.index import Index
 from contaccum.retrieval.runs import ranked
-from contaccum.retrieval.search import DEFAULTS, build_index, check_exact, check_group, kept_index, passage_shards
+from contaccum.retrieval.search import (
+    DEFAULTS,
+    build_index,
+    check_exact,
+    check_group,
+    index_settings,
+    kept_index,
+    passage_shards,
+)
 from contaccum.retrieval.shards import Followed, Shards
 
 if TYPE_CHECKING:
@@ -25,7 +33,7 @@ class Pool(NamedTuple):
 
     corpus: "Dataset"
     more: "Dataset | None"
-    """Positives that the corpus lacks."""
+    """Positives that the corpus lacks: they are scored, and become nobody's negatives."""
 
     @property
     def all(self) -> "Dataset":
@@ -45,25 +53,30 @@ class Found(NamedTuple):
 
 
 class Search(Protocol):
-    """A way to find candidates; ``fingerprint`` tells one that would find others."""
+    """A way to find candidates; one that would find others has another ``fingerprint`` or other ``settings``."""
 
     fingerprint: str
+    settings: dict[str, Any]
+    """What the search was told that may change what it finds."""
 
     def find(self, queries: Sequence[str], positives: Sequence[Sequence[int]], k: int) -> Iterator[Found]:
-        """For each query text its k best passages of the pool, and the scores of its positives, given as rows of the pool."""
+        """For each query text its k best passages of the pool's corpus, and the scores of its positives, given as rows of the
+        whole pool."""
 
 
 class Lexical:
     """BM25."""
 
     fingerprint = "bm25"
+    settings: dict[str, Any] = {}
 
     def __init__(self, pool: Pool) -> None:
         self._index = BM25(pool.all)
+        self._rows = len(pool.corpus)
 
     def find(self, queries: Sequence[str], positives: Sequence[Sequence[int]], k: int) -> Iterator[Found]:
         for scores, rows in zip(self._index.scores(queries), positives, strict=True):
-            yield Found(self._index.best(scores, k), scores[list(rows)])
+            yield Found(self._index.best(scores[: self._rows], k), scores[list(rows)])
 
 
 class Dense:
@@ -84,15 +97,21 @@ class Dense:
             )
         self.fingerprint = f"{encoder.fingerprint('query')} {encoder.fingerprint('passage')}"
         self._encoder, self._batch_tokens = encoder, settings.batch_tokens
-        self._shards = _shards(encoder, pool, settings, group)
+        self._corpus = _shards(encoder, pool.corpus, settings, group)
+        self._all = self._corpus
+        if pool.more is not None:
+            self._all = Followed(
+                self._corpus, encode_in_memory(encoder, Texts.of_corpus(pool.more), settings.batch_tokens)
+            )
+        self.settings = index_settings(settings) | {"dtype": str(self._corpus[0].vectors.dtype)}
         self._index: Index | None = None
         if settings.factory == "Flat" and settings.index_dir is None:
             check_exact(settings.search_params)
-            self._candidates = find_candidates(self._shards, settings.backend, str(encoder.device))
+            self._candidates = find_candidates(self._corpus, settings.backend, str(encoder.device))
         elif settings.index_dir is not None:
-            self._index = kept_index(encoder, pool.all, settings, self._shards)
+            self._index = kept_index(encoder, pool.corpus, settings, self._corpus)
         else:
-            self._index = build_index(lambda: self._shards, settings, str(encoder.device))
+            self._index = build_index(lambda: self._corpus, settings, str(encoder.device))
 
     def find(self, queries: Sequence[str], positives: Sequence[Sequence[int]], k: int) -> Iterator[Found]:
         asked = Texts.of_queries({str(number): text for number, text in enumerate(queries)})
@@ -100,29 +119,25 @@ class Dense:
         hits = self._hits(vectors, k)
         most = max(map(len, positives))
         rows = np.array([[*own, *[-1] * (most - len(own))] for own in positives])  # (n, most), -1 where there is none
-        _, scores, _ = rescore(vectors, self._shards, rows)
+        _, scores, _ = rescore(vectors, self._all, rows)
         for found, values, own in zip(hits, scores, positives, strict=True):
             yield Found(found, values[: len(own)])
 
     def _hits(self, vectors: np.ndarray, k: int) -> list[list[tuple[str, float]]]:
         if self._index is None:
-            return exact_search(vectors, self._shards, k, self._candidates)
+            return exact_search(vectors, self._corpus, k, self._candidates)
         _, rows = self._index.search(vectors, k)
-        ids, scores, _ = rescore(vectors, self._shards, rows)
+        ids, scores, _ = rescore(vectors, self._corpus, rows)
         return [
             ranked((name, float(score)) for name, score, row in zip(*found, strict=True) if row >= 0)
             for found in zip(ids, scores, rows, strict=True)
         ]
 
 
-def _shards(encoder: Encoder, pool: Pool, settings: SearchSettings, group: Processes) -> Shards:
-    """Vectors of the whole pool, which several processes have made together."""
-    shards = passage_shards(encoder, pool.corpus, settings, group)
-    if group.world > 1:
-        shards = passage_shards(encoder, pool.corpus, settings)
-    if pool.more is None:
-        return shards
-    return Followed(shards, encode_in_memory(encoder, Texts.of_corpus(pool.more), settings.batch_tokens))
+def _shards(encoder: Encoder, corpus: "Dataset", settings: SearchSettings, group: Processes) -> Shards:
+    """Vectors of the whole corpus, which several processes have made together."""
+    shards = passage_shards(encoder, corpus, settings, group)
+    return shards if group.world == 1 else passage_shards(encoder, corpus, settings)
 
 
 def pool_of(corpus: "Dataset", given: "Dataset | None", ids: Collection[str]) -> Pool:

@@ -42,16 +42,22 @@ class Asked:
     """The queries that negatives are mined for, the passages that may become them, and which are known to be none."""
 
     def __init__(self, examples: Examples, corpus: "Dataset | None" = None) -> None:
-        """corpus: passages (columns id, title, text) instead of those of the examples; positives that it lacks are added."""
+        """corpus: passages (columns id, title, text) to mine from instead of those of the examples; positives that it lacks are
+        scored with it."""
         self.examples = examples
         digest = hashlib.sha256()
         keys: dict[str, list[str]] = {}  # of every text that no negative may have: ids of the passages with that text
         ids: dict[str, None] = {}
+        answers: dict[
+            str, dict[str, str]
+        ] = {}  # of every query's text: its positives' ids, and the keys of their texts
         for query, positives, *_ in examples:
             digest.update(json.dumps([query, *positives]).encode())
             keys[_key(query.text)] = []
+            own = answers.setdefault(_key(query.text), {})
             for passage in positives:
-                keys[_key(passage.content)] = []
+                own[passage.id] = _key(passage.content)
+                keys[own[passage.id]] = []
                 ids[passage.id] = None
         self.fingerprint = digest.hexdigest()
         self.pool: Pool = pool_of(examples.corpus, corpus, ids)
@@ -62,12 +68,14 @@ class Asked:
                 for key in {_key(passage.content), _key(passage.text)}:
                     if key in keys:
                         keys[key].append(passage.id)
-        self._keys = keys
+        self._keys, self._answers = keys, answers
 
     def known(self, example: Example) -> set[str]:
-        """Ids of the passages that are no negatives: positives, and what has the text of one or of the query."""
-        texts = [example.query.text, *(passage.content for passage in example.positives)]
-        return {passage.id for passage in example.positives}.union(*(self._keys[_key(text)] for text in texts))
+        """Ids of the passages that are no negatives: positives of this example and of others with the same query text, and what
+        has the text of one of them or of the query."""
+        query = _key(example.query.text)
+        answers = self._answers[query]
+        return set(answers).union(*(self._keys[key] for key in (query, *answers.values())))
 
 
 def _key(text: str) -> str:
@@ -89,9 +97,10 @@ class Mining:
         return {
             "format": FORMAT,
             "search": self.search.fingerprint,
+            **self.search.settings,
             "cross_encoder": self.rerank and self.rerank.fingerprint(),
             "queries": self.asked.fingerprint,
-            "passages": Texts.of_corpus(self.asked.passages).fingerprint,
+            "passages": f"{len(self.asked.pool.corpus)} first of {Texts.of_corpus(self.asked.passages).fingerprint}",
             "to": self.to,
             **{name: value for name, value in asdict(self.settings).items() if name != "cross_encoder"},
         }
@@ -186,7 +195,7 @@ def mine(mining: Mining, output: str | Path, about: Mapping[str, Any], group: Pr
         group.barrier()
         report: dict[str, Any] = {}
         if group.is_main:
-            report = {**about, **_report(folder, mining.settings)}
+            report = {**about, "search": mining.search.settings, **_report(folder, mining.settings)}
             write_json(about_path(output), report)
             with whole_file(output) as file:
                 file.writelines(framed(_lines(folder), mining.to))

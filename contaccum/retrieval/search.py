@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -70,6 +70,13 @@ def check_exact(search_params: str) -> None:
     """InputError where an exact search is told what only an approximate index has."""
     if search_params:
         raise InputError(f"search_params {search_params!r} have no effect on the exact index 'Flat', expected none")
+
+
+def index_settings(settings: SearchSettings) -> dict[str, Any]:
+    """The settings by which one index finds other passages than another over the same vectors."""
+    if settings.factory == "Flat":
+        return {"factory": "Flat"}
+    return {"factory": settings.factory, "search_params": settings.search_params, "index_seed": settings.seed}
 
 
 def _check_approximate(backend: str, factory: str) -> None:

@@ -83,7 +83,7 @@ def slowly(asked: Asked, scores: dict[str, dict[str, float]], settings: MineSett
         own = scores[example.query.text]
         texts = {example.query.text, *(passage.content for passage in example.positives)}
         lowest = min(own[passage.id] for passage in example.positives)
-        ranking = sorted(((own[row["id"]], row["id"], row) for row in asked.passages), key=lambda hit: hit[:2])[::-1]
+        ranking = sorted(((own[row["id"]], row["id"], row) for row in asked.pool.corpus), key=lambda hit: hit[:2])[::-1]
         ranking = [hit for hit in ranking if hit[1] not in {passage.id for passage in example.positives}]
         ranking = [hit for hit in ranking if not texts & {content(hit[2]), hit[2]["text"]}][: settings.range_max]
         earlier: list[str] = []
@@ -299,20 +299,59 @@ def test_every_form_is_training_data_with_scores(form, data, tmp_path):
     assert not (tmp_path / "mined.file.mining").exists()
 
 
-def test_a_corpus_beside_the_data_gets_the_positives_that_it_lacks(data, tmp_path):
+def test_of_a_corpus_beside_the_data_alone_is_mined_and_positives_that_it_lacks_are_scored(data, tmp_path):
     convert(data, tmp_path / "train.jsonl", "jsonl")
     lines = (data / "corpus.jsonl").read_text().splitlines()
     extra = [json.dumps({"_id": f"x{n}", "title": "", "text": f"a red fox lives in valley {n}"}) for n in range(60, 70)]
     (tmp_path / "corpus.jsonl").write_text("\n".join([*lines[:20], *extra]) + "\n")
     asked = Asked(open_examples(tmp_path / "train.jsonl"), load_corpus(tmp_path / "corpus.jsonl"))
     assert sorted(asked.passages["id"]) == sorted([f"p{n}" for n in range(40)] + [f"x{n}" for n in range(60, 70)])
-    settings = MineSettings(num_negatives=4)
-    found = mined(asked, Dense(WordEncoder(), asked.pool), tmp_path, **vars(settings))
-    expected = slowly(asked, all_inner_products(asked), settings)
-    assert [row["neg_id"] for row in found] == [[key for key, _ in hits] for hits in expected]
-    assert any(key.startswith("x") for key in found[0]["neg_id"])
-    lexical = mined(asked, Lexical(asked.pool), tmp_path, **vars(settings))
+    given = {f"p{n}" for n in range(20)} | {f"x{n}" for n in range(60, 70)}
+    settings = MineSettings(num_negatives=25, range_max=25)
+    expected = [[key for key, _ in hits] for hits in slowly(asked, all_inner_products(asked), settings)]
+    assert {len(keys) for keys in expected} == {25}  # of 30: what is left out costs no depth
+    for factory in ("Flat", "IVF1,Flat"):  # the latter looks at everything too
+        search = Dense(WordEncoder(), asked.pool, SearchSettings(factory=factory))
+        found = mined(asked, search, tmp_path, **vars(settings))
+        assert [row["neg_id"] for row in found] == expected
+    lexical = mined(asked, Lexical(asked.pool), tmp_path, num_negatives=4)
+    assert all(set(row["neg_id"]) <= given for row in (*found, *lexical))
     assert all(len(row["pos_scores"]) == len(row["pos"]) and min(row["pos_scores"]) > 0 for row in lexical)
+
+
+def test_positives_of_a_query_that_stands_in_several_records_are_nobodys_negatives(tmp_path):
+    rows = [("where is the fox", "a fox sleeps", "p0"), ("where is the owl", "an owl sleeps", "p1")]
+    rows += [("where is the fox", "the fox is there", "p2")]
+    lines = [{"query": query, "pos": [text], "pos_id": [key], "neg": []} for query, text, key in rows]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    asked = Asked(open_examples(tmp_path / "data.jsonl"))
+    found = mined(asked, Dense(WordEncoder(), asked.pool), tmp_path, num_negatives=3, range_max=3)
+    assert [sorted(row["neg_id"]) for row in found] == [["p1"], ["p0", "p2"], ["p1"]]
+
+
+def test_what_another_search_would_find_is_no_continuation(asked, tmp_path):
+    """The settings that matter are part of the job, and stand beside what was mined; those without effect are not."""
+
+    def job(**settings) -> dict:
+        return Mining(asked, Dense(WordEncoder(), asked.pool, SearchSettings(**settings)), MineSettings()).job()
+
+    index = {"factory": "IVF4,Flat", "search_params": "nprobe=1"}
+    changes = [{}, {"factory": "SQ8"}, index, {**index, "search_params": "nprobe=2"}, {**index, "seed": 1}]
+    changes += [{"dtype": "float16", "embeddings": str(tmp_path / "vectors")}]
+    assert len({json.dumps(job(**change)) for change in changes}) == len(changes)
+    assert job(seed=1, dtype="float16", backend="torch") == job()
+    report = mine(
+        Mining(asked, Dense(WordEncoder(), asked.pool, SearchSettings(**index)), MineSettings()), tmp_path / "m", {}
+    )
+    assert report["search"] == {**index, "index_seed": 0, "dtype": "float32"}
+
+    output = tmp_path / "mined.jsonl"
+    work = tmp_path / "mined.jsonl.mining"
+    work.mkdir()
+    (work / "job.json").write_text(json.dumps(job(**index)))
+    with pytest.raises(InputError, match="holds an unfinished mining with another search_params, expected the same"):
+        other = Dense(WordEncoder(), asked.pool, SearchSettings(**{**index, "search_params": "nprobe=2"}))
+        mine(Mining(asked, other, MineSettings()), output, {})
 
 
 def test_killed_and_started_again_it_writes_the_same_bytes(data, tmp_path, capsys):
