@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from contaccum.data.convert import Form, open_examples
 from contaccum.data.corpus import load_corpus, load_queries, load_questions, open_corpus
 from contaccum.data.sources import resolve
-from contaccum.data.tables import RetrievalSet, load_retrieval_set, open_grades
+from contaccum.data.tables import RetrievalSet, keep_answerable, load_retrieval_set, open_grades
 from contaccum.encoder import DualEncoder
 from contaccum.engine import encoding_device, torch_dtype
 from contaccum.errors import InputError
 from contaccum.evaluation.answers import evaluate_answers
 from contaccum.evaluation.beir import CUTS, Metrics, cuts_within, drop_own, evaluate_run, noting
-from contaccum.evaluation.benchmark import Part, parts_of, render_benchmark, run_benchmark
+from contaccum.evaluation.benchmark import Part, data_digest, parts_of, render_benchmark, run_benchmark
 from contaccum.evaluation.significance import Comparison
 from contaccum.evaluation.significance import compare as compare_systems
 from contaccum.files import write_json
@@ -28,13 +28,15 @@ from contaccum.retrieval.mine import mine as write_mined
 from contaccum.retrieval.negatives import check as check_mining
 from contaccum.retrieval.rerank import CrossEncoder
 from contaccum.retrieval.runs import Run, read_run, write_run
-from contaccum.retrieval.search import Hit, Searcher, with_texts
+from contaccum.retrieval.search import Hit, Searcher, index_settings, vector_form, with_texts
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 BM25 = "bm25"
 """The model name that stands for the lexical baseline."""
+LEAST_DEPTH = 10
+"""Up to here a run file is scored however short its lists are: a search in a small corpus gives as many cuts."""
 DEFAULTS = SearchSettings()
 MINING = MineSettings()
 
@@ -216,15 +218,22 @@ def evaluate_benchmark(
     encoder = None if choice.model == BM25 else load_encoder(choice)
     print_of = f"{encoder.fingerprint('query')} {encoder.fingerprint('passage')}" if encoder else BM25
 
-    def score(part: Part) -> Metrics:
-        folders = [value and str(Path(value) / part.name) for value in (settings.embeddings, settings.index_dir)]
-        inner = replace(settings, embeddings=folders[0], index_dir=folders[1])
-        reading = {"strict": strict, "repair": repair, "max_bad_records": max_bad_records}
-        how = {"k": k, "settings": inner, "relevance_level": relevance_level, **reading}
-        return evaluate(encoder or choice, part.data, part.split, group=group, **how)  # type: ignore[arg-type]
+    how = {"k": k, "relevance_level": relevance_level}
+    how |= {"strict": strict, "repair": repair, "max_bad_records": max_bad_records}
 
-    about = {"model": choice.model, "encoder": print_of, "k": k, "relevance_level": relevance_level}
-    return run_benchmark(parts_of(data, split), about, output, score, group.is_main)
+    def of_part(part: Part) -> SearchSettings:
+        folders = [value and str(Path(value) / part.name) for value in (settings.embeddings, settings.index_dir)]
+        return replace(settings, embeddings=folders[0], index_dir=folders[1])
+
+    def about_part(part: Part) -> dict[str, Any]:
+        form = {"dtype": vector_form(of_part(part))} if encoder else {}
+        return {"data_sha256": data_digest(part), **form}
+
+    def score(part: Part) -> Metrics:
+        return evaluate(encoder or choice, part.data, part.split, settings=of_part(part), group=group, **how)  # type: ignore[arg-type]
+
+    about = {"model": choice.model, "encoder": print_of, **how, **(index_settings(settings) if encoder else {})}
+    return run_benchmark(parts_of(data, split), about, about_part, output, score, group.is_main)
 
 
 def evaluate_questions(
@@ -254,12 +263,22 @@ def evaluate_questions(
 
 
 def evaluate_run_file(
-    run: str, qrels: str, output: str | None = None, relevance_level: int = 1, max_bad_records: int = 0
+    run: str,
+    qrels: str,
+    output: str | None = None,
+    relevance_level: int = 1,
+    max_bad_records: int = 0,
+    strict: bool = False,
 ) -> Metrics:
-    """Score a TREC run file against a qrels file, at the cuts that its longest list can answer."""
+    """Score a TREC run file against a qrels file, at the cuts that its longest list can answer, and up to 10 in any case.
+
+    A list that ends before a cut has nothing relevant behind its end, as in trec_eval. Queries without a positive are left out
+    with a warning, as in ``evaluate``, and refused when ``strict``.
+    """
     hits = read_run(run)
-    cuts = cuts_within(CUTS, max(map(len, hits.values())))
-    grades, left_out = open_grades(qrels, max_bad_records)
+    cuts = cuts_within(CUTS, max(LEAST_DEPTH, *map(len, hits.values())))
+    judged, left_out = open_grades(qrels, max_bad_records)
+    grades = keep_answerable(Path(qrels), judged, strict)
     metrics = noting(left_out, evaluate_run(grades, hits, cuts=cuts, relevance_level=relevance_level))
     return _keep(metrics, output, {"run": run, "data": qrels})
 

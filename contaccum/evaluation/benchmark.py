@@ -1,5 +1,7 @@
 """Several data sets scored one after the other, as BEIR and NanoBEIR are quoted: a table with a row a set, and their mean."""
 
+import hashlib
+import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,7 +11,8 @@ from contaccum.data.download import FORUMS
 from contaccum.data.sources import NANO
 from contaccum.errors import InputError
 from contaccum.evaluation.beir import Metrics
-from contaccum.files import read_json, write_json
+from contaccum.evaluation.stored import read_metrics
+from contaccum.files import sha256_of, write_json
 
 BEIR = {
     "msmarco": "dev", "trec-covid": "test", "nfcorpus": "test", "nq": "test", "hotpotqa": "test", "fiqa": "test",
@@ -54,32 +57,41 @@ def parts_of(data: str, split: str) -> list[Part]:
     return parts
 
 
+def data_digest(part: Part) -> str | None:
+    """What tells one state of a file or BEIR folder of the user's from another; None for a name, which stands for one state."""
+    if not os.path.exists(part.data):
+        return None
+    path = Path(part.data)
+    names = [f"{name}{end}" for name in ("corpus.jsonl", "queries.jsonl") for end in ("", ".gz")]
+    names += [f"qrels/{part.split}.tsv{end}" for end in ("", ".gz")]
+    files = [path / name for name in names] if path.is_dir() else [path]
+    digests = [[file.name, sha256_of(file)] for file in files if file.is_file()]
+    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
+
+
 def run_benchmark(
     parts: list[Part],
     about: Mapping[str, Any],
+    about_part: Callable[[Part], Mapping[str, Any]],
     output: str | Path | None,
     score: Callable[[Part], Metrics],
     writes: bool = True,
 ) -> dict[str, Any]:
     """Score every part and average: parts to rows, rows to the mean. Returns what stands in ``benchmark.json``.
 
-    output: a folder that gets the metrics of each part when it is finished, with ``about``; a part that stands there is not
-    scored again. Of several processes, which all look there, one ``writes``. Raises InputError where a part was scored otherwise.
+    output: a folder that gets the metrics of each part when it is finished, with ``about`` and ``about_part``, all that may
+    change them; a part that stands there is not scored again. Of several processes, which all look there, one ``writes``.
+    Raises InputError where a part was scored otherwise.
     """
     found: dict[str, list[Metrics]] = {}
     for part in parts:
-        own = {**about, "data": part.data, "split": part.split}
         file = Path(output) / f"{part.name}.json" if output is not None else None
-        if file is not None and file.is_file():
-            metrics = read_json(file)
-            if changed := [name for name, value in own.items() if metrics.get(name) != value]:
-                raise InputError(
-                    f"{file}: was scored with {changed[0]} {metrics.get(changed[0])!r}, expected {own[changed[0]]!r} or another "
-                    "--output"
-                )
-        else:
+        if file is None:
             metrics = score(part)
-            if file is not None and writes:
+        else:
+            own = {**about, **about_part(part), "data": part.data, "split": part.split}
+            metrics = _finished(file, own) or score(part)
+            if writes and not file.is_file():
                 write_json(file, {**own, **metrics})
         found.setdefault(part.row, []).append(metrics)
     names = list(next(iter(found.values()))[0]["mean"])
@@ -99,6 +111,21 @@ def run_benchmark(
     if output is not None and writes:
         write_json(Path(output) / TABLE_FILE, result)
     return result
+
+
+def _finished(file: Path, about: Mapping[str, Any]) -> Any:
+    """The metrics of a part that was scored before, None where it was not; InputError where it was scored otherwise."""
+    if not file.is_file():
+        return None
+    metrics = read_metrics(file)
+    if changed := [name for name, value in about.items() if metrics.get(name) != value]:
+        raise InputError(
+            f"{file}: was scored with {changed[0]} {metrics.get(changed[0])!r}, expected {about[changed[0]]!r} or another "
+            "--output"
+        )
+    if not isinstance(metrics.get("queries"), int):
+        raise InputError(f"{file}: holds no number of queries, expected what `contaccum evaluate --output` writes")
+    return metrics
 
 
 def render_benchmark(result: Mapping[str, Any]) -> str:

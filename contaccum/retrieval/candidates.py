@@ -68,9 +68,9 @@ class Lexical:
     """BM25."""
 
     fingerprint = "bm25"
-    settings: dict[str, Any] = {}
 
     def __init__(self, pool: Pool) -> None:
+        self.settings: dict[str, Any] = {}
         self._index = BM25(pool.all)
         self._rows = len(pool.corpus)
 

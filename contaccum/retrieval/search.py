@@ -14,7 +14,7 @@ from contaccum.retrieval.encode import Encoder, Texts, encode_in_memory, encode_
 from contaccum.retrieval.exact import Candidates, exact_search, find_candidates
 from contaccum.retrieval.index import Index, Origin
 from contaccum.retrieval.runs import Run, ranked
-from contaccum.retrieval.shards import MANIFEST, Shard, Shards
+from contaccum.retrieval.shards import MANIFEST, Shard, Shards, kept_dtype
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -191,6 +191,13 @@ def passage_shards(
         group.barrier()
     shards = open_embeddings(encoder, passages, settings.embeddings)
     return shards if group.world == 1 else EveryNth(shards, group)
+
+
+def vector_form(settings: SearchSettings) -> str:
+    """The dtype of the vectors that ``passage_shards`` gives."""
+    if settings.embeddings is None:
+        return "float32"
+    return kept_dtype(settings.embeddings) or settings.dtype
 
 
 class EveryNth:

@@ -107,6 +107,13 @@ def check_folder(folder: Path, job: Job) -> None:
                 _refuse_other_job(path, found.get("job"), job)
 
 
+def kept_dtype(folder: str | Path) -> str | None:
+    """Form of the vectors of a finished folder, whoever made them; None where nothing is finished."""
+    found = _json_or_none(Path(folder) / MANIFEST) if (Path(folder) / MANIFEST).is_file() else None
+    job = (found or {}).get("job")
+    return job.get("dtype") if isinstance(job, dict) else None
+
+
 def _json_or_none(path: Path) -> dict[str, Any] | None:
     try:
         found = read_json(path)

@@ -1,12 +1,12 @@
 """A run's files as a study reads them: what is not what training and evaluation write is refused by file, and line or name."""
 
-import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from contaccum.config import TRAITS
 from contaccum.errors import InputError
+from contaccum.evaluation.stored import number, numbers
 from contaccum.files import read_json
 from contaccum.training.log import LOG_FILE
 
@@ -14,25 +14,11 @@ STEP = ("seconds", "waited", "peak_memory", "bank_fill")
 """Figures that every logged step has."""
 
 
-def read_metrics(path: Path) -> dict[str, Any]:
-    """A metrics.json: ``mean``, numbers by name, and where it is there ``per_query``, such numbers by query."""
-    metrics = read_json(path)
-    if not isinstance(metrics, dict) or not _numbers(metrics.get("mean")):
-        raise InputError(f"{path}: holds no means of metrics, expected what `contaccum evaluate --output` writes")
-    per_query = metrics.get("per_query") or {}
-    if not isinstance(per_query, dict):
-        raise InputError(f"{path}: per_query is no mapping, expected the values of every query")
-    for query, values in per_query.items():
-        if not _numbers(values):
-            raise InputError(f"{path}: the values of query {query!r} are not numbers by metric, expected such")
-    return metrics
-
-
 def check_log(run: Path, lines: Iterable[dict[str, Any]]) -> None:
     """Refuse lines of a run's log that no run writes."""
     for line in lines:
         place = f"{run / LOG_FILE}: the line of step {line['step']}"
-        if "dev" in line and not _numbers(line["dev"]):
+        if "dev" in line and not numbers(line["dev"]):
             raise InputError(f"{place} has no numbers under dev, expected metrics by name")
         if "loss" not in line:
             continue
@@ -60,21 +46,13 @@ def check_settings(run: Path, settings: dict[str, Any]) -> None:
 def read_score(path: Path) -> float:
     """The dev metric of a finished run that is not scored on the test data."""
     found = read_json(path)
-    if not isinstance(found, dict) or not _number(found.get("score")):
+    if not isinstance(found, dict) or not number(found.get("score")):
         raise InputError(f"{path}: holds no score, expected what a comparison writes; delete it to have it made again")
     return found["score"]
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_drift(found: Any) -> bool:
     """Whether this is the drift of one micro-batch; a bank of passages alone has none of queries."""
     if not isinstance(found, dict) or not {"age", "passage"} <= found.keys():
         return False
-    return _numbers({name: value for name, value in found.items() if (name, value) != ("query", None)})
-
-
-def _numbers(values: Any) -> bool:
-    return isinstance(values, dict) and all(_number(value) for value in values.values())
+    return numbers({name: value for name, value in found.items() if (name, value) != ("query", None)})

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from contaccum.data.tables import load_retrieval_set
 from contaccum.errors import Failed, InputError
+from contaccum.evaluation.stored import read_metrics
 from contaccum.files import write_json
 from contaccum.options import StudyOptions
 from contaccum.study import grid
-from contaccum.study.checked import read_metrics, read_score
+from contaccum.study.checked import read_score
 from contaccum.study.grid import RATE, Configure, Planned, Setting
 from contaccum.study.plots import need_matplotlib
 from contaccum.study.pool import Job, Outcome, Place, one_process, places, run_jobs

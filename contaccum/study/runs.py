@@ -11,7 +11,8 @@ from typing import Any
 from contaccum.config import TRAITS, TrainConfig
 from contaccum.errors import InputError
 from contaccum.evaluation.significance import Scores
-from contaccum.study.checked import check_log, check_settings, read_metrics
+from contaccum.evaluation.stored import read_metrics
+from contaccum.study.checked import check_log, check_settings
 from contaccum.training.environment import read_environment
 from contaccum.training.log import read_log
 from contaccum.training.setup import CONFIG_FILE, MAY_CHANGE, flat, read_config
@@ -79,9 +80,8 @@ class Run:
             return None
         mean = self.metrics["mean"]
         if metric not in mean:
-            raise InputError(
-                f"{self.folder / METRICS_FILE}: has no metric {metric!r}, expected one of {', '.join(mean)}"
-            )
+            file = self.folder if self.folder.is_file() else self.folder / METRICS_FILE
+            raise InputError(f"{file}: has no metric {metric!r}, expected one of {', '.join(mean)}")
         return mean[metric]
 
     def median(self, name: str) -> float | None:

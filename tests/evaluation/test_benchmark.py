@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from helpers import write_beir
 from scipy import stats
+from word_encoder import WordEncoder
 
 from contaccum import api
 from contaccum.cli import main
@@ -16,7 +17,7 @@ from contaccum.errors import InputError
 from contaccum.evaluation.beir import evaluate_run
 from contaccum.evaluation.benchmark import BEIR, parts_of
 from contaccum.files import cache_folder, read_json
-from contaccum.options import ModelChoice
+from contaccum.options import ModelChoice, SearchSettings
 from contaccum.retrieval.runs import read_run, write_run
 
 
@@ -44,12 +45,65 @@ def test_several_folders_are_rows_and_their_mean(tmp_path, capsys):
     assert lines[4][:2] == ["mean", f"{np.mean(alone):.4f}"]
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*-*.json")}
     assert len(files) == 3
-    (Path(folders[0]) / "corpus.jsonl").unlink()  # what is finished is not scored again
+    marked = min(files)  # what is finished is not scored again: a mark in it stays
+    marked.write_text(marked.read_text().replace('"queries": 10', '"queries": 1010'))
+    files[marked] = marked.stat().st_mtime_ns
     assert main(call) == 0
-    assert [line.split() for line in capsys.readouterr().out.splitlines()] == lines
+    again = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert sorted(str(int(line[-1]) % 1000) for line in again[1:4]) == sorted(line[-1] for line in lines[1:4])
+    assert again != lines
     assert {path: path.stat().st_mtime_ns for path in files} == files
-    assert main([*call, "--k", "50"]) == 2
-    assert "was scored with k 100, expected 50 or another --output" in capsys.readouterr().err
+    for change, said in ((["--k", "50"], "k 100, expected 50"), (["--strict"], "strict False, expected True")):
+        assert main([*call, *change]) == 2
+        assert f"was scored with {said} or another --output" in capsys.readouterr().err
+    qrels = Path(folders[0]) / "qrels" / "test.tsv"
+    qrels.write_text(qrels.read_text().replace("q0\tp0\t1", "q0\tp1\t1"))
+    assert main(call) == 2
+    assert "was scored with data_sha256" in capsys.readouterr().err
+
+
+def test_what_changes_a_search_is_another_benchmark(tmp_path, monkeypatch):
+    """And what changes none is not: bm25 has no index, and vectors in memory have one form."""
+    folders = [str(write_beir(tmp_path / name, 15)) for name in ("one", "two")]
+    monkeypatch.setattr(api, "load_encoder", lambda choice: WordEncoder())
+
+    def benchmark(model="tiny", **settings) -> dict:
+        output = str(tmp_path / model)
+        return api.evaluate_benchmark(
+            ModelChoice(model), ",".join(folders), settings=SearchSettings(**settings), output=output
+        )
+
+    index = {"factory": "IVF2,Flat", "search_params": "nprobe=1"}
+    found = benchmark(**index)
+    assert benchmark(**index, dtype="float16", backend="faiss") == found
+    for name, value, said in (
+        ("factory", "Flat", "factory 'IVF2,Flat', expected 'Flat'"),
+        ("search_params", "nprobe=2", "search_params 'nprobe=1', expected 'nprobe=2'"),
+        ("seed", 1, "index_seed 0, expected 1"),
+    ):
+        change = {"factory": value} if name == "factory" else {**index, name: value}
+        with pytest.raises(InputError, match=f"was scored with {said} or another --output"):
+            benchmark(**change)
+    kept = {"embeddings": str(tmp_path / "vectors"), "dtype": "float16"}
+    with pytest.raises(InputError, match="was scored with dtype 'float32', expected 'float16' or"):
+        benchmark(**index, **kept)
+    assert benchmark("bm25") == benchmark("bm25", **index, **kept)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("[]", "holds no means of metrics"), ('{"mean": {"ndcg@10": "high"}}', "holds no means of metrics")],
+)
+def test_a_part_that_no_evaluation_wrote_is_refused(text, said, tmp_path, capsys):
+    folders = [str(write_beir(tmp_path / name, 12)) for name in ("one", "two")]
+    call = ["evaluate", "--model", "bm25", "--data", ",".join(folders), "--output", str(tmp_path / "out")]
+    assert main(call) == 0
+    part = next((tmp_path / "out").glob("*-one.json"))
+    part.write_text(text)
+    capsys.readouterr()
+    assert main(call) == 2
+    assert f"contaccum: {part}: {said}, expected what `contaccum evaluate --output` writes\n" in capsys.readouterr().err
+    assert part.read_text() == text
 
 
 def test_beir_is_fifteen_sets_of_which_one_has_twelve_forums(capsys):
@@ -129,5 +183,38 @@ def test_two_run_files_are_tested_query_by_query(tmp_path, capsys):
     assert f"{stats.ttest_rel(*pairs).pvalue:.4f} by t-test" in last
     assert int(re.search(r"of (\d+) queries", last)[1]) == 40
     assert read_run(one).keys() == run.keys()
+    short = tmp_path / "short.trec"
+    write_run(short, {query: hits[:3] for query, hits in run.items()})
+    assert (
+        main([*call, "--against", str(short)]) == 0
+    )  # three passages answer ndcg@10: nothing relevant stands behind them
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"ndcg@10 +0.0000 against {short}")
+    found = api.evaluate_run_file(str(short), qrels)["mean"]
+    assert {int(name.split("@")[1]) for name in found} == {1, 3, 5, 10}
+    assert (found["ndcg@10"], found["recall@10"]) == (found["ndcg@3"], found["recall@3"])
     assert main(["evaluate", "--model", "bm25", "--data", str(data), "--against", str(two)]) == 2
     assert "--against" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("always:.*without a positive")
+def test_data_and_a_run_file_leave_out_the_same_queries(tmp_path, capsys):
+    """Those without a positive: what is not relevant at all says nothing about a ranking."""
+    data = harder(tmp_path / "data", 20)
+    qrels, trec = data / "qrels" / "test.tsv", tmp_path / "run.trec"
+    with qrels.open("a") as file:
+        file.write("q10\tp10\t0\nq11\tp11\t-1\n")
+    searched = ["--model", "bm25", "--data", str(data)]
+    assert main(["search", *searched, "--output", str(trec), "--k", "10"]) == 0
+    run = read_run(trec) | {"q10": [("p10", 1.0)]}
+    write_run(trec, run)
+    capsys.readouterr()
+    found = []
+    for call in ([*searched, "--k", "10"], ["--run", str(trec), "--qrels", str(qrels)]):
+        assert main(["evaluate", *call]) == 0
+        out, err = capsys.readouterr()
+        assert "2 queries without a positive are left out" in err
+        found.append(out)
+        assert main(["evaluate", *call, "--strict"]) == 2
+        assert "query 'q10' has no positive, expected a passage of grade above 0" in capsys.readouterr().err
+    assert found[0] == found[1]
+    assert found[0].splitlines()[-1] == "10 queries"

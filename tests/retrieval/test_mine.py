@@ -349,8 +349,8 @@ def test_what_another_search_would_find_is_no_continuation(asked, tmp_path):
     work = tmp_path / "mined.jsonl.mining"
     work.mkdir()
     (work / "job.json").write_text(json.dumps(job(**index)))
+    other = Dense(WordEncoder(), asked.pool, SearchSettings(**{**index, "search_params": "nprobe=2"}))
     with pytest.raises(InputError, match="holds an unfinished mining with another search_params, expected the same"):
-        other = Dense(WordEncoder(), asked.pool, SearchSettings(**{**index, "search_params": "nprobe=2"}))
         mine(Mining(asked, other, MineSettings()), output, {})
 
 

@@ -1,6 +1,7 @@
 """The tables' figures from logs written by hand."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -184,6 +185,9 @@ def test_refusals(tmp_path):
     run = folder(tmp_path / "run", "cont_accum", [1.0])
     with pytest.raises(InputError, match=r"has no metric 'top20', expected one of ndcg@10, recall@100"):
         console_report([str(run)], "top20", None, None)
+    file = run / "metrics.json"
+    with pytest.raises(InputError, match=rf"^{re.escape(str(file))}: has no metric 'ndcg@7', expected one of ndcg@10"):
+        console_report([str(file)], "ndcg@7", None, None)
 
 
 LINE = {"step": 1, "loss": 1.0, "bank_fill": 0, "seconds": 1.0, "waited": 0.0, "peak_memory": 1}
