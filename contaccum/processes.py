@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import hashlib
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -142,6 +143,8 @@ _GROUPS = itertools.count()  # every process of a launch makes the same groups i
 @contextlib.contextmanager
 def joined(timeout_minutes: float) -> Iterator[Processes]:
     """Inside the block the processes of a launch can exchange results, on the CPU; without a launcher there is one."""
+    if not 0 < timeout_minutes < math.inf:
+        raise InputError(f"timeout_minutes is {timeout_minutes}, expected a finite number above 0")
     rank, world = process_place()
     refuse_missing_processes(world)
     if world == 1:

@@ -42,6 +42,7 @@ LIGHT = [
     "__init__.py",
     "cli/__init__.py",
     "cli/main.py",
+    "cli/effect.py",
     *PARSERS,
     "cli/verbs.py",
     "config/__init__.py",

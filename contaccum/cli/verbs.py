@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 from jsonargparse import Namespace
 
+from contaccum.cli.effect import unread_by_evaluate, unread_by_mine, unread_by_search, warn_without_effect
+from contaccum.cli.parsers.retrieval import evaluate_parser, mine_parser, search_parser
 from contaccum.cli.parsers.training import plan_parser, rounds_parser, train_parser
 from contaccum.config import TrainConfig, validate
 from contaccum.errors import InputError
@@ -63,6 +65,7 @@ def _search(options: Namespace) -> None:
     if len(given) != 1:
         found = " and ".join(given) or "none of --query, --output and --interactive"
         raise InputError(f"search was given {found}, expected exactly one of them")
+    warn_without_effect(unread_by_search, options.as_dict(), search_parser().get_defaults().as_dict())
     if given == ["--output"]:
         with api.joined(choice.timeout_minutes) as group:
             run = api.search(choice, split=split, k=100 if k is None else k, settings=settings, group=group, **rest)
@@ -95,14 +98,17 @@ def _evaluate(options: Namespace) -> None:
     choice, rest = _take(ModelChoice, options.as_dict())
     settings, rest = _take(SearchSettings, rest)
     sources = {name: rest.pop(name) for name in ("data", "questions", "passages", "run", "qrels")}
-    given = {name: value for name, value in {"model": choice.model, **sources}.items() if value is not None}
-    given.pop("model", None)
+    given = {name: value for name, value in sources.items() if value is not None}
     if choice.model is None and "run" not in given:
         raise InputError("evaluate was given no --model, expected one (or --run and --qrels)")
     if rest["processes"] < 1:
         raise InputError(f"--processes is {rest['processes']}, expected at least 1")
     if rest["against"] is not None and "run" not in given:
         raise InputError(f"--against {rest['against']} was given without --run, expected two run files")
+    if given.keys() not in ({"data"}, {"questions", "passages"}, {"run", "qrels"}):
+        found = ", ".join(f"--{name}" for name in given) or "none of them"
+        raise InputError(f"expected --data, or --questions and --passages, or --run and --qrels; found {found}")
+    warn_without_effect(unread_by_evaluate, options.as_dict(), evaluate_parser().get_defaults().as_dict())
     rest["output"] = rest["output"] if is_main() or api.is_benchmark(given.get("data", "")) else None
     with api.joined(choice.timeout_minutes) as group:
         text = _scores(choice, given, settings, group, rest)
@@ -128,10 +134,7 @@ def _scores(
     if given.keys() == {"questions", "passages"}:
         how = {"match": rest["match"], "processes": rest["processes"]}
         return api.render_metrics(api.evaluate_questions(choice, **given, **how, **searched))
-    if given.keys() != {"run", "qrels"}:
-        found = ", ".join(f"--{name}" for name in given) or "none of them"
-        raise InputError(f"expected --data, or --questions and --passages, or --run and --qrels; found {found}")
-    how = {"relevance_level": level, "max_bad_records": rest["max_bad_records"]}
+    how = {"relevance_level": level, "max_bad_records": rest["max_bad_records"], "strict": rest["strict"]}
     metrics = api.evaluate_run_file(output=rest["output"], **how, **given)
     if rest["against"] is None:
         return api.render_metrics(metrics)
@@ -146,6 +149,7 @@ def _mine(options: Namespace) -> None:
     choice, rest = _take(ModelChoice, options.as_dict())
     mining, rest = _take(MineSettings, rest)
     settings, rest = _take(SearchSettings, rest)
+    warn_without_effect(unread_by_mine, options.as_dict(), mine_parser().get_defaults().as_dict())
     with api.joined(choice.timeout_minutes) as group:
         report = api.mine(choice, mining=mining, settings=settings, group=group, **rest)
     if is_main():
