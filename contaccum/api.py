@@ -27,7 +27,7 @@ from contaccum.retrieval.mine import Asked, Mining, render_mined
 from contaccum.retrieval.mine import mine as write_mined
 from contaccum.retrieval.negatives import check as check_mining
 from contaccum.retrieval.rerank import CrossEncoder
-from contaccum.retrieval.runs import Run, read_run, write_run
+from contaccum.retrieval.runs import Run, check_ids, read_run, write_run
 from contaccum.retrieval.search import Hit, Searcher, index_settings, vector_form, with_texts
 
 if TYPE_CHECKING:
@@ -134,16 +134,22 @@ def search(
     settings: SearchSettings = DEFAULTS,
     repair: bool = False,
     max_bad_records: int = 0,
+    output: str | None = None,
     group: Processes = ALONE,
 ) -> Run:
     """The k best passages for every query of a split: query id to (passage id, score), best first.
 
-    choice: what to load, the name of an encoder, or one that is loaded. group: the processes (``joined``) that share the work;
-    all of them call and get the same.
+    choice: what to load, the name of an encoder, or one that is loaded. output: a TREC run file to write; ids that it cannot hold
+    are refused before the search. group: the processes (``joined``) that share the work; all of them call and get the same.
     """
     with group.main_first():
         judged = load_retrieval_set(data, split, repair=repair, max_bad_records=max_bad_records)
-    return _search(choice, judged, k, settings, group)
+    if output is not None:
+        check_ids(output, judged.queries, judged.corpus)
+    run = _search(choice, judged, k, settings, group)
+    if output is not None and group.is_main:
+        write_run(output, run)
+    return run
 
 
 def look(
@@ -215,6 +221,10 @@ def evaluate_benchmark(
     output: a folder for the metrics of each set and the table. Embeddings and indexes of a set get folders of their own in those
     that ``settings`` name. group: as in ``search``.
     """
+    if output is not None and output.lower().endswith(".json"):
+        raise InputError(
+            f"--output is {output}, expected a folder's name: each of several sets gets a file of its own there"
+        )
     encoder = None if choice.model == BM25 else load_encoder(choice)
     print_of = f"{encoder.fingerprint('query')} {encoder.fingerprint('passage')}" if encoder else BM25
 

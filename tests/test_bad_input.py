@@ -252,6 +252,15 @@ CASES: dict[str, Case] = {
         ["psgs.tsv, line 1", "header is 'id', 'title', 'text'", "expected id, text, title"],
         {"psgs.tsv": "id\ttitle\ttext\n1\tT\tone\n"},
     ),
+    "psgs: header of other names": Case(
+        "data check psgs.tsv",
+        ["psgs.tsv, line 1", "header is 'docid', 'Title', 'text'", "expected id, text, title"],
+        {"psgs.tsv": "docid\tTitle\ttext\n1\tT\tone\n"},
+    ),
+    "psgs: judgements": Case(
+        "data check d/qrels/test.tsv",
+        ["test.tsv, line 1", "header is 'query-id', 'corpus-id', 'score'", "expected id, text, title"],
+    ),
     "psgs: column twice": Case(
         "data check psgs.tsv",
         ["psgs.tsv, line 1", "header is 'id', 'text', 'text'", "expected id, text, title"],

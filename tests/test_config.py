@@ -105,6 +105,8 @@ def test_the_saved_config_is_complete_and_can_be_read_back(tmp_path, capsys):
         ({"method": "cont_cache", "bank.size": 12}, "bank.size is 12 rows, but 16 rows enter at once"),
         ({"method": "no_such"}, "method is 'no_such', expected one of in_batch"),
         ({"data.train": ""}, "data.train is not set"),
+        ({"seed": 2**64}, "seed is 18446744073709551616, expected a whole number from 0 to 18446744073709551615"),
+        ({"seed": -1}, "seed is -1, expected a whole number from 0"),
         ({"output_dir": ""}, "output_dir is not set"),
         ({"model.tie_towers": True, "model.passage_name": "x"}, "model.passage_name is 'x' with model.tie_towers"),
         ({"model.temperature": 0.0}, "model.temperature is 0.0, expected more than 0"),

@@ -68,9 +68,8 @@ def _search(options: Namespace) -> None:
     warn_without_effect(unread_by_search, options.as_dict(), search_parser().get_defaults().as_dict())
     if given == ["--output"]:
         with api.joined(choice.timeout_minutes) as group:
-            run = api.search(choice, split=split, k=100 if k is None else k, settings=settings, group=group, **rest)
-        if is_main():
-            api.write_run(output, run)
+            how = {"split": split, "k": 100 if k is None else k, "settings": settings, "output": output}
+            api.search(choice, group=group, **how, **rest)
         return _show(output)
     from contaccum.explore.prompt import converse
     from contaccum.retrieval.hits import render_hits

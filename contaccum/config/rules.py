@@ -57,7 +57,6 @@ def check_total(config: TrainConfig, total: int) -> None:
 
 
 AT_LEAST: dict[str, float] = {
-    "seed": 0,
     "lora.rank": 0,
     "model.tiny_layers": 1,
     "model.tiny_width": 32,
@@ -90,7 +89,12 @@ ABOVE_ZERO = (
 )  # fmt: skip
 
 
+MAX_SEED = 2**64 - 1  # torch keeps a seed in eight bytes
+
+
 def _check_ranges(config: TrainConfig) -> None:
+    if not 0 <= config.seed <= MAX_SEED:
+        raise InputError(f"seed is {config.seed}, expected a whole number from 0 to {MAX_SEED}")
     _check_given(config)
     for group in GROUPS:
         _check_given(getattr(config, group), f"{group}.")

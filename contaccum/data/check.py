@@ -1,5 +1,6 @@
 """Validates a data set of any form by reading all of it, and says what is in it."""
 
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -37,6 +38,12 @@ def check(
         corpus = open_corpus(path, repair, max_bad_records)
         about = _passages(corpus.table) | _left_out(corpus.left_out)
     elif kind == "queries":
+        if path.name.removesuffix(".gz") != "queries.jsonl":
+            warnings.warn(
+                f"{path}: is taken for queries, for no record has a title; a search takes such a file for passages, and so does "
+                "this check where it is called corpus.jsonl",
+                stacklevel=2,
+            )
         queries = open_queries(path, None, repair, max_bad_records)
         about = _queries(queries.texts.values()) | _left_out(queries.left_out)
     elif kind == "questions":

@@ -29,6 +29,12 @@ DPR_RECORD = "DPR records (objects with question, positive_ctxs and hard_negativ
 _CONTEXT = "a context (an object with title, text and, where it has one, passage_id)"
 _CORPUS_ROW = "three columns separated by tabs: id, text, title"
 _HEADER = ["id", "text", "title"]
+_HEADER_WORDS = {
+    "_id", "id", "docid", "doc_id", "doc-id", "pid", "passage_id", "passage-id", "corpus-id", "corpus_id", "query-id", "query_id",
+    "title", "text", "contents", "content", "passage", "document", "doc", "body", "sentence", "abstract", "url", "score", "grade",
+    "label", "rel", "relevance",
+}  # fmt: skip
+"""What columns are called in the headers of other tables; two of these words are no passage and its title."""
 _QUESTION_ROW = "two columns separated by a tab: a question, and a list of answers such as ['a', 'b']"
 
 
@@ -46,8 +52,11 @@ def dpr_example(record: Record, place: Place, number: int) -> Example:
 
 
 def query_id(record: Record, place: Place, number: int) -> str:
-    """The record's ``query_id`` where it has one, else its number in the file."""
-    return str(number) if record.get("query_id") is None else id_field(record, "query_id", place)
+    """The record's ``query_id`` where it has one, else one made of its number in the file.
+
+    It says that it was made up, as no passage's id does: evaluation takes a passage of the same id for the query itself.
+    """
+    return f"unnamed-query-{number}" if record.get("query_id") is None else id_field(record, "query_id", place)
 
 
 def _context(value: Any, place: Place) -> Passage:
@@ -73,9 +82,11 @@ def _passage(row: list[str], place: Place) -> Passage:
 
 
 def _is_header(row: list[str], place: Place) -> bool:
-    if len(row) != 3 or row[0].lower() != _HEADER[0]:
+    cells = [cell.strip().lower() for cell in row]
+    named = set(cells[1:]) <= _HEADER_WORDS and not cells[0].isdecimal()  # a number is an id
+    if len(row) != 3 or not (cells[0] == _HEADER[0] or named):
         return False
-    if row != _HEADER:
+    if cells != _HEADER:
         raise place.error(f"the header is {', '.join(map(repr, row))}, expected {', '.join(_HEADER)}")
     return True
 

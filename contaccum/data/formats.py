@@ -71,7 +71,8 @@ _MARKS: dict[str, Kind] = {
     "_id": "queries",
 }
 """The field that tells what a record is."""
-_LOOKED_AT = 100  # bad records that telling the formats apart reckons with
+_NAMES: dict[str, Kind] = {"corpus.jsonl": "corpus", "queries.jsonl": "queries"}
+_LOOKED_AT = 100  # records, or bad ones among them, that telling the formats apart reckons with
 MAX_GRADE = 99_999  # trec_eval keeps a count for every grade up to the largest
 MAX_SCORE = 3e38  # of a teacher, either way
 _GRADE = re.compile(r" *[+-]?[0-9]{1,5} *")
@@ -136,7 +137,8 @@ def read_qrels(path: str | Path, bad: BadRecords = STRICT) -> Iterator[Judgement
         try:
             if not cells or len(cells) != columns:
                 raise Place(path, number).error(f"found {len(cells)} columns, expected {_GRADES if first else columns}")
-            if first and cells[0].lower().replace("_", "-") in ("query-id", "qid", "query"):
+            named = cells[0].lower().replace("_", "-") in ("query-id", "qid", "query")
+            if first and named and not _GRADE.fullmatch(cells[-1]):
                 first = False
                 continue
             judgement = _judgement(cells, Place(path, number))
@@ -170,7 +172,7 @@ def read_questions(path: str | Path, bad: BadRecords = STRICT) -> Iterator[Quest
 def read_examples(path: str | Path) -> Iterator[Example]:
     """The training examples of a DPR JSON, a JSONL of query, pos and neg, or a Tevatron JSONL.
 
-    A query without an id gets its record's number, a passage without an id a hash of its title and text.
+    A query without an id gets ``unnamed-query-`` and its record's number, a passage without one a hash of its title and text.
     """
     return (example for _, example in numbered_examples(path))
 
@@ -353,6 +355,17 @@ def kind_of_record(record: Record, place: Place, number: int = 1) -> Kind:
 
 
 def _kind_of_lines(path: Path, max_bad_records: int) -> Kind:
+    """Records with _id and text are what a BEIR file of that name holds; of other names passages where one has a title."""
+    kind = _kind_of_first_lines(path, max_bad_records)
+    if kind not in ("corpus", "queries"):
+        return kind
+    if (name := path.name.removesuffix(".gz")) in _NAMES:
+        return _NAMES[name]
+    first = islice(json_lines(path, _RECORDS, kind_of_record, BadRecords(_LOOKED_AT)), _LOOKED_AT)
+    return "corpus" if any(each == "corpus" for _, each in first) else kind
+
+
+def _kind_of_first_lines(path: Path, max_bad_records: int) -> Kind:
     enough = min(max_bad_records, _LOOKED_AT) + 1
     kinds = json_lines(path, _RECORDS, kind_of_record, BadRecords(2 * (enough - 1)))
     return (

@@ -18,10 +18,10 @@ from datasets import get_dataset_config_names, load_dataset, load_dataset_builde
 from datasets.exceptions import DatasetsError
 
 from contaccum.data.arrow import cached_folder
-from contaccum.data.bad_records import STRICT, BadRecords, Place
-from contaccum.data.beir_folder import write_beir_folder, write_lines
-from contaccum.data.formats import grade_of
-from contaccum.data.json_records import Record, id_field, string_field, title_field
+from contaccum.data.bad_records import BadRecords, Place
+from contaccum.data.beir_folder import write_beir_folder
+from contaccum.data.formats import grade_of, kind_of_record
+from contaccum.data.json_records import Record, id_field, known_fields, string_field, title_field
 from contaccum.errors import InputError
 
 Splits = Mapping[str, Any]
@@ -113,9 +113,11 @@ def fetch_hub(text: str, split: str) -> Path:
     key = [name.repository, name.configuration, name.columns, rows._fingerprint]  # it follows the content's version
 
     def write(folder: Path) -> None:
-        records = _mapped(name, rows, rows.column_names) if name.columns else rows
-        write_lines(folder / "examples.jsonl", records)
+        with open(folder / "examples.jsonl", "w", encoding="utf-8", newline="\n") as file:
+            file.writelines(f"{line}\n" for _, line in _lines(name, rows, rows.column_names))
 
+    if not name.columns:
+        kind_of_record(dict.fromkeys(rows.column_names), Place(Path(text), 1))
     return cached_folder("hub", key, write) / "examples.jsonl"
 
 
@@ -141,15 +143,15 @@ class HubLines:
         """The fields of each line's record; InputError where there is no line."""
         if self._name.columns:
             return list(self._name.columns)
-        for _, line in self.lines(STRICT):
-            return list(json.loads(line))
+        if first := self._first():
+            return list(first)
         raise InputError(f"{self._name.text}: is empty, expected at least one example")
 
     def lines(self, bad: BadRecords) -> Iterator[tuple[int, str]]:
         """Every row, numbered from 1; InputError where one cannot be had."""
         try:
-            for number, row in enumerate(self._records(), 1):
-                line = json.dumps(row, ensure_ascii=False)
+            found = list(self._first()) if self._name.columns else []
+            for number, line in _lines(self._name, self._rows, found):
                 bad.reading(Place(self.path, number), line)
                 yield number, line
         except InputError:
@@ -157,11 +159,22 @@ class HubLines:
         except _FAILURES as error:
             raise self._name.unavailable(error) from error
 
-    def _records(self) -> Iterable[dict[str, Any]]:
-        if not self._name.columns:
-            return self._rows
-        first: dict[str, Any] = next(iter(self._rows), {})
-        return _mapped(self._name, self._rows, list(first))
+    def _first(self) -> Record:
+        try:
+            return next(iter(self._rows), {})
+        except _FAILURES as error:
+            raise self._name.unavailable(error) from error
+
+
+def _lines(name: HubName, rows: Iterable[Record], found: list[str]) -> Iterator[tuple[int, str]]:
+    """Rows, numbered from 1, as lines with the fields that readers know: others may hold what JSON cannot, dates and pictures."""
+    records = _mapped(name, rows, found) if name.columns else map(known_fields, rows)
+    for number, record in enumerate(records, 1):
+        try:
+            line = json.dumps(record, ensure_ascii=False)
+        except TypeError as error:
+            raise InputError(f"{name.text}, row {number}: {error}, expected texts and numbers") from error
+        yield number, line
 
 
 def _split_of(name: HubName, found: Splits, split: str, only: bool = False) -> Any:

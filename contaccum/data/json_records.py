@@ -16,6 +16,11 @@ Record = dict[str, Any]
 Read = Callable[[Record, Place, int], Element]
 """From a record, its place and its number in the file (from 1) to what it holds; raises what place.error gives."""
 
+_OF_PASSAGES = frozenset({"_id", "docid", "passage_id", "psg_id", "title", "text", "score"})
+_OF_RECORDS = _OF_PASSAGES | {
+    "query_id", "query", "question", "pos", "pos_id", "pos_scores", "neg", "neg_id", "neg_scores",
+    "positive_passages", "negative_passages", "positive_ctxs", "hard_negative_ctxs", "negative_ctxs",
+}  # fmt: skip
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _SPACE = re.compile(r"[ \t\r\n]*")
 
@@ -158,6 +163,20 @@ def refuse_half_characters(value: Any, place: Place) -> None:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
         raise place.error("found half a character (a lone surrogate escape), expected Unicode text") from error
+
+
+def known_fields(record: Record) -> Record:
+    """A record, and the passages in it, without the fields that no reader asks for."""
+    return {
+        name: [_known(part, _OF_PASSAGES) if isinstance(part, dict) else part for part in value]
+        if isinstance(value, list)
+        else value
+        for name, value in _known(record, _OF_RECORDS).items()
+    }
+
+
+def _known(record: Record, names: frozenset[str]) -> Record:
+    return {name: value for name, value in record.items() if name in names}
 
 
 def kind_of(value: Any) -> str:

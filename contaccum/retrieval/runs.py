@@ -8,11 +8,16 @@ one.
 import math
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from contaccum.data.arrow import column_batches
 from contaccum.data.bad_records import Place
 from contaccum.data.lines import numbered_lines
 from contaccum.errors import InputError
 from contaccum.files import whole_file
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 Run = dict[str, list[tuple[str, float]]]
 """From query id to (passage id, score), best first."""
@@ -39,6 +44,15 @@ def write_run(path: str | Path, run: Run, tag: str = "contaccum") -> None:
             for rank, (passage_id, score) in enumerate(hits, 1):
                 _refuse_white_space(passage_id, "passage id", path)
                 file.write(f"{query_id} Q0 {passage_id} {rank} {float(score)!r} {tag}\n".encode())
+
+
+def check_ids(path: str | Path, queries: Iterable[str], corpus: "Dataset") -> None:
+    """Refuse ids that ``write_run`` would refuse, before anything is searched; of a corpus, all that it may find."""
+    batches = (batch["id"] for batch in column_batches(corpus, ["id"]))
+    for what, ids in [("query id", list(queries)), *(("passage id", ids) for ids in batches)]:
+        if " ".join(ids).split() != ids:  # one by one it takes longer
+            for key in ids:
+                _refuse_white_space(key, what, path)
 
 
 def _refuse_white_space(value: str, what: str, path: str | Path) -> None:

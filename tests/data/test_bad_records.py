@@ -204,7 +204,10 @@ def test_a_line_without_end_is_passed_over_to_the_next(tmp_path, monkeypatch):
 def test_a_number_that_stands_for_an_id_is_the_record_s_own(tmp_path):
     records = [lines({"query": "a", "pos": ["a"]}), "\udcff\n", "{}\n", lines({"query": "b", "pos": ["b"]})]
     path = write(tmp_path / "t.jsonl", "".join(records).encode("utf-8", "surrogateescape"))
-    assert [example.query.id for _, example in numbered_examples(path, BadRecords(2))] == ["1", "4"]
+    assert [example.query.id for _, example in numbered_examples(path, BadRecords(2))] == [
+        "unnamed-query-1",
+        "unnamed-query-4",
+    ]
 
 
 # whole data sets

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tiny_data import beir, context, dpr, lines, write
+from tiny_data import beir, context, dpr, lines, write, write_gzip
 
 from contaccum.data.check import check, render
 from contaccum.errors import InputError
@@ -66,9 +66,20 @@ def test_examples_are_counted(tmp_path):
 
 def test_a_corpus_queries_and_questions_are_counted(tmp_path):
     assert check(write(tmp_path / "c.tsv", "1\ta b c\tT\n2\td\tT\n"))["words per passage"]["mean"] == 2.0
-    assert check(write(tmp_path / "q.jsonl", lines({"_id": 1, "text": "a b"})))["words per query"]["max"] == 2
+    assert check(write(tmp_path / "queries.jsonl", lines({"_id": 1, "text": "a b"})))["words per query"]["max"] == 2
     found = check(write(tmp_path / "qa.csv", "who is it?\t['a', 'b']\n"))
     assert (found["questions"], found["answers per question"]["max"]) == (1, 2)
+
+
+def test_records_of_id_and_text_are_what_the_name_or_a_title_says(tmp_path):
+    bare, titled = {"_id": 1, "text": "a b"}, {"_id": 2, "title": "T", "text": "c"}
+    for name in ("corpus.jsonl", "corpus.jsonl.gz"):
+        made = write_gzip if name.endswith(".gz") else write
+        assert check(made(tmp_path / name, lines(bare)))["passages"] == 1
+    assert check(write(tmp_path / "other.jsonl", lines(bare, titled)))["passages"] == 2
+    assert check(write(tmp_path / "queries.jsonl", lines(titled, bare)))["queries"] == 2
+    with pytest.warns(UserWarning, match="is taken for queries, for no record has a title"):
+        assert check(write(tmp_path / "other.jsonl", lines(bare)))["queries"] == 1
 
 
 def test_repair_lets_a_flawed_set_be_counted(tmp_path):

@@ -65,7 +65,7 @@ def test_a_query_without_a_positive_is_left_out_with_a_count_or_refused(tmp_path
         load_train_set(folder, strict=True)
     path = write(tmp_path / "t.jsonl", lines(dpr("one?", []), dpr("two?", [context(1)])))
     with pytest.warns(UserWarning, match="1 queries"):
-        assert load_train_set(path).queries["id"][:] == ["2"]
+        assert load_train_set(path).queries["id"][:] == ["unnamed-query-2"]
     with pytest.raises(InputError, match="line 1"):
         load_train_set(path, strict=True)
 

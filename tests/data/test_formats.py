@@ -121,6 +121,11 @@ def test_qrels_with_and_without_header_and_in_trec_form(tmp_path):
     expected = [("q 1", "p", 2), ("q2", "p", 0)]
     for number, text in enumerate(["query-id\tcorpus-id\tscore\nq 1\tp\t2\nq2\tp\t0\n", "q 1\tp\t2\r\nq2\tp\t0\r\n"]):
         assert [row[:3] for row in read_qrels(write(tmp_path / f"{number}.tsv", text))] == expected
+    for key in ("query", "qid", "query-id"):  # an id, where a grade stands behind it
+        assert [row[:3] for row in read_qrels(write(tmp_path / "h.tsv", f"{key}\tp\t1\nq2\tp\t0\n"))] == [
+            (key, "p", 1),
+            ("q2", "p", 0),
+        ]
     trec = write(tmp_path / "trec.qrels", "q1 0 p  2\nq2 0 p -1\n")
     assert list(read_qrels(trec)) == [("q1", "p", 2, 1), ("q2", "p", -1, 2)]
 
@@ -194,14 +199,16 @@ def test_dpr_examples_as_a_list_and_as_lines(tmp_path):
         ("c", lines(*records)),
     ):
         first, second, third = read_examples(write(tmp_path / name, text))
-        assert first.query == ("1", "one?")
+        assert first.query == ("unnamed-query-1", "one?")
         assert first.positives == [Passage("7", "title 7", "text 7")]
         assert first.negatives == [Passage("8", "title 8", "text 8")]
         assert first.further == [Passage(content_id("T", "further"), "T", "further")]
         assert second.query == ("Q", "two?")
         assert not second.positives
         assert third.positives[0].id == "9"
-    assert [example.query for example in read_examples(write_gzip(tmp_path / "d", json.dumps(records)))][2][0] == "3"
+    assert [example.query for example in read_examples(write_gzip(tmp_path / "d", json.dumps(records)))][2][
+        1
+    ] == "three?"
 
 
 @pytest.mark.parametrize(
@@ -268,7 +275,7 @@ def test_jsonl_of_query_pos_neg(tmp_path):
         {"query_id": "Q", "query": "three", "pos": ["a"], "pos_id": ["A"], "neg": []},
     ]
     first, second, third = read_examples(write(tmp_path / "t.jsonl", lines(*records)))
-    assert first.query == ("1", "one")
+    assert first.query == ("unnamed-query-1", "one")
     assert [passage.text for passage in first.positives] == ["a", "b"]
     assert second.positives == [Passage(content_id("", "a"), "", "a")] == list(first.positives[:1])
     assert third.query.id == "Q"

@@ -1,5 +1,6 @@
 """Data sets by name, with a folder in the place of the Hub: ``datasets`` loads both the same way."""
 
+from datetime import datetime
 from pathlib import Path
 
 import datasets
@@ -9,12 +10,14 @@ from datasets import Dataset
 from tiny_data import lines, write
 
 from contaccum import evaluate
+from contaccum.config import DataConfig
 from contaccum.data import sources
 from contaccum.data.check import check
 from contaccum.data.convert import convert
 from contaccum.data.dataset import load_train_set
 from contaccum.data.hub import HubName
 from contaccum.data.sources import resolve
+from contaccum.data.stream import open_training
 from contaccum.data.tables import load_retrieval_set
 from contaccum.errors import InputError
 
@@ -29,7 +32,7 @@ def name(tmp_path, monkeypatch):
 
 def test_every_door_opens_a_set_by_name(name, tmp_path):
     assert load_train_set(name, hard_negatives=1).passages["text"][:] == ["x", "y"]
-    assert load_retrieval_set(name, "test").queries == {"1": "b"}
+    assert load_retrieval_set(name, "test").queries == {"unnamed-query-1": "b"}
     assert check(name)["examples"] == 1
     assert check(name)["path"] == name
     convert(name, tmp_path / "out", "dpr", split="test")
@@ -101,6 +104,21 @@ def test_a_mapping_that_cannot_be_is_refused_in_one_sentence(mapping, sentence, 
         load_train_set(triplets + mapping)
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_columns_that_no_reader_asks_for_may_hold_anything(name, tmp_path, streaming):
+    when = datetime(2026, 1, 2)
+    passages = [[{"docid": "1", "text": "x", "seen": when}], [{"docid": "2", "text": "y", "seen": when}]]
+    rows = {"query": ["a", "b"], "positive_passages": passages, "seen": [when, when], "picture": [b"\x00", b"\xff"]}
+    (tmp_path / "dated").mkdir()
+    Dataset.from_dict({**rows, "query_id": ["q", "r"]}).to_parquet(tmp_path / "dated" / "train.parquet")
+    found = open_training(DataConfig(train=f"hub:{tmp_path / 'dated'}", streaming=streaming))
+    assert sorted(found.texts()) == ["", "", "a", "b", "x", "y"]
+    (tmp_path / "bad").mkdir()
+    Dataset.from_dict({**rows, "query_id": [when, when]}).to_parquet(tmp_path / "bad" / "train.parquet")
+    with pytest.raises(InputError, match=r"bad, row 1: .*datetime.*, expected texts and numbers"):
+        open_training(DataConfig(train=f"hub:{tmp_path / 'bad'}", streaming=streaming)).texts()
 
 
 def test_a_name_is_taken_apart():

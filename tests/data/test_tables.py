@@ -191,14 +191,14 @@ def test_examples_as_a_retrieval_set(tmp_path):
     records = [dpr("one?", [context(1)], [context(3)], [context(4)]), dpr("two?", [context(3)])]
     found = load_retrieval_set(write(tmp_path / "t.json", json.dumps(records)))
     assert found.corpus["id"][:] == ["1", "3", "4"]
-    assert found.queries == {"1": "one?", "2": "two?"}
-    assert found.qrels == {"1": {"1": 1}, "2": {"3": 1}}
+    assert found.queries == {"unnamed-query-1": "one?", "unnamed-query-2": "two?"}
+    assert found.qrels == {"unnamed-query-1": {"1": 1}, "unnamed-query-2": {"3": 1}}
 
 
 @pytest.mark.parametrize(
     ("records", "words"),
     [
-        ([dpr("one?", [context(1)]), dpr(" ", [context(1)])], ["line 2", "query '2'", "empty"]),
+        ([dpr("one?", [context(1)]), dpr(" ", [context(1)])], ["line 2", "query 'unnamed-query-2'", "empty"]),
         ([dpr("one?", [context(1)]), dpr("x", [context(2, " ")])], ["line 2", "passage '2'", "empty"]),
         ([dpr("one?", [context(1)], query_id="a"), dpr("x", [context(1)], query_id="a")], ["line 2", "'a'", "line 1"]),
         ([dpr("one?", [])], ["no query has a positive"]),
@@ -220,10 +220,10 @@ def test_a_record_without_a_positive_is_counted_or_refused_each_time(tmp_path):
     path = write(tmp_path / "t.jsonl", lines(dpr("one?", [context(1)]), dpr("two?", []), dpr("three?", [])))
     for _ in range(2):
         with pytest.warns(UserWarning, match=r"t\.jsonl: 2 queries without a positive"):
-            assert load_retrieval_set(path).queries == {"1": "one?"}
+            assert load_retrieval_set(path).queries == {"unnamed-query-1": "one?"}
     sentence = refusal(load_examples, path, strict=True)
     assert "line 2" in sentence
-    assert "'2'" in sentence
+    assert "'unnamed-query-2'" in sentence
 
 
 def test_two_texts_under_one_id_are_counted_or_refused(tmp_path):

@@ -1,6 +1,7 @@
 """Metrics against beir's own evaluation and against hand-computed values."""
 
 import copy
+import json
 import math
 
 import numpy as np
@@ -9,6 +10,8 @@ from beir.retrieval.evaluation import EvaluateRetrieval
 from datasets import Dataset
 from word_encoder import WordEncoder
 
+from contaccum import evaluate
+from contaccum.data.convert import convert
 from contaccum.data.tables import RetrievalSet
 from contaccum.errors import InputError
 from contaccum.evaluation.beir import CUTS, drop_own, evaluate_encoder, evaluate_run
@@ -148,3 +151,16 @@ def test_only_cuts_that_the_run_reaches_are_reported():
 
 def test_own_id_is_dropped_before_the_cut():
     assert drop_own({"a": [("a", 3.0), ("b", 2.0), ("c", 1.0)]}, 2) == {"a": [("b", 2.0), ("c", 1.0)]}
+
+
+@pytest.mark.parametrize(("given", "score"), [({}, 1.0), ({"query_id": 1}, 0.0)])
+def test_only_an_id_that_the_data_gives_makes_a_passage_the_query_itself(given, score, tmp_path):
+    records = [
+        {**given, "query": "red apple", "pos": ["red apple pie"], "pos_id": [1], "neg": ["red"]},
+        {"query": "blue whale", "pos": ["a blue whale"], "pos_id": [3]},
+    ]
+    file = tmp_path / "examples.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    convert(file, tmp_path / "folder", "beir", split="test")
+    for data in (file, tmp_path / "folder"):
+        assert [values["ndcg@10"] for values in evaluate("bm25", str(data))["per_query"].values()] == [score, 1.0]

@@ -60,6 +60,9 @@ def test_several_folders_are_rows_and_their_mean(tmp_path, capsys):
     qrels.write_text(qrels.read_text().replace("q0\tp0\t1", "q0\tp1\t1"))
     assert main(call) == 2
     assert "was scored with data_sha256" in capsys.readouterr().err
+    assert main([*call[:-1], str(tmp_path / "metrics.json")]) == 2
+    assert "metrics.json, expected a folder's name" in capsys.readouterr().err
+    assert not (tmp_path / "metrics.json").exists()
 
 
 def test_what_changes_a_search_is_another_benchmark(tmp_path, monkeypatch):

@@ -1,12 +1,14 @@
 """TREC run files: what is written can be read, in the same order; what cannot be carried is refused."""
 
 import gzip
+import json
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from contaccum import search
 from contaccum.errors import InputError
 from contaccum.retrieval.runs import ranked, read_run, write_run
 
@@ -71,6 +73,16 @@ def test_an_empty_run_and_bytes_that_are_no_text_are_refused(tmp_path):
     (tmp_path / "latin").write_bytes(b"q Q0 caf\xe9 1 1 x\n")
     with pytest.raises(InputError, match="line 1: byte 0xe9"):
         read_run(tmp_path / "latin")
+
+
+@pytest.mark.parametrize("key", ["pos_id", "neg_id"])
+def test_ids_with_white_space_are_refused_before_the_search(tmp_path, key):
+    record = {"query": "q", "pos": ["x"], "pos_id": ["a"], "neg": ["y"], "neg_id": ["b"]} | {key: ["a b"]}
+    (tmp_path / "data.jsonl").write_text(json.dumps(record))
+    with pytest.raises(InputError, match="passage id 'a b' is empty or holds white space"):
+        search("no such model", str(tmp_path / "data.jsonl"), output=str(tmp_path / "run"))
+    with pytest.raises(InputError, match="no such model"):  # without a file they may stand
+        search("no such model", str(tmp_path / "data.jsonl"))
 
 
 @pytest.mark.parametrize(
