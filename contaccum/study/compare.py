@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from contaccum.data.stream import open_training
 from contaccum.data.tables import load_retrieval_set
 from contaccum.errors import Failed, InputError
 from contaccum.evaluation.stored import read_metrics
@@ -76,6 +77,7 @@ class Study:
             for rated in ([setting.with_rate(rate) for rate in self.rates] or [setting])
             for run in self._runs(rated)
         ]
+        grid.refuse_same(planned)
         self._check_data()
         names: dict[Path, str] = {}
         for run in [*planned, *self.baselines]:
@@ -84,7 +86,7 @@ class Study:
             self._refuse_other(run)
 
     def _check_data(self) -> None:
-        """The test data can be read, and is neither what is tuned by nor, without a warning, what is trained on."""
+        """All data can be read, and the test data is neither what is tuned by nor, without a warning, what is trained on."""
         data, test = self.base.data, (self.test["data"], self.test["split"])
         if not test[0]:
             raise InputError("data.mixture has no test data of its own, expected --test DATA")
@@ -97,7 +99,11 @@ class Study:
             raise InputError(f"data.dev is the test data ({' '.join(test)}), expected other queries to tune by")
         if _queries(data.train, data.split) == tested:
             warnings.warn(f"the test data is the training data ({' '.join(test)})", stacklevel=2)
-        load_retrieval_set(*test, data.strict, data.repair, data.max_bad_records)
+        how = data.strict, data.repair, data.max_bad_records
+        load_retrieval_set(*test, *how)
+        if data.dev:
+            load_retrieval_set(data.dev, data.dev_split, *how)
+        open_training(data, self.base.distils)
 
     def _runs(self, setting: Setting) -> list[Planned]:
         return [grid.planned_run(setting, seed, self.configure, self.output) for seed in self.seeds]

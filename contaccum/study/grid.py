@@ -1,7 +1,7 @@
 """What a comparison consists of: methods, varied settings and seeds, as runs with names."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -100,6 +100,15 @@ def planned_run(setting: Setting, seed: int, configure: Configure, output: Path)
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
     return Planned(name, "run", config)
+
+
+def refuse_same(runs: Iterable[Planned]) -> None:
+    """InputError where two runs have the same settings under two names, such as a rate of 1e-3 and one of 0.001."""
+    names: dict[str, str] = {}
+    for run in runs:
+        settings = repr({**flat(asdict(run.config)), "output_dir": ""})
+        if names.setdefault(settings, run.name) != run.name:
+            raise InputError(f"{run.name} and {names[settings]} are one run, expected every value once")
 
 
 def planned_baselines(
