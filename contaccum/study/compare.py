@@ -100,7 +100,7 @@ class Study:
         if _queries(data.train, data.split) == tested:
             warnings.warn(f"the test data is the training data ({' '.join(test)})", stacklevel=2)
         how = data.strict, data.repair, data.max_bad_records
-        load_retrieval_set(*test, *how)
+        load_retrieval_set(test[0], test[1], *how)
         if data.dev:
             load_retrieval_set(data.dev, data.dev_split, *how)
         open_training(data, self.base.distils)

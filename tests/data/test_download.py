@@ -124,7 +124,7 @@ def test_one_forum_of_cqadupstack(server, tmp_path):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("scifacts", "no such folder, and no data set of that name, expected a path or one of arguana, "),
+        ("scifacts", "no such folder, and no data set of that name, expected a path, one of arguana, "),
         ("../etc", "no such folder"),
         ("x" * 5000, "no such folder"),
         ("robust04", "licence keeps it from download"),
