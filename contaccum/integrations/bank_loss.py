@@ -75,8 +75,11 @@ class BankLoss:
             self.bank.end_step()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """The bank's, between steps; None before the first."""
-        return self._state if self.bank is None else self.bank.state()
+        """The bank's; None before the first batch."""
+        if self.bank is None:
+            return self._state
+        tensors, numbers = self.bank.state()
+        return tensors, {**numbers, "similarity": self.similarity}
 
     def load_state(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
         """Go on from what ``state`` gave."""
@@ -143,7 +146,13 @@ class BankLoss:
             **self.options,
         )
         if self._state is not None:
-            bank.load_state(*self._state)
+            tensors, numbers = self._state
+            if numbers["similarity"] != self.similarity:
+                raise InputError(
+                    f"similarity is {self.similarity} and the checkpoint's bank holds vectors for {numbers['similarity']}, "
+                    "expected the same"
+                )
+            bank.load_state(tensors, numbers)
             self._state = None
         return bank
 

@@ -152,11 +152,21 @@ class Bank:
         self.pushed = 0
         self.step += 1
         if not self.keep:
-            self.pointer = self.stored = 0
-            self.sums = self._no_sums()
+            self._forget_rows()
         for bank in self.narrower:
             bank.end_step()
         self._begin_step()
+
+    def empty(self) -> None:
+        """Forget all rows, between two steps; the steps that have ended still count."""
+        self._forget_rows()
+        for bank in self.narrower:
+            bank.empty()
+        self._begin_step()
+
+    def _forget_rows(self) -> None:
+        self.pointer = self.stored = 0
+        self.sums = self._no_sums()
 
     def rollback(self) -> None:
         """Go back, to the bit, to where the optimizer step began: after construction, ``end_step`` or ``load_state``."""
@@ -238,6 +248,7 @@ class Bank:
             "stored": self.stored,
             "step": self.step,
             "open": self.sums.open if self.sums else None,
+            "sums_of": self._sums_of(),
         }
         for bank in self.narrower:
             further, numbers[str(bank.dim)] = bank.state()
@@ -245,7 +256,10 @@ class Bank:
         return {name: tensor.contiguous() for name, tensor in tensors.items()}, numbers
 
     def load_state(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-        """Take over what ``state`` gave; a bank of another shape raises InputError."""
+        """Take over what ``state`` gave; a bank of another shape raises InputError.
+
+        The log-sum-exps are computed anew where they were kept under other settings than this bank's.
+        """
         for bank in self.narrower:
             own = f"{bank.dim}/"
             bank.load_state(
@@ -264,11 +278,22 @@ class Bank:
         for name in self._stored_tensors():
             getattr(self, name).copy_(tensors[name])
         self.pointer, self.stored, self.step = numbers["pointer"], numbers["stored"], numbers["step"]
-        if self.sums is not None and tensors["sums"].shape == self.sums.values.shape:
+        self.sums = self._no_sums()
+        if self.sums is not None and numbers.get("sums_of") == self._sums_of():
             self.sums.load(tensors["sums"], tensors["closed"], numbers["open"])
-        elif self.sums is not None:  # written with pushes of another size, whose blocks are others
+        elif self.sums is not None:
             self.sums.overwrite(0, self.stored, self.stored, self._logits)
+            self._keep_positive_logits(0, self.stored)
         self._begin_step()
+
+    def _sums_of(self) -> dict[str, Any]:
+        """What the kept log-sum-exps depend on besides the stored rows; blocks of another width may make the same shape."""
+        return {
+            "push": self.push_rows,
+            "temperature": self.loss.temperature,
+            "age_decay": self.age_decay,
+            "mask_false_negatives": self.loss.mask_false_negatives,
+        }
 
     def fingerprint(self) -> str:
         """Hash of all that is stored; processes that were pushed the same rows have the same one."""

@@ -287,6 +287,37 @@ def test_a_bank_takes_rows_of_one_shape():
     assert without.bank.fill == 4
 
 
+@pytest.mark.parametrize(("first", "temperature"), [(16, 0.2), (32, 0.2), (8, 0.2), (16, 0.05)])
+def test_a_resumed_bank_fits_any_first_batch_and_temperature(first, temperature, tmp_path):
+    """The first batch after a resume, which may be a short one, makes the bank; 64 rows have one shape at pushes of 8 to 32."""
+    generator = torch.Generator().manual_seed(0)
+
+    def take(loss, rows):
+        vectors = torch.randn(2, rows, 1, 8, generator=generator)
+        value = loss(vectors[0, :, 0], vectors[1], training=True)
+        loss.end_step()
+        return value.item()
+
+    begun = BankLoss(64, "cosine", 0.2)
+    begun.begin()
+    for _ in range(6):
+        take(begun, 16)
+    write_bank(tmp_path, begun.state())
+    with pytest.raises(InputError, match="similarity is dot and the checkpoint's bank holds vectors for cosine"):
+        other = BankLoss(64, "dot")
+        other.begin(tmp_path)
+        take(other, 16)
+    rest = BankLoss(64, "cosine", temperature)
+    rest.begin(tmp_path)
+    for rows in (first, 16, 16):
+        take(rest, rows)
+        queries, passages = rest.bank.queries, rest.bank.passages[:, 0]
+        plain = (queries @ passages.T / temperature).logsumexp(1)
+        torch.testing.assert_close(rest.bank.logsumexp(), plain)
+    stale = (queries @ passages.T / (2 * temperature)).logsumexp(1)  # negative control
+    assert not torch.allclose(rest.bank.logsumexp(), stale, atol=0.1)
+
+
 def test_refusals(data, plain, tmp_path):
     model, rows, _ = plain
     with pytest.raises(InputError, match="was called in training before begin"):

@@ -13,6 +13,7 @@ from contaccum.methods.bank import Bank
 from contaccum.methods.logsumexp import NestedLogSumExp
 from contaccum.methods.loss import InfoNCE
 from contaccum.methods.masking import LeftOut, find_left_out
+from contaccum.methods.matryoshka import Prefixes
 from contaccum.methods.undo import Undo
 
 DIM = 12
@@ -328,6 +329,71 @@ def test_visibility_keep_and_warmup():
     assert fills(visibility="on_step") == [0, 2, 2, 4, 4, 6]
     assert fills(keep=False) == [2, 0, 2, 0, 2, 0]
     assert fills(warmup_steps=2) == [0, 0, 0, 4, 6, 6]
+
+
+@pytest.mark.parametrize(
+    "changed", [{"push": 8}, {"push": 32}, {"temperature": 0.5}, {"age_decay": 0.5}, {"mask": False}], ids=str
+)
+def test_a_bank_read_under_other_settings_has_their_sums(changed):
+    """At 64 rows, pushes of 8, 16 and 32 divide the kept log-sum-exps into tables of one shape, of blocks of other widths."""
+
+    def bank(push=16, temperature=1.0, age_decay=0.1, mask=True):
+        return Bank(64, DIM, InfoNCE(temperature, mask), push=push, age_decay=age_decay)
+
+    def push(into, rows, number):
+        batch = micro_batches(1, rows, passages=40, seed=number)[0]
+        into.push(*embeddings(batch.ids, number), batch.ids)
+        into.end_step()
+
+    def apart(bank):
+        """Largest difference of the kept sums, and of the rows' own logits, from the whole matrix."""
+        queries, passages = bank.queries[: bank.fill], bank.passages[: bank.fill, 0]
+        logits = queries @ passages.T / bank.loss.temperature
+        own = logits.diagonal().clone()
+        born = bank.born[: bank.fill]
+        logits -= bank.age_decay * (born.unsqueeze(1) - born).abs()
+        if bank.loss.mask_false_negatives:
+            known = (bank.positives[: bank.fill].unsqueeze(1) == bank.column_ids[: bank.fill]).any(2)
+            logits[known & ~torch.eye(bank.fill, dtype=torch.bool)] = -torch.inf
+        sums = bank.logsumexp() - logits.logsumexp(1)
+        return max(sums.abs().max().item(), (bank.positive_logits[: bank.fill] - own).abs().max().item())
+
+    old = bank()
+    for number in range(5):
+        push(old, 16, number)
+    tensors, numbers = old.state()
+    new, deceived = bank(**changed), bank(**changed)
+    assert new.sums.values.shape == old.sums.values.shape
+    new.load_state(tensors, numbers)
+    deceived.load_state(tensors, {**numbers, "sums_of": deceived.state()[1]["sums_of"]})  # negative control
+    found = [(apart(new), apart(deceived))]
+    for number in range(3):
+        for each in (new, deceived):
+            push(each, changed.get("push", 16), 10 + number)
+        found.append((apart(new), apart(deceived)))
+    assert max(right for right, _ in found) < 1e-5
+    assert max(wrong for _, wrong in found) > 0.01
+
+
+def test_a_bank_emptied_between_steps_is_a_new_one_but_for_its_steps():
+    prefixes = Prefixes((4,), (1.0,), True)
+    used, new = (Bank(8, DIM, InfoNCE(0.1), push=4, warmup_steps=1, prefixes=prefixes) for _ in range(2))
+    batches = micro_batches(4, 4, passages=12)
+
+    def take(bank, batch):
+        bank.push(*embeddings(batch.ids, 0), batch.ids)
+        bank.end_step()
+
+    for batch in batches[:3]:
+        take(used, batch)
+    assert used.fill == 8
+    used.empty()
+    assert used.fill == 0
+    for bank in (used, new):
+        take(bank, batches[3])
+    assert (used.step, used.fill, new.step, new.fill) == (4, 4, 1, 4)
+    for left, right in ((used, new), (used.narrower[0], new.narrower[0])):
+        assert torch.equal(left.logsumexp(), right.logsumexp())
 
 
 def test_bank_of_size_zero_stays_empty():
