@@ -221,7 +221,8 @@ class Engine(Processes):
         return float(self.accelerator.scaler.get_scale()) if self.accelerator.scaler is not None else 1.0
 
     def load_scaler_state(self, state: dict[str, Any]) -> None:
-        if self.accelerator.scaler is not None:
+        """Go on from what ``scaler_state`` gave; an empty one, of a run without a scaler, leaves the scaler new."""
+        if self.accelerator.scaler is not None and state:
             self.accelerator.scaler.load_state_dict(state)
 
     # trackers

@@ -67,6 +67,17 @@ def test_fp16_is_refused_on_a_cpu():
         Engine(device="cpu", precision="fp16")
 
 
+def test_a_scaler_begins_anew_where_the_run_before_had_none():
+    """A run that goes on in fp16 after steps in fp32; the scaler is PyTorch's, here on a CPU."""
+    engine = Engine(device="cpu")
+    assert engine.scaler_state() == {}
+    engine.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    engine.load_scaler_state({})
+    assert engine.scaler_state()["scale"] == 8.0
+    engine.load_scaler_state({**engine.scaler_state(), "scale": 2.0})  # negative control
+    assert engine.scaler_state()["scale"] == 2.0
+
+
 def test_tf32_lasts_as_long_as_its_run_and_warns_without_cuda():
     assert not torch.backends.cuda.matmul.allow_tf32
     with pytest.warns(UserWarning, match=r"run\.tf32 has no effect on cpu"):
