@@ -147,10 +147,10 @@ class BankLoss:
         )
         if self._state is not None:
             tensors, numbers = self._state
-            if numbers["similarity"] != self.similarity:
+            kept = numbers.get("similarity", self.similarity)  # banks once were written without it
+            if kept != self.similarity:
                 raise InputError(
-                    f"similarity is {self.similarity} and the checkpoint's bank holds vectors for {numbers['similarity']}, "
-                    "expected the same"
+                    f"similarity is {self.similarity} and the checkpoint's bank holds vectors for {kept}, expected the same"
                 )
             bank.load_state(tensors, numbers)
             self._state = None

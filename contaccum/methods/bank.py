@@ -21,6 +21,11 @@ from contaccum.methods.loss import InfoNCE
 from contaccum.methods.matryoshka import WHOLE, Prefixes
 from contaccum.methods.undo import Undo
 
+WAITING = ("queries", "passages", "columns", "known")
+"""Of rows that wait for the end of an optimizer step, what a state holds."""
+NOT_ROWS = ("sums", "closed", *(f"waiting_{name}" for name in WAITING))
+"""Tensors of a state that are no rows in the bank."""
+
 
 class Bank:
     """M slots, of which ``fill`` are in use; a bank of size 0 is legal and stays empty."""
@@ -171,8 +176,7 @@ class Bank:
     def rollback(self) -> None:
         """Go back, to the bit, to where the optimizer step began: after construction, ``end_step`` or ``load_state``."""
         self.undo.restore()
-        self.pending = []
-        self.pushed = 0
+        self.pending, self.pushed = list(self._waited), sum(len(rows[0]) for rows in self._waited)
         self.pointer, self.stored, self.positives, opened = self._began
         if self.sums is not None:
             self.sums.open = opened
@@ -182,6 +186,7 @@ class Bank:
 
     def _begin_step(self) -> None:
         self.undo.forget()
+        self._waited = list(self.pending)  # none but in a state that was taken within a step
         self._began = (self.pointer, self.stored, self.positives, list(self.sums.open) if self.sums else [])
 
     @torch.no_grad()
@@ -237,8 +242,7 @@ class Bank:
         self.positive_logits[start:stop] = products.sum(1) / self.loss.temperature
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Everything a resumed run needs: tensors, and plain numbers. Pending rows are none between steps."""
-        assert not self.pending
+        """Everything a resumed run needs: tensors, and plain numbers. Rows that wait for the step's end are among it."""
         tensors = {name: getattr(self, name) for name in self._stored_tensors()}
         if self.sums is not None:
             tensors |= {"sums": self.sums.values, "closed": self.sums.closed}
@@ -249,7 +253,14 @@ class Bank:
             "step": self.step,
             "open": self.sums.open if self.sums else None,
             "sums_of": self._sums_of(),
+            "waiting": [len(queries) for queries, *_ in self.pending],
         }
+        if self.pending:
+            queries, passages, ids, _ = zip(*self.pending, strict=True)
+            width = max(each.positives.shape[1] for each in ids)
+            known = [F.pad(each.positives, (0, width - each.positives.shape[1]), value=NO_PASSAGE) for each in ids]
+            parts = (queries, passages, [each.columns for each in ids], known)
+            tensors |= {f"waiting_{name}": torch.cat(part) for name, part in zip(WAITING, parts, strict=True)}
         for bank in self.narrower:
             further, numbers[str(bank.dim)] = bank.state()
             tensors |= {f"{bank.dim}/{name}": tensor for name, tensor in further.items()}
@@ -270,7 +281,7 @@ class Bank:
         width = tensors["positives"].shape[1] if "positives" in tensors else 1
         self._widen(width)
         shapes = {name: tuple(getattr(self, name).shape) for name in self._stored_tensors()}
-        found = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in ("sums", "closed")}
+        found = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in NOT_ROWS}
         if found != shapes:
             raise InputError(
                 f"the checkpoint's bank has the shapes {found}, expected {shapes}: it is another configuration's"
@@ -284,7 +295,24 @@ class Bank:
         elif self.sums is not None:
             self.sums.overwrite(0, self.stored, self.stored, self._logits)
             self._keep_positive_logits(0, self.stored)
+        self._load_waiting(tensors, numbers.get("waiting", []))
         self._begin_step()
+
+    def _load_waiting(self, tensors: dict[str, Tensor], pushes: list[int]) -> None:
+        """Let rows wait again that were pushed in the step under way, ``pushes`` rows at a time."""
+        self.pending, self.pushed = [], 0
+        if not pushes:
+            return
+        parts = (tensors[f"waiting_{name}"].split(pushes) for name in WAITING)
+        for queries, passages, columns, known in zip(*parts, strict=True):
+            rows = (
+                queries.to(self.passages),
+                passages.to(self.passages),
+                RowIds(columns.cpu(), known.cpu()),
+                self.pushed,
+            )
+            self.pending.append(rows)
+            self.pushed += len(queries)
 
     def _sums_of(self) -> dict[str, Any]:
         """What the kept log-sum-exps depend on besides the stored rows; blocks of another width may make the same shape."""

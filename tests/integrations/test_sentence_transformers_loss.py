@@ -303,9 +303,9 @@ def test_a_resumed_bank_fits_any_first_batch_and_temperature(first, temperature,
     for _ in range(6):
         take(begun, 16)
     write_bank(tmp_path, begun.state())
+    other = BankLoss(64, "dot")
+    other.begin(tmp_path)
     with pytest.raises(InputError, match="similarity is dot and the checkpoint's bank holds vectors for cosine"):
-        other = BankLoss(64, "dot")
-        other.begin(tmp_path)
         take(other, 16)
     rest = BankLoss(64, "cosine", temperature)
     rest.begin(tmp_path)

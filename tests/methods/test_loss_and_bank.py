@@ -1,6 +1,7 @@
 """The four-block loss and the ring against a full matrix built from plain lists, over enough pushes to wrap many times."""
 
 import itertools
+import json
 
 import pytest
 import torch
@@ -373,6 +374,39 @@ def test_a_bank_read_under_other_settings_has_their_sums(changed):
         found.append((apart(new), apart(deceived)))
     assert max(right for right, _ in found) < 1e-5
     assert max(wrong for _, wrong in found) > 0.01
+
+
+def test_rows_that_wait_for_the_step_s_end_wait_again_after_a_resume():
+    """A checkpoint within a step, as Lightning may write one. At 6 rows, the three pushes of a step are more than it holds."""
+    prefixes = Prefixes((4,), (1.0,), True)
+
+    def new():
+        return Bank(6, DIM, InfoNCE(0.1), push=4, visibility="on_step", prefixes=prefixes)
+
+    def push(bank, number):
+        batch = micro_batches(1, 4, passages=12, seed=number)[0]
+        bank.push(*embeddings(batch.ids, number), RowIds(batch.ids.columns, batch.ids.positives[:, : 1 + number % 2]))
+
+    whole, resumed, emptied = new(), new(), new()
+    push(whole, 0)
+    whole.end_step()
+    push(whole, 1)
+    push(whole, 2)
+    tensors, numbers = whole.state()
+    resumed.load_state({name: tensor.clone() for name, tensor in tensors.items()}, json.loads(json.dumps(numbers)))
+    emptied.load_state(tensors, {**numbers, "waiting": [], "4": {**numbers["4"], "waiting": []}})  # negative control
+    push(resumed, 9)
+    resumed.rollback()
+    for bank in (whole, resumed, emptied):
+        assert bank.fill == 4
+        push(bank, 3)
+        bank.end_step()
+    state = whole.state()
+    assert resumed.state()[1] == state[1]
+    assert state[1]["waiting"] == []
+    for name, tensor in state[0].items():
+        assert torch.equal(resumed.state()[0][name], tensor), name
+    assert emptied.fingerprint() != whole.fingerprint() == resumed.fingerprint()
 
 
 def test_a_bank_emptied_between_steps_is_a_new_one_but_for_its_steps():
