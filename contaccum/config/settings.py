@@ -294,7 +294,8 @@ class TrainConfig:
     """Continue the run in `output_dir` from its newest checkpoint."""
     allow_changes: bool = False
     """With `resume`: go on although settings, data, tokenizer, encoder or the number of processes differ from the run's; the
-    differences are printed. Where B x W stays the same, another number of processes changes the result by rounding alone."""
+    differences are printed. What decided the encoders' weights, `lora` and `optim.name` cannot change. Where B x W stays the
+    same, another number of processes changes the result by rounding alone."""
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: AdapterConfig = field(default_factory=AdapterConfig)
     data: DataConfig = field(default_factory=DataConfig)

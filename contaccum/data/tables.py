@@ -1,5 +1,7 @@
 """Judged splits and retrieval sets: corpora as tables, what is judged in plain dictionaries."""
 
+import hashlib
+import json
 import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,6 +32,11 @@ class RetrievalSet:
     queries: dict[str, str]  # id -> text, the judged queries alone
     qrels: dict[str, dict[str, int]]  # query id -> passage id -> grade
     left_out: LeftOut = field(default_factory=dict)
+
+    def fingerprint(self) -> str:
+        """Hash of queries, judgements and the number of passages, whose texts are not read."""
+        content = json.dumps([self.queries, self.qrels, len(self.corpus)], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import math
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -80,17 +81,19 @@ class Training:
         self.config, self.engine = config, engine
         self.folder = Path(config.output_dir)
         checkpoint = newest_checkpoint(self.folder) if config.resume else None
+        if checkpoint:
+            setup.refuse_other_checkpoint(config)
         with engine.main_first():
             train_set = open_training(config.data, config.distils)
             self.dev = self._load_dev()
         self._require_same(
             checkpoint=str(checkpoint and checkpoint.state["step"]), config=to_yaml(config), data=train_set.fingerprint
         )
-        self.encoder = (
-            setup.load_encoder(config, checkpoint.model, engine.device)
-            if checkpoint
-            else setup.build_encoder(config, train_set, engine.device)
-        )
+        read_otherwise: list[str] = []
+        if checkpoint:
+            self.encoder, read_otherwise = setup.saved_encoder(config, checkpoint.model, engine.device)
+        else:
+            self.encoder = setup.build_encoder(config, train_set, engine.device)
         setup.apply_switches(self.encoder, config)
         self.batches = setup.build_batches(config, engine, self.encoder, train_set)
         self.size = setup.build_size(config, engine, self.batches)
@@ -108,7 +111,7 @@ class Training:
         self.evaluated = 0  # the step of the last evaluation
         self.skipped = 0  # steps dropped because a number was not finite
         if checkpoint:
-            self._resume(checkpoint, optimizer)
+            self._resume(checkpoint, optimizer, read_otherwise)
         engine.prepare(self.encoder, optimizer)
         if engine.is_main:
             setup.write_config(config)
@@ -131,15 +134,24 @@ class Training:
                     "expected the same data and the same output_dir on every machine"
                 )
 
-    def _resume(self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> None:
+    def _resume(self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, read_otherwise: list[str]) -> None:
+        """Go on from a checkpoint; read_otherwise: settings by which its encoder's vectors are no longer those of its bank."""
         state = checkpoint.state
         changes = setup.identity_differences(state["identity"], self.identity)
         setup.refuse_changes(f"{checkpoint.folder} was written otherwise", changes, self.config.allow_changes)
         restore(checkpoint, self.encoder, optimizer, self.bank)
+        if read_otherwise and self.bank.stored:
+            self.bank.empty()
+            warnings.warn(f"the bank begins empty: its vectors had another {', '.join(read_otherwise)}", stacklevel=2)
         self.engine.load_scaler_state(state["scaler"])
         self.size.load_state(state["micro_batch"])
         self.done, self.best, self.evaluated = state["step"], state["best"], state["evaluated"]
         self.skipped = state["skipped"]
+        if self.dev and self.best and any(self.best.get(name) != value for name, value in self._measure().items()):
+            self.best, self.evaluated = {}, 0  # an evaluation that is due at this step is made again
+            warnings.warn(
+                "the best evaluation so far was of another metric or dev set and no longer counts", stacklevel=2
+            )
         if self.engine.is_main:
             print(f"resuming at step {self.done} from {checkpoint.folder}", file=sys.stderr)
 
@@ -331,10 +343,15 @@ class Training:
         better = not self.best or score > self.best["score"]
         self.log.say(f"step {self.done}: dev {name} {score:.4f}{' (best so far)' if better else ''}")
         if better:
-            self.best = {"step": self.done, "score": score}
+            self.best = {"step": self.done, "score": score, **self._measure()}
             if self.engine.is_main:
                 self.encoder.save(self.folder / "model")
                 write_json(self.folder / DEV_METRICS_FILE, metrics)
+
+    def _measure(self) -> dict[str, str]:
+        """What the scores of two evaluations must share to be compared."""
+        assert self.dev is not None
+        return {"metric": self.config.run.metric, "dev": self.dev.fingerprint()}
 
     def save(self) -> None:
         """Write a checkpoint; every process waits for it."""

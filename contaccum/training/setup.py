@@ -23,10 +23,11 @@ from contaccum.data.stream import StreamSampler, StreamSet
 from contaccum.data.stream_batches import StreamSource
 from contaccum.data.tokens import JoinedTokens, TextTokens, TokenTable, build_token_table, tokenizer_hash
 from contaccum.encoder import Adapters, DualEncoder, EncoderSettings, make_settings
+from contaccum.encoder.settings import SETTINGS_FILE
 from contaccum.encoder.tiny import tiny_tower
 from contaccum.engine import Engine, torch_dtype
 from contaccum.errors import InputError
-from contaccum.files import is_leftover, sha256_of, sweep, write_text
+from contaccum.files import is_leftover, read_json, sha256_of, sweep, write_text
 from contaccum.launch import is_main
 from contaccum.lock import LOCK_FILE, folder_lock
 from contaccum.methods.bank import Bank
@@ -44,6 +45,15 @@ MAY_CHANGE = {
     "batch.on_out_of_memory",
 }  # fmt: skip
 """Settings that a resumed run may have otherwise: they change no weight that was trained."""
+CANNOT_CHANGE = {
+    "model.name", "model.passage_name", "model.tie_towers", "model.append_eos", "model.quantize", "model.tiny_layers",
+    "model.tiny_width", "model.tiny_vocabulary", "optim.name",
+}  # fmt: skip
+"""Settings, besides those of ``lora``, that decided what a checkpoint holds: no other value can be read out of it."""
+ENCODER_SETTINGS = (
+    "pooling", "similarity", "max_query_length", "max_passage_length", "query_prefix", "passage_prefix",
+)  # fmt: skip
+"""Settings of ``model`` that go before what an encoder's folder says; what is not given is the folder's."""
 
 
 @contextmanager
@@ -78,6 +88,27 @@ def _check_run(config: TrainConfig, run: Path) -> None:
         raise InputError(f"output_dir {run} has no {CONFIG_FILE}, expected the folder of a run to resume")
     changes = config_differences(read_config(run), asdict(config))
     refuse_changes(f"output_dir {run} holds a run with other settings", changes, config.allow_changes)
+
+
+def refuse_other_checkpoint(config: TrainConfig) -> None:
+    """InputError naming the settings that differ from those of the run in output_dir and that its checkpoints do not let change."""
+    before, after = flat(read_config(Path(config.output_dir))), flat(asdict(config))
+    changes = [
+        f"{name} was {before.get(name)} and is {value}"
+        for name, value in after.items()
+        if before.get(name) != value
+        and (
+            name in CANNOT_CHANGE
+            or name.startswith("lora.")
+            # the folder that it would be taken from is the checkpoint's, which says what it was
+            or (value is None and name.removeprefix("model.") in ENCODER_SETTINGS)
+        )
+    ]
+    if changes:
+        raise InputError(
+            f"the checkpoints in {config.output_dir} cannot be gone on with otherwise, also with allow_changes, expected the "
+            f"same: {'; '.join(changes)}"
+        )
 
 
 def refuse_changes(where: str, changes: list[str], allowed: bool) -> None:
@@ -165,17 +196,7 @@ def build_encoder(
 ) -> DualEncoder:
     """The towers that training starts from."""
     model = config.model
-    settings = {
-        name: getattr(model, name)
-        for name in (
-            "pooling",
-            "similarity",
-            "max_query_length",
-            "max_passage_length",
-            "query_prefix",
-            "passage_prefix",
-        )
-    }
+    settings = _encoder_settings(model)
     if model.name != "tiny":
         return load_encoder(
             config,
@@ -199,6 +220,17 @@ def build_encoder(
         seed=config.seed,
     )
     return DualEncoder(query, query if model.tie_towers else copy.deepcopy(query), made).to(device)
+
+
+def saved_encoder(config: TrainConfig, checkpoint: Path, device: torch.device | str) -> tuple[DualEncoder, list[str]]:
+    """The towers of a checkpoint's model, to be trained further, and which of ENCODER_SETTINGS they were saved with otherwise."""
+    encoder = load_encoder(config, checkpoint, device, **_encoder_settings(config.model))
+    saved = read_json(checkpoint / SETTINGS_FILE)
+    return encoder, [name for name in ENCODER_SETTINGS if saved[name] != getattr(encoder.settings, name)]
+
+
+def _encoder_settings(model: ModelConfig) -> dict[str, Any]:
+    return {name: getattr(model, name) for name in ENCODER_SETTINGS}
 
 
 def load_encoder(config: TrainConfig, name: str | Path, device: torch.device | str, **how: Any) -> DualEncoder:

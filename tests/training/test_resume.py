@@ -163,6 +163,89 @@ def test_a_checkpoint_of_another_bank_is_refused(data, tmp_path):
         train(train_config(data, run, resume=True, **{"optim.max_steps": 2, "bank.size": 48}))
 
 
+TWO_STEPS = {"optim.max_steps": 2, "run.metric": "recall@100"}
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory):
+    """Data, and a run of two steps with one evaluation, by recall@100."""
+    folder = tmp_path_factory.mktemp("two")
+    data = write_beir(folder / "data")
+    train(train_config(data, folder / "run", **TWO_STEPS, **{"data.dev": str(data)}))
+    return data, folder / "run"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model.tie_towers": True},
+        {"model.tiny_width": 64},
+        {"model.max_query_length": None},  # what the folder says, which is now the checkpoint
+        {"optim.name": "adamw_8bit"},
+        {"lora.rank": 4, "model.name": "another"},
+    ],
+    ids=str,
+)
+def test_what_a_checkpoint_cannot_be_read_into_is_refused_also_where_changes_are_allowed(changes, two_steps):
+    data, run = two_steps
+    before = (run / "config.yaml").read_bytes()
+    config = train_config(data, run, resume=True, allow_changes=True, **TWO_STEPS, **{"data.dev": str(data), **changes})
+    with pytest.raises(InputError, match="cannot be gone on with otherwise, also with allow_changes") as refusal:
+        train(config)
+    assert all(f"{name} was " in str(refusal.value) for name in changes)
+    assert (run / "config.yaml").read_bytes() == before
+
+
+def test_changes_of_what_the_encoder_reads_and_compares_are_those_of_the_saved_model(two_steps, tmp_path):
+    data, two = two_steps
+    changes = {"model.similarity": "dot", "model.max_passage_length": 8, "model.query_prefix": "query: "}
+    steps = {**TWO_STEPS, "data.dev": str(data), "optim.max_steps": 3, "run.eval_steps": 50}
+    fills = {}
+    for name, more in (("same", {}), ("other", changes)):
+        run = Path(shutil.copytree(two, tmp_path / name))
+        config = train_config(data, run, resume=True, allow_changes=True, **steps, **more)
+        if more:
+            with pytest.warns(UserWarning, match="the bank begins empty: its vectors had another similarity, max_pass"):
+                train(config)
+        else:
+            train(config)
+        fills[name] = read_log(run)[-2]["bank_fill"]
+    assert fills == {"same": 24, "other": 0}
+    saved = json.loads((newest_checkpoint(run).model / "contaccum.json").read_text())
+    assert (saved["similarity"], saved["max_passage_length"], saved["query_prefix"]) == ("dot", 8, "query: ")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"run.metric": "ndcg@1"},
+        {"run.metric": "ndcg@1", "optim.max_steps": 2},  # no step is left: the last one is evaluated again
+        {"data.dev_split": "train"},
+    ],
+    ids=str,
+)
+def test_the_best_score_counts_against_its_own_measure_alone(changes, two_steps, tmp_path):
+    data, two = two_steps
+    run = Path(shutil.copytree(two, tmp_path / "run"))
+    before = newest_checkpoint(run).state["best"]
+    assert before["score"] == 1.0  # which no later score can exceed
+    steps = {**TWO_STEPS, "data.dev": str(data), "optim.max_steps": 3}
+    config = train_config(data, run, resume=True, allow_changes=True, **(steps | changes))
+    if not changes:
+        train(config)
+        assert newest_checkpoint(run).state["best"] == before
+        return
+    with pytest.warns(UserWarning, match="was of another metric or dev set and no longer counts"):
+        train(config)
+    best = newest_checkpoint(run).state["best"]
+    assert best["step"] == config.optim.max_steps
+    assert (best["metric"] == before["metric"], best["dev"] == before["dev"]) == (
+        "run.metric" not in changes,
+        "data.dev_split" not in changes,
+    )
+
+
 def command(config, folder: Path) -> list[str]:
     file = folder.with_suffix(".yaml")
     file.write_text(to_yaml(replace(config, resume=False)))
