@@ -91,7 +91,7 @@ def _check_run(config: TrainConfig, run: Path) -> None:
 
 
 def refuse_other_checkpoint(config: TrainConfig) -> None:
-    """InputError naming the settings that differ from those of the run in output_dir and that its checkpoints do not let change."""
+    """InputError naming the settings that differ from those of the run in output_dir, where its checkpoints allow no other."""
     before, after = flat(read_config(Path(config.output_dir))), flat(asdict(config))
     changes = [
         f"{name} was {before.get(name)} and is {value}"
