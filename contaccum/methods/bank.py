@@ -260,7 +260,7 @@ class Bank:
             width = max(each.positives.shape[1] for each in ids)
             known = [F.pad(each.positives, (0, width - each.positives.shape[1]), value=NO_PASSAGE) for each in ids]
             parts = (queries, passages, [each.columns for each in ids], known)
-            tensors |= {f"waiting_{name}": torch.cat(part) for name, part in zip(WAITING, parts, strict=True)}
+            tensors |= {f"waiting_{name}": torch.cat(list(part)) for name, part in zip(WAITING, parts, strict=True)}
         for bank in self.narrower:
             further, numbers[str(bank.dim)] = bank.state()
             tensors |= {f"{bank.dim}/{name}": tensor for name, tensor in further.items()}
