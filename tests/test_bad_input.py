@@ -292,7 +292,7 @@ CASES: dict[str, Case] = {
     ),
     # examples
     "dpr: question null": record({"question": None}, "'question' is null", "expected a string"),
-    "dpr: question empty": record({"question": ""}, "text of query '2' is empty", "expected a query"),
+    "dpr: question empty": record({"question": ""}, "text of query 'unnamed-query-2' is empty", "expected a query"),
     "dpr: contexts a string": record({"positive_ctxs": "x"}, "'positive_ctxs' is a string", "expected a list"),
     "dpr: context a string": record({"positive_ctxs": ["x"]}, "positive_ctxs[0]", "found a string", "a context"),
     "dpr: context without text": record({"positive_ctxs": [{"title": "x"}]}, "positive_ctxs[0]", "'text' is missing"),
@@ -314,14 +314,16 @@ CASES: dict[str, Case] = {
     "pairs: pos a number": pair({"query": "x", "pos": 4}, "'pos' is the number 4", "expected a list"),
     "pairs: pos of null": pair({"query": "x", "pos": [None]}, "pos[0]", "found null", "expected a string"),
     "pairs: pos empty text": pair({"query": "x", "pos": [""]}, "text of passage", "is empty", "expected some text"),
-    "pairs: query empty": pair({"query": " ", "pos": ["a"]}, "text of query '2' is empty", "expected a query"),
+    "pairs: query empty": pair({"query": " ", "pos": ["a"]}, "text of query 'unnamed-query-2' is empty", "expected a query"),
     "pairs: query a list": pair({"query": ["x"], "pos": ["a"]}, "'query' is a list", "expected a string"),
     "pairs: ids and texts": pair({"query": "x", "pos": ["a"], "pos_id": [1, 2]}, "2 ids in 'pos_id'", "each of the 1"),
-    "pairs: query id again": pair({"query_id": "1", "query": "x", "pos": ["a"]}, "'1' stood already in line 1"),
+    "pairs: query id again": pair(
+        {"query_id": "unnamed-query-1", "query": "x", "pos": ["a"]}, "'unnamed-query-1' stood already in line 1"
+    ),
     "pairs: another format's line": pair(DPR[0], "'query' is missing", "expected a string"),
     "pairs: no positive at all": Case(
         "train --config config.yaml --data.train pairs.jsonl --data.strict true",
-        ["pairs.jsonl, line 1", "query '1' has no positive"],
+        ["pairs.jsonl, line 1", "query 'unnamed-query-1' has no positive"],
         {"pairs.jsonl": lines({"query": "x", "pos": []})},
     ),
     "tevatron: document without text": Case(
@@ -439,7 +441,7 @@ CASES: dict[str, Case] = {
     ),
     "config: dropout above 1": config("name: tiny", "name: tiny, dropout: 2", "model.dropout is 2", "share"),
     "config: temperature 0": config("name: tiny", "name: tiny, temperature: 0", "model.temperature is 0", "more than 0"),
-    "config: seed negative": config("method:", "seed: -1\nmethod:", "seed is -1", "at least 0"),
+    "config: seed negative": config("method:", "seed: -1\nmethod:", "seed is -1", "a whole number from 0"),
     "config: output a file": config("output_dir: out", "output_dir: qa.csv", "output_dir qa.csv is a file", "a folder"),
     "config: output not empty": config("output_dir: out", "output_dir: d", "output_dir d already holds", "--resume"),
     "config: output missing": config("output_dir: out\n", "", "output_dir"),

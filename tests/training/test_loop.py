@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from helpers import tiny_encoder, train_config, weights, write_beir
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
@@ -290,6 +291,7 @@ def test_a_memory_budget_caps_the_gpu_of_a_process_alone(monkeypatch):
     monkeypatch.setattr(
         torch._C, "_cuda_setMemoryFraction", lambda share, device: caps.append((share, device)), raising=False
     )
+    AcceleratorState._reset_state(reset_partial_state=True)  # of an engine that another test did not close
     engine = Engine(device="auto")
     assert engine.device == torch.device("cuda")
     with pytest.raises(InputError, match="expected at most the GPU's 80000000000"):
