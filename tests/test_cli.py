@@ -362,7 +362,7 @@ def test_the_verb_asked_for_has_the_options_of_the_whole_parser(capsys):
     for verb in ("train", "encode", "doctor", "data check", ""):
         arguments = [*verb.split(), "--help"]
         assert said(make_parser(arguments), arguments) == said(whole, arguments) != ""
-    for arguments in (["trian"], ["data"], ["data", "checks"], [], ["encode", "check"]):
+    for arguments in (["fly"], ["data"], ["data", "checks"], [], ["encode", "check"]):
         found = []
         for parser in (make_parser(arguments), whole):
             with pytest.raises(ArgumentError) as refused:
