@@ -14,11 +14,11 @@ begin_step = Engine.begin_step
 
 
 def limited(engine: Engine, step: int) -> None:
-    if step == 0 and not hasattr(engine, "limited"):
+    if step == 0 and not hasattr(engine, "under_limit"):
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         limit = used + int(sys.argv[1]) * 2**20
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        engine.limited = True
+        engine.under_limit = True
     begin_step(engine, step)
 
 

@@ -212,7 +212,7 @@ def test_a_run_that_breaks_off_is_named_and_the_others_are_reported(place, tmp_p
     code, said = call(capsys, place, *arguments, *varied)
     assert code == 1
     assert "1 runs broke off, first grad_accum-learning_rate=1e18-seed0 (exit code 2" in said
-    assert "NaN or infinity" in said
+    assert "holds NaN, infinity" in said
     page = (study / "report.md").read_text()
     assert "Broken off, and not in the tables: grad_accum-learning_rate=1e18-seed0" in page
     assert (study / "runs" / "grad_accum-learning_rate=1e-3-seed0" / "metrics.json").exists()

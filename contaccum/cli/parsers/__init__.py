@@ -24,7 +24,7 @@ from contaccum.errors import InputError
 
 
 def make_parser(arguments: list[str] | None = None) -> ArgumentParser:
-    """The parser of all verbs; of ``arguments`` where given, which takes a quarter of the time: only the verb that they begin
+    """The parser of all verbs; of ``arguments`` where given, which is quicker: only the verb that they begin
     with has its options, and the others their names and help."""
     parser = new_parser(
         "contaccum",
