@@ -33,8 +33,8 @@ from contaccum.training.signals import StopSignals
 
 _ALL_OUT_OF_MEMORY = (
     "memory ran out outside a step's passes (weights, the bank, the optimizer or an evaluation), where smaller micro-batches do "
-    "not help, expected it to fit; optim.name adamw_8bit, lora.rank, model.tie_towers, run.eval_batch_tokens or a smaller model "
-    "take less, and --resume goes on from the last checkpoint"
+    "not help, expected it to fit; a new run with optim.name adamw_8bit, lora.rank, model.tie_towers or a smaller model takes "
+    "less, and an evaluation does with a smaller run.eval_batch_tokens, with which --resume goes on"
 )
 DEV_METRICS_FILE = "dev_metrics.json"
 DEV_DEPTH = max(METRIC_CUTS)
@@ -224,9 +224,8 @@ class Training:
         set_learning_rate(engine.optimizer, rate)
         scale = engine.clip(norm, config.optim.max_grad_norm)
         engine.update()
-        if (
-            not finite and engine.loss_scale() < 1
-        ):  # no overflow: the scaler would halve it without end, and take no step
+        # a scale below 1 overflows nothing: the scaler would halve it without end, and take no step
+        if not finite and engine.loss_scale() < 1:
             raise NotFiniteError(
                 f"step {self.done + 1}: the gradient's norm is {norm} although the loss is scaled by {engine.loss_scale():g}, "
                 "expected a finite number"
