@@ -16,7 +16,6 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from contaccum.errors import InputError
-from contaccum.launch import local_place
 from contaccum.retrieval.index import (
     Index,
     has_faiss,
@@ -191,8 +190,10 @@ def torch_device(device: str) -> "torch.device":
     """Where torch searches: on the encoder's GPU, or with ``auto`` on this process's own, else on the CPU."""
     import torch
 
-    if device == "auto" and torch.cuda.is_available():
-        return torch.device("cuda", local_place()[0] % torch.cuda.device_count())
+    if device == "auto":
+        from contaccum.engine import encoding_device
+
+        device = str(encoding_device(device))
     return torch.device(device if device.startswith("cuda") else "cpu")
 
 
