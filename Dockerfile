@@ -5,14 +5,16 @@ FROM python:3.11-slim
 
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ARG FAISS=faiss-cpu
+# The newest versions that the index has for the chosen device.
+# hadolint ignore=DL3013
 RUN pip install --no-cache-dir --index-url "$TORCH_INDEX" torch && pip install --no-cache-dir "$FAISS"
 
 COPY pyproject.toml README.md LICENSE /source/
 COPY contaccum /source/contaccum
 RUN pip install --no-cache-dir "/source[study,tensorboard]" && rm -r /source
 
-RUN useradd --create-home contaccum && mkdir /work /cache && chown contaccum /work /cache
-USER contaccum
+RUN useradd --create-home --uid 1000 contaccum && mkdir /work /cache && chown contaccum /work /cache
+USER 1000
 WORKDIR /work
 ENV CONTACCUM_CACHE=/cache/contaccum HF_HOME=/cache/huggingface
 ENTRYPOINT ["contaccum"]

@@ -1,8 +1,8 @@
-"""What LoRA and QLoRA save: peak memory and time of a step, against all weights, for a decoder-only encoder of random weights.
+"""Memory and time of a training step with LoRA and QLoRA compared with all weights, for a decoder-only encoder.
 
-Two towers from one encoder (Qwen3's architecture; 12 layers, 768 wide unless told otherwise), 8 pairs a step in micro-batches of
-4, texts of random tokens. Each row is a process of its own. On CUDA the peak is PyTorch's allocated memory, on a CPU the whole
-process's resident memory while it trains, libraries included.
+The encoder has random weights (Qwen3's architecture; default 12 layers, width 768) and serves both towers; a step has 8 pairs in
+micro-batches of 4, with random tokens. Each row runs in a new process. On CUDA the peak is PyTorch's allocated memory, on a CPU
+the resident memory of the process, libraries included.
 
 usage: python benchmarks/adapters.py [--json OUT] [--quick] [--layers 12] [--width 768] [--length 64] [--steps 2]
 """
@@ -18,8 +18,7 @@ from fresh import add_worker, in_fresh_process
 from step_memory import MICRO, PAIRS, QUERY, measure
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3Model
 
-from contaccum.encoder import DualEncoder
-from contaccum.encoder.tiny import wordpiece_tokenizer
+from contaccum.encoder import DualEncoder, wordpiece_tokenizer
 
 RANK = 16
 RECOMPUTED = {"model.gradient_checkpointing": True}
@@ -36,7 +35,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 def write_model(folder: Path, layers: int, width: int, vocabulary: int) -> None:
-    """An encoder folder with random weights."""
+    """Write an encoder folder with random weights."""
     words = wordpiece_tokenizer(["the red fox and the blue whale"] * 3, 100)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words.backend_tokenizer, eos_token="[SEP]", pad_token="[PAD]")
     config = Qwen3Config(

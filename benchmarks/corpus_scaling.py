@@ -1,10 +1,10 @@
-"""How opening, encoding and searching grow with the corpus: made passages, two decades of size, exponents by least squares.
+"""Growth of opening, encoding and searching with the corpus: random passages, two decades of size, exponents by least squares.
 
     python benchmarks/corpus_scaling.py [--sizes N ...] [--json OUT] [--quick]
 
-Each size runs in a fresh process: the corpus file is written and read into its table, a second process opens the table, encodes
-the passages with a two-layer encoder of random weights into shards, and searches them exactly. A time that grows as the corpus
-has exponent 1; a memory that does not grow has exponent 0.
+Each size runs in a new process: it writes the corpus file and reads it into a table; a second process opens the table, encodes
+the passages with a two-layer encoder of random weights into shards, and searches them exactly. Time proportional to the corpus
+has exponent 1; constant memory has exponent 0.
 """
 
 import json
@@ -17,13 +17,12 @@ from pathlib import Path
 from common import exponent, make_parser, publish, table
 from fresh import add_worker, in_fresh_process
 
-from contaccum.data.corpus import load_corpus
-from contaccum.encoder import DualEncoder, EncoderSettings
-from contaccum.encoder.tiny import tiny_tower
-from contaccum.engine import peak_resident
+from contaccum.data.dataset import open_dataset
+from contaccum.encoder import DualEncoder, EncoderSettings, tiny_tower
 from contaccum.retrieval.encode import Texts, encode_texts
-from contaccum.retrieval.search import search
+from contaccum.retrieval.retriever import search_vectors
 from contaccum.retrieval.shards import ShardFolder
+from contaccum.runtime.devices import peak_resident
 
 WORDS = [f"{first}{second}{third}" for first in "bdgklm" for second in "aeiou" for third in ("ra", "sel", "tin", "nok")]
 
@@ -41,14 +40,14 @@ def build(request: dict) -> dict:
     path = Path(request["folder"]) / "corpus.jsonl"
     write_corpus(path, request["rows"], request["words"])
     before, began = peak_resident(), time.perf_counter()
-    load_corpus(path)
+    open_dataset(path).corpus  # noqa: B018
     return {"build_seconds": time.perf_counter() - began, "build_bytes": peak_resident() - before}
 
 
 def use(request: dict) -> dict:
     folder = Path(request["folder"])
     before, began = peak_resident(), time.perf_counter()
-    corpus = load_corpus(folder / "corpus.jsonl")
+    corpus = open_dataset(folder / "corpus.jsonl").corpus
     opened, held = time.perf_counter() - began, peak_resident() - before
     tower = tiny_tower([" ".join(WORDS)], "mean", seed=0, layers=2, width=64, vocabulary=500, max_length=64)
     encoder = DualEncoder(tower, tower, EncoderSettings(max_passage_length=64, tie_towers=True)).eval()
@@ -61,9 +60,9 @@ def use(request: dict) -> dict:
     )
     shards = ShardFolder(folder / "shards")
     names = [str(number) for number in range(len(queries))]
-    search(names[:1], queries[:1], shards, 10)  # hashes are checked at the first reading
+    search_vectors(names[:1], queries[:1], shards, 10)  # hashes are checked at the first reading
     before, began = peak_resident(), time.perf_counter()
-    search(names, queries, shards, 100)
+    search_vectors(names, queries, shards, 100)
     searched = time.perf_counter() - began
     return {"open_seconds": opened, "open_bytes": held, "encode_seconds": encoded, "search_seconds": searched}
 

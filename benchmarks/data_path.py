@@ -1,12 +1,12 @@
-"""The data path: opening a data set, tokenising it, and how long an update waits for its micro-batches.
+"""Data path: time to open and tokenise a data set, and share of a step spent waiting for micro-batches.
 
     python benchmarks/data_path.py [--data BEIR_DIR] [--model DIR] [--json OUT] [--quick]
 
-Without --data a set is made: passages of 128 tokens, a question each. First opening reads and checks the JSONL and builds the
-memory-mapped tables, the second maps them. Waiting is what `contaccum train` writes to its log: the share of an update's time
-in which the next micro-batches were not ready.
+Without --data the script writes a set: passages of 128 tokens with one question each. The first opening reads and checks the
+JSONL and builds the memory-mapped tables; the second one maps them. `contaccum train` logs the waiting time.
 """
 
+import argparse
 import json
 import os
 import statistics
@@ -16,15 +16,16 @@ from pathlib import Path
 
 from common import make_parser, model_folder, pairs_of_texts, publish, table
 
-from contaccum import train
+from contaccum import DualEncoder, train
 from contaccum.config import TrainConfig
-from contaccum.data.dataset import load_train_set
-from contaccum.data.tokens import build_token_table
-from contaccum.encoder import Source, load_tower
+from contaccum.config.commands import DataPolicy
+from contaccum.data.dataset import open_dataset
+from contaccum.data.tables import build_token_table
+from contaccum.training.log import read_log
 
 
 def make_set(folder: Path, pairs: int, tokenizer: object) -> Path:
-    """A BEIR folder of made texts."""
+    """Write a BEIR folder of random texts."""
     (folder / "qrels").mkdir(parents=True)
     queries, passages = pairs_of_texts(tokenizer, pairs)
     lines = [json.dumps({"_id": f"p{i}", "title": "", "text": text}) for i, text in enumerate(passages)]
@@ -43,7 +44,7 @@ def timed(call: object) -> tuple[float, object]:
     return time.perf_counter() - began, result
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("--data", help="BEIR folder with a train split; a made one when not given")
     parser.add_argument("--rows", type=int, default=100_000, help="pairs in the made set")
@@ -53,13 +54,18 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.rows, args.pairs, args.micro, args.steps = 64, 8, 4, 4
+    return args
+
+
+def main() -> None:
+    args = arguments()
     folder = model_folder(args.model)
-    tower = load_tower(Source(str(folder)), "mean")
+    tower = DualEncoder.load(folder, pooling="mean").query_tower
     with tempfile.TemporaryDirectory() as scratch:
         os.environ["CONTACCUM_CACHE"] = str(Path(scratch) / "cache")  # everything is built anew
         data = args.data or str(make_set(Path(scratch) / "data", args.rows, tower.tokenizer))
-        first, train_set = timed(lambda: load_train_set(data, "train", 0, False, True))
-        second, _ = timed(lambda: load_train_set(data, "train", 0, False, True))
+        first, train_set = timed(lambda: open_dataset(data, "train", DataPolicy(repair=True)).train_set())
+        second, _ = timed(lambda: open_dataset(data, "train", DataPolicy(repair=True)).train_set())
 
         def tokens() -> object:
             mark = f"{train_set.fingerprint}/passages"
@@ -77,7 +83,7 @@ def main() -> None:
         config.bank.size, config.optim.max_steps, config.run.device = args.pairs, args.steps, args.device
         config.run.precision = args.precision
         train(config)
-        log = [json.loads(line) for line in (Path(scratch) / "run" / "log.jsonl").read_text().splitlines()]
+        log = read_log(Path(scratch) / "run")
     shares = [line["waited"] / line["seconds"] for line in log[2:]]
     count = len(train_set.passages)
     rows = [

@@ -1,10 +1,10 @@
-"""Encoding a corpus against SentenceTransformer.encode: time, peak memory, and whether the vectors are the same.
+"""Encoding a corpus with contaccum and with SentenceTransformer.encode: time, peak memory, and equality of the vectors.
 
     python benchmarks/encode.py [--model DIR] [--data BEIR_DIR] [--json OUT] [--quick]
 
-Same folder, same texts, same length limit, float32, interleaved in one process; both sort by length, each in its own way.
-sentence-transformers takes batches of --batch_size texts, contaccum its default of tokens, which on a CPU is no more than that.
-Peak memory is what a fresh process holds beyond what it held with model and texts loaded.
+Same folder, texts and length limit, float32, interleaved in one process; both sort by length in their own way.
+sentence-transformers uses batches of --batch_size texts, contaccum its default number of tokens, which on a CPU is at most as
+large. Peak memory is that of a new process minus its memory with model and texts loaded.
 """
 
 import json
@@ -14,24 +14,25 @@ from common import interleaved, make_parser, model_folder, publish, ratio, summa
 from fresh import add_worker, in_fresh_process
 from sentence_transformers import SentenceTransformer
 
-from contaccum.data.corpus import load_corpus
+from contaccum.config.commands import DataPolicy
+from contaccum.data.dataset import open_dataset
 from contaccum.encoder import DualEncoder
-from contaccum.engine import encoding_device, peak_resident
 from contaccum.retrieval.encode import Texts
+from contaccum.runtime.devices import encoding_device, peak_resident
 
 OURS, PEER = "contaccum", "sentence-transformers"
 
 
 def texts_of(data: str, count: int | None) -> list[str]:
-    """All passages of a folder, or ``count`` of them at even distances."""
-    corpus = Texts.of_corpus(load_corpus(data, repair=True))
+    """Return all passages of a folder, or ``count`` of them at equal distances."""
+    corpus = Texts.of_corpus(open_dataset(data, policy=DataPolicy(repair=True)).corpus)
     if count is None or count >= corpus.rows:
         return corpus.read(0, corpus.rows)[1]
     return [corpus.read(place, place + 1)[1][0] for place in map(int, np.linspace(0, corpus.rows - 1, count))]
 
 
 class Cases:
-    """Both encoders over the same texts; each keeps its last vectors, of length 1."""
+    """Both encoders over the same texts, with their last unit vectors."""
 
     def __init__(self, args: dict) -> None:
         self.texts = texts_of(args["data"], args["texts"])

@@ -1,8 +1,8 @@
-"""One trained model in four evaluators: ours, sentence-transformers', BEIR's and MTEB's; their ndcg@10 ought to be one.
+"""One trained model in four evaluators (ours, sentence-transformers, BEIR, MTEB); their ndcg@10 must be equal.
 
     python benchmarks/evaluators.py --model runs/mine/model --data scifact
 
-MTEB takes its SciFact task with the data given, so that nothing is fetched; without the package mteb its row is left out.
+MTEB runs its SciFact task on the given data, so nothing is downloaded; without the package mteb its row is skipped.
 """
 
 import argparse
@@ -13,12 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from contaccum import evaluate
-from contaccum.data.tables import RetrievalSet, load_retrieval_set
+from contaccum.config.commands import DataPolicy
+from contaccum.data.dataset import open_dataset
+from contaccum.data.retrieval_set import RetrievalSet
 from contaccum.encoder import DualEncoder
 
 
 def ours(model: Path, judged: RetrievalSet, data: Path, split: str) -> float:
-    return evaluate(DualEncoder.load(model), str(data), split, repair=True)["mean"]["ndcg@10"]
+    return evaluate(DualEncoder.load(model), str(data), split, policy=DataPolicy(repair=True))["mean"]["ndcg@10"]
 
 
 def sentence_transformers(model: Path, judged: RetrievalSet, data: Path, split: str) -> float:
@@ -82,7 +84,7 @@ def main() -> None:
     parser.add_argument("--split", default="test", help="which qrels of the folder")
     given = parser.parse_args()
     logging.disable(logging.WARNING)
-    judged = load_retrieval_set(given.data, given.split, repair=True)
+    judged = open_dataset(given.data, given.split, DataPolicy(repair=True)).retrieval_set
     for name, measure in EVALUATORS.items():
         if name == "mteb" and importlib.util.find_spec("mteb") is None:
             print("mteb                   not installed")

@@ -1,12 +1,10 @@
-"""What a step of training takes in memory, by family of encoder: all weights, and LoRA.
+"""Peak memory of a training step by family of encoder, with all weights and with LoRA.
 
-Encoders of random weights in the sizes of a published model of each family, one for both sides (tied towers), `cont_accum`,
-8 pairs a step in micro-batches of 4, texts of random tokens. Memory does not depend on what the weights are. Each figure is of a
-process of its own: on CUDA PyTorch's allocated memory, on a CPU the whole process's resident memory, libraries included.
+Encoders have random weights in the published size of a model of each family and serve both towers. The method is `cont_accum`
+with 8 pairs per step in micro-batches of 4, with random tokens. Each figure comes from a new process: on CUDA PyTorch's allocated
+memory, on a CPU the resident memory of the process, libraries included.
 
     python benchmarks/families.py [--json OUT] [--quick] [--length 128] [--names NAME...]
-
-Sizes are those of the models' published configurations.
 """
 
 import json
@@ -19,8 +17,7 @@ from fresh import add_worker, in_fresh_process
 from step_memory import MICRO, PAIRS, QUERY, measure
 from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
-from contaccum.encoder import DualEncoder
-from contaccum.encoder.tiny import wordpiece_tokenizer
+from contaccum.encoder import DualEncoder, wordpiece_tokenizer
 
 RANK = 16
 BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
@@ -45,7 +42,7 @@ ROWS = {"all weights": {}, "LoRA": {"lora.rank": RANK}}
 
 
 def write_model(folder: str, family: str, sizes: dict[str, int]) -> None:
-    """An encoder folder with random weights and a tokenizer of a few words; texts are made of token ids."""
+    """Write an encoder folder with random weights and a tokenizer of a few words."""
     torch.manual_seed(0)
     AutoModel.from_config(AutoConfig.for_model(family, pad_token_id=0, **sizes)).save_pretrained(folder)
     words = wordpiece_tokenizer(["the red fox and the blue whale"] * 3, 100).backend_tokenizer
@@ -55,7 +52,7 @@ def write_model(folder: str, family: str, sizes: dict[str, int]) -> None:
 
 
 def measure_family(name: str, args, sizes: dict[str, int]) -> dict[str, object]:
-    """Size, default pooling, and the peaks of one family."""
+    """Return size, default pooling and peaks of one family."""
     with tempfile.TemporaryDirectory() as folder:
         place = str(Path(folder) / name)
         write_model(place, FAMILIES[name][0], sizes)

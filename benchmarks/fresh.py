@@ -1,4 +1,4 @@
-"""A benchmark's own script again in a process of its own, so that its peak memory is its own too."""
+"""Run a benchmark's own script in a new process, so that its peak memory is measured separately."""
 
 import argparse
 import json
@@ -9,12 +9,12 @@ from typing import Any
 
 
 def add_worker(parser: argparse.ArgumentParser) -> None:
-    """The option by which a fresh process learns what it is to measure, as JSON."""
+    """Add the option with the request of a new process, as JSON."""
     parser.add_argument("--worker", help=argparse.SUPPRESS)
 
 
 def in_fresh_process(request: dict[str, Any]) -> dict[str, Any]:
-    """Run this script with ``--worker request``; returns the JSON of its last line."""
+    """Run this script with ``--worker request`` and return the JSON of its last line."""
     call = [sys.executable, sys.argv[0], "--worker", json.dumps(request)]
     done = subprocess.run(call, capture_output=True, text=True, check=False)
     if done.returncode:

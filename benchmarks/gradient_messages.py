@@ -1,15 +1,14 @@
-"""How gradients travel: one message for the small ones and one for each large one, against three other ways.
+"""All-reduce of gradients: messages of at most 25 MiB, against three other ways.
 
     python benchmarks/gradient_messages.py [--processes 2] [--json OUT] [--quick]
 
-Gloo processes on this machine sum the gradients of two BERT towers; the ways take turns. Give each process a core of its own.
+Gloo processes on this machine sum the gradients of two BERT towers; the ways are interleaved. Give each process its own core.
 """
 
 import argparse
 import json
 import subprocess
 import sys
-from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -17,14 +16,13 @@ from common import interleaved, make_parser, publish, summary, table
 from torch import Tensor
 from transformers import BertConfig, BertModel
 
-from contaccum.processes import joined
+from contaccum.runtime.processes import joined
 
 TOWERS = {"6 layers, 384 wide": (6, 384), "4 layers, 768 wide": (4, 768)}
-BUCKET = 25 * 2**20  # bytes, DistributedDataParallel's
 
 
 def gradients(layers: int, width: int, vocabulary: int) -> list[Tensor]:
-    """Numbers in the shapes of two towers' parameters."""
+    """Return random tensors with the shapes of two towers' parameters."""
     config = BertConfig(
         vocab_size=vocabulary, num_hidden_layers=layers, hidden_size=width, num_attention_heads=width // 32,
         intermediate_size=4 * width,
@@ -46,24 +44,19 @@ def together(tensors: list[Tensor]) -> None:
         tensor.copy_(part.view_as(tensor))
 
 
-def in_buckets(tensors: list[Tensor]) -> None:
-    ends, total = [], 0
-    for tensor in tensors:
-        total += tensor.nbytes
-        ends.append(total // BUCKET)
-    for _, bucket in groupby(zip(ends, tensors, strict=True), key=lambda pair: pair[0]):
-        together([tensor for _, tensor in bucket])
+def coalesced(tensors: list[Tensor]) -> None:
+    dist.all_reduce_coalesced(tensors)  # deprecated
 
 
 def in_processes(request: dict) -> None:
-    """One of the processes; the first prints the seconds."""
+    """Run as one of the processes; the first one prints the seconds."""
     torch.set_num_threads(1)
     tensors = gradients(*request["tower"])
     with joined(30) as group:
         ways = {
             "this way": group.sum,
             "tensor by tensor": one_by_one,
-            "buckets of 25 MiB": in_buckets,
+            "`all_reduce_coalesced`": coalesced,
             "one buffer": together,
         }
         seconds = interleaved({name: lambda way=way: way(tensors) for name, way in ways.items()}, request["repeats"])

@@ -1,12 +1,13 @@
-"""The loss alone: the four blocks with kept log-sum-exps against the full matrix under autograd; time and memory over M.
+"""Loss only: four blocks with cached log-sum-exps against the full matrix under autograd; time and memory over M.
 
     python benchmarks/loss.py [--json OUT] [--quick]
 
-One case is what a micro-batch adds to its encoder's work: loss, gradients for queries and passages, and the push into the
-bank. The full matrix is (B + M) rows against (B + M) columns under autograd, which is what concatenating the banks gives.
-Interleaved; where the full matrix would not fit into the memory given by --full_gib, it is left out.
+A case is the work of a micro-batch outside the encoder: loss, gradients for queries and passages, and the push into the bank.
+The full matrix has (B + M) rows and (B + M) columns under autograd, as if the banks were concatenated. Cases are interleaved. The
+full matrix is skipped where it needs more memory than --full_gib.
 """
 
+import argparse
 import statistics
 
 import torch
@@ -25,18 +26,18 @@ from common import (
 from torch.nn.functional import cross_entropy, normalize
 
 from contaccum.batch import RowIds
-from contaccum.engine import Engine
 from contaccum.methods.bank import Bank
 from contaccum.methods.loss import InfoNCE
+from contaccum.runtime.engine import Engine
 
 
 class Case:
-    """A full bank and the vectors of one micro-batch."""
+    """A full bank and the embeddings of one micro-batch."""
 
     def __init__(self, size: int, dim: int, pairs: int, device: torch.device) -> None:
         torch.manual_seed(0)
         self.loss = InfoNCE(TEMPERATURE)
-        self.bank = fill(Bank(size, dim, self.loss, push=pairs, device=device))
+        self.bank = fill(Bank(size, dim, self.loss.similarity, push=pairs, device=device))
         self.queries = normalize(torch.randn(pairs, dim, device=device), dim=-1).requires_grad_()
         self.passages = normalize(torch.randn(pairs, 1, dim, device=device), dim=-1).requires_grad_()
         ids = torch.arange(pairs).unsqueeze(1)
@@ -45,7 +46,7 @@ class Case:
     def incremental(self) -> None:
         found = self.loss(self.queries, self.passages, self.ids, columns=self.bank, rows=self.bank)
         torch.autograd.grad(found.value, (self.queries, self.passages))
-        self.bank.push(self.queries, self.passages, self.ids, found.previews)
+        self.bank.push(self.queries, self.passages, self.ids, found.partials)
 
     def full(self) -> None:
         rows = torch.cat([self.queries, self.bank.queries])
@@ -56,13 +57,13 @@ class Case:
 
 
 def peak(case: Case, kind: str) -> int:
-    """Peak memory of one call in bytes, beyond the bank's vectors; the kept sums are the price of the four blocks."""
+    """Return the peak bytes of one call, cached log-sum-exps included, the bank's embeddings excluded."""
     with PeakMemory(case.queries.device) as memory:
         getattr(case, kind)()
     return memory.bytes + (case.bank.sums.values.nbytes if kind == "incremental" else 0)
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = make_parser(__doc__, model=False)
     parser.add_argument(
         "--sizes", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072]
@@ -74,6 +75,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.sizes, args.dim, args.repeats = [64, 128], 32, 2
+    return args
+
+
+def main() -> None:
+    args = arguments()
     device = Engine(device=args.device).device
     results = []
     for size in args.sizes:

@@ -1,8 +1,8 @@
-"""What each switch for speed and memory gives: peak memory and time of a step, a fresh process for each row.
+"""Peak memory and time of a step with each speed and memory option, each in a new process.
 
-On CUDA the peak is PyTorch's allocated memory; on a CPU it is the whole process's resident memory, of which what stood
-before the first step (libraries, weights, data) is shown apart. Texts are made of random words of the encoder's vocabulary
-with lengths from a half to the whole limit, the same in every row.
+On CUDA the peak is PyTorch's allocated memory. On a CPU it is the resident memory of the process; the part before the first step
+(libraries, weights, data) is shown separately. Texts are random words of the encoder's vocabulary with lengths between half the
+limit and the limit, equal in every row.
 
     python benchmarks/memory_switches.py [--model DIR] [--length 128] [--steps 2] [--json OUT] [--quick]
 """
@@ -22,11 +22,8 @@ ROWS: dict[str, dict[str, object]] = {
     "gradient checkpointing": {"model.gradient_checkpointing": True},
     "bf16": {"run.precision": "bf16"},
     "unpadded": {"model.unpad": True},
-    "packed linear layers": {"model.pack_linears": True},
-    "unpadded, packed linear layers": {"model.unpad": True, "model.pack_linears": True},
     "unpadded, bf16": {"model.unpad": True, "run.precision": "bf16"},
     "8-bit AdamW": {"optim.name": "adamw_8bit"},
-    "plain AdamW, not fused": {"optim.fused": False},
     "TF32": {"run.tf32": True},
     "compiled": {"run.compile": "default"},
     "CUDA graphs": {"run.compile": "cuda_graphs"},
@@ -35,7 +32,7 @@ ROWS: dict[str, dict[str, object]] = {
 
 
 def make_batches(encoder, length: int, micro: int) -> list:
-    """One step of PAIRS pairs, the texts of which do not depend on the size of a micro-batch."""
+    """Return one step of PAIRS pairs; its texts do not depend on the micro-batch size."""
     import torch
 
     from contaccum.batch import MicroBatch, RowIds, Tokens
@@ -60,12 +57,12 @@ def make_batches(encoder, length: int, micro: int) -> list:
 
 
 def run_row(model: str, device: str, length: int, steps: int, changes: dict[str, object]) -> dict[str, object]:
-    """One row's figures, in this process."""
+    """Measure one row in this process."""
     import torch
 
     from contaccum.config import TrainConfig, validate
     from contaccum.encoder import DualEncoder
-    from contaccum.engine import Engine
+    from contaccum.runtime.engine import Engine
 
     config = TrainConfig(method="cont_accum", output_dir="-")
     config.data.train, config.batch.global_batch_size, config.bank.size = "-", PAIRS, 256
@@ -86,17 +83,17 @@ def run_row(model: str, device: str, length: int, steps: int, changes: dict[str,
 
 
 def take_steps(config, engine, encoder, steps: int) -> dict[str, object]:
-    """Train for some steps; memory and time of one."""
+    """Train for some steps; return memory and time of one."""
     import torch
 
     from contaccum.methods import METHODS
-    from contaccum.training import setup
-    from contaccum.training.optimizer import make_optimizer
+    from contaccum.training import parts
+    from contaccum.training.parts import make_optimizer
 
-    setup.apply_switches(encoder, config)
+    parts.apply_switches(encoder, config)
     engine.prepare(encoder, make_optimizer(encoder, config.optim))
-    loss = setup.build_loss(config, encoder)
-    bank = setup.build_bank(config, engine, encoder, loss)
+    loss = parts.build_loss(config, encoder)
+    bank = parts.build_bank(config, engine, encoder, loss)
     batches = make_batches(encoder, encoder.settings.max_passage_length, config.batch.micro_batch_size)
     start, seconds = engine.peak_memory(), []
     for step in range(steps + 1):  # the first one warms up: kernels, optimizer state

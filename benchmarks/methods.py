@@ -2,40 +2,50 @@
 
     python benchmarks/methods.py [--model DIR] [--json OUT] [--quick]
 
-Both towers share one encoder; texts are made: queries of 16 tokens, passages of 128. Times are of whole updates (all
-micro-batches, optimizer step), methods and bank sizes interleaved. A bank opens a block of its kept log-sum-exps every few
-pushes and a large one every few hundred (contaccum/methods/logsumexp.py); medians miss both, so what the openings cost is
-measured apart, and "with openings" spreads it over the pushes between them. Peak memory is what tensors
-hold at most during an update beyond encoder and optimizer.
+Both towers share one encoder; random queries have 16 tokens, passages 128, or a data set gives texts of varied lengths. Times
+are those of whole updates (all micro-batches and the optimizer step), with methods and bank sizes interleaved. A bank opens
+a block of its cached log-sum-exps every few pushes and a large block every few hundred (contaccum/methods/logsumexp.py). Medians
+miss both, so the cost of openings is measured separately, and "with openings" spreads it over the pushes between them. Peak
+memory counts the tensors of an update beyond encoder and optimizer. MFU is the share of a large matrix product's speed at which
+the update computes its tokens, padding not counted: one forward and one backward pass over all pairs, also for the methods that
+encode twice.
 """
 
+import argparse
 import time
 
 import torch
 from common import (
     PeakMemory,
     Trainee,
+    about_texts,
+    add_real_texts,
     fill,
     interleaved,
     make_parser,
     model_folder,
+    product_speed,
     publish,
     ratio,
+    settle,
     summary,
     table,
+    texts_of_training,
 )
 
 from contaccum.batch import RowIds
 from contaccum.methods.bank import Bank
+from contaccum.methods.loss import InfoNCE
 
 BANKLESS = ("grad_accum", "grad_cache", "in_batch")
 BANKED = ("passage_bank", "cont_accum", "cont_cache")
 
 
 def openings(bank: Bank, push: int) -> float:
-    """Seconds that opening blocks adds to one push, spread over the pushes of a turn."""
+    """Return the seconds that opening blocks adds to one push on average."""
     if bank.sums is None:
         return 0.0
+    loss = InfoNCE(bank.similarity.temperature)
     coarse, fine = bank.sums.widths[0], bank.sums.widths[1]
     seconds = {}
     for name, pointer in {"none": push, "fine": fine, "coarse": coarse}.items():
@@ -48,11 +58,11 @@ def openings(bank: Bank, push: int) -> float:
             vectors = torch.nn.functional.normalize(torch.randn(push, bank.passages.shape[-1]), dim=-1)
             vectors = vectors.to(bank.passages.device)
             rows = (vectors, vectors.unsqueeze(1), ids)
-            previews = bank.loss(*rows, columns=bank, rows=bank).previews
+            partials = loss(*rows, columns=bank, rows=bank).partials
+            settle()  # otherwise the push is charged for the loss too
             began = time.perf_counter()
-            bank.push(*rows, previews)
-            if vectors.is_cuda:
-                torch.cuda.synchronize()
+            bank.push(*rows, partials)
+            settle()
             seconds[name] = time.perf_counter() - began
     fan = bank.sums.fan
     plain = seconds["none"]
@@ -60,13 +70,13 @@ def openings(bank: Bank, push: int) -> float:
 
 
 def peak(trainee: Trainee, method: str, size: int) -> int:
-    """Peak memory of one update in bytes, bank and its kept sums included, beyond encoder and optimizer."""
+    """Return the peak bytes of one update, bank and cached sums included, encoder and optimizer excluded."""
     with PeakMemory(trainee.engine.device) as memory:
         trainee.update(method, trainee.bank(method, size))
     return memory.bytes
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument(
         "--sizes", type=int, nargs="+", default=[128, 1024, 4096, 16_384, 131_072], help="bank sizes, in rows"
@@ -74,11 +84,18 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=128, help="pairs in an update (N)")
     parser.add_argument("--micro", type=int, default=8, help="pairs in a micro-batch (B)")
     parser.add_argument("--repeats", type=int, default=5)
+    add_real_texts(parser)
     args = parser.parse_args()
     if args.quick:
         args.sizes, args.pairs, args.micro, args.repeats = [16], 8, 4, 2
+    return args
+
+
+def main() -> None:
+    args = arguments()
     folder = model_folder(args.model)
-    trainee = Trainee(folder, args.device, args.precision, args.pairs, args.micro)
+    trainee = Trainee(folder, args.device, args.precision, args.pairs, args.micro, **texts_of_training(args))
+    operations, speed = trainee.operations(), product_speed(trainee.engine.device, args.precision)
     banks = {(name, 0): trainee.bank(name, 0) for name in BANKLESS}
     banks |= {(name, size): trainee.bank(name, size) for name in BANKED for size in args.sizes if size >= args.pairs}
     cases = {f"{name} {size}": lambda n=name, b=bank: trainee.update(n, b) for (name, size), bank in banks.items()}
@@ -93,7 +110,7 @@ def main() -> None:
         results.append({
             "method": name, "bank": size, "seconds": summary(seconds[key]), "ratio": against,
             "with_openings": against["median"] + extra / base, "peak_bytes": peak(trainee, name, size),
-            "bank_bytes": bank_bytes,
+            "bank_bytes": bank_bytes, "mfu": operations / summary(seconds[key])["median"] / speed,
         })  # fmt: skip
     plain = results[0]["peak_bytes"]
     rows = []
@@ -104,24 +121,21 @@ def main() -> None:
         rows.append([
             f"`{r['method']}`", r["bank"], f"{s['median']:.3f} ({s['min']:.3f} to {s['max']:.3f})",
             f"{r['ratio']['median']:.3f} ({r['ratio']['min']:.3f} to {r['ratio']['max']:.3f})", f"{r['with_openings']:.3f}",
+            f"{r['mfu']:.1%}",
             f"{r['peak_bytes'] / 2**20:.1f}", f"{bank_bytes / 2**20:.1f}", f"{over / bank_bytes:.2f}" if bank_bytes else "",
         ])  # fmt: skip
     heads = [
-        "method",
-        "M",
-        "seconds per update",
-        "÷ `grad_accum`",
-        "with openings",
-        "peak MiB",
-        "bank MiB",
+        "method", "M", "seconds per update", "÷ `grad_accum`", "with openings", "MFU", "peak MiB", "bank MiB",
         "peak over grad_accum ÷ bank",
-    ]
+    ]  # fmt: skip
     intro = (
-        f"N = {args.pairs}, B = {args.micro}, {args.precision}, {args.repeats} rounds, interleaved; median (smallest to "
-        "largest). Targets: `cont_accum` ÷ `grad_accum` at most 1.03 at M = 1,024, 1.05 at 16,384, 1.15 at 131,072; "
+        f"{about_texts(args)}; N = {args.pairs}, B = {args.micro}, {args.precision}, {args.repeats} rounds, interleaved; median "
+        "(smallest to largest). Targets: `cont_accum` ÷ `grad_accum` at most 1.03 at M = 1,024, 1.05 at 16,384, 1.15 at 131,072; "
         "`grad_cache` ÷ `grad_accum` at most 1.36; peak beyond `grad_accum`'s (\"over\") at most 1.15 of the bank's vectors."
     )
-    publish(args, "Six methods: time of an update and peak memory", [intro, table(heads, rows)], {"rows": results})
+    last = f"A large matrix product in {args.precision}: {speed / 1e12:.3g} TFLOP/s."
+    figures = {"rows": results, "operations": operations, "product_speed": speed}
+    publish(args, "Six methods: time of an update and peak memory", [intro, table(heads, rows), last], figures)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
-"""Micro-batches cut by tokens against micro-batches of B pairs: time, peak memory and padding, on texts of real lengths.
+"""Micro-batches by tokens against micro-batches of B pairs: time, peak memory and padding, on real texts.
 
     python benchmarks/micro_batch_tokens.py --data MEDQUAD [--model DIR] [--json OUT]
 
-All ways take the same steps of the same pairs, in turn, in one process; the budget is B x (max_query_length +
-max_passage_length), what B pairs of full length need. Times are ratios of two updates of one step, the optimizer's left out. Peak
-memory is what tensors hold at most during the first step, beyond weights.
+All ways run the same steps of the same pairs, interleaved, in one process. The token budget is B x (max_query_length +
+max_passage_length), the tokens of B pairs of full length. Times are ratios of two updates of one step without the optimizer. Peak
+memory counts the tensors of the first step beyond the weights.
 """
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,60 +16,49 @@ from common import PeakMemory, make_parser, model_folder, positions, publish, ra
 
 from contaccum.batch import MicroBatch
 from contaccum.config import TrainConfig
-from contaccum.data.dataset import load_train_set
-from contaccum.encoder import DualEncoder
-from contaccum.encoder.packed import packed_linears
-from contaccum.engine import Engine
+from contaccum.config.commands import DataPolicy
+from contaccum.data.dataset import open_dataset
 from contaccum.methods import METHODS
-from contaccum.training import setup
+from contaccum.runtime.engine import Engine
+from contaccum.training import parts
 
 PAIRS, TOKENS = "pairs", "tokens"
 WAYS = {
-    PAIRS: (PAIRS, False, False),
-    "pairs, unpadded": (PAIRS, True, False),
-    TOKENS: (TOKENS, False, False),
-    "tokens, unpadded": (TOKENS, True, False),
-    "tokens, unpadded, packed": (TOKENS, True, True),
+    PAIRS: (PAIRS, False),
+    "pairs, unpadded": (PAIRS, True),
+    TOKENS: (TOKENS, False),
+    "tokens, unpadded": (TOKENS, True),
 }
-"""Name -> how a step is cut, ``model.unpad``, ``model.pack_linears`` (which does nothing on a GPU)."""
-
-
-@contextmanager
-def switched(encoder: DualEncoder, unpad: bool, pack: bool) -> Iterator[None]:
-    with ExitStack() as stack:
-        encoder.set_attention("auto" if unpad else "sdpa", unpad)
-        for tower in encoder.towers if pack else ():
-            stack.enter_context(packed_linears(tower.backbone))
-        yield
+"""Name -> how a step is partitioned, ``model.unpad``."""
 
 
 def measure(args: Any, folder: str, method: str) -> list[dict[str, Any]]:
-    """One row a way: ``args.steps`` steps, after one of each way that is not counted."""
+    """Return one row per way from ``args.steps`` steps after an uncounted first step."""
     config = TrainConfig(method=method)
     config.model.name, most = folder, positions(folder)
     config.model.max_query_length = min(config.model.max_query_length or most, most)
     config.model.max_passage_length = min(args.max_passage_length, most)
     config.batch.global_batch_size, config.batch.micro_batch_size = args.global_batch_size, args.pairs
-    train_set = load_train_set(args.data, repair=True)
+    train_set = open_dataset(args.data, "train", DataPolicy(repair=True)).train_set()
     engine = Engine(device=args.device, precision=args.precision)
-    encoder = setup.build_encoder(config, train_set).to(engine.device).train()
-    cuts = {PAIRS: setup.build_batches(config, engine, encoder, train_set)}
+    encoder = parts.build_encoder(config, train_set).to(engine.device).train()
+    cuts = {PAIRS: parts.build_batches(config, engine, encoder, train_set)}
     longest = encoder.settings.max_query_length + encoder.settings.max_passage_length
     config.batch.micro_batch_tokens = args.pairs * longest
-    cuts[TOKENS] = setup.build_batches(config, engine, encoder, train_set)
-    loss = setup.build_loss(config, encoder)
-    bank = setup.build_bank(config, engine, encoder, loss)
+    cuts[TOKENS] = parts.build_batches(config, engine, encoder, train_set)
+    loss = parts.build_loss(config, encoder)
+    bank = parts.build_bank(config, engine, encoder, loss)
     engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.0))
 
     def update(way: str, step: int) -> float:
-        cut, unpad, pack = WAYS[way]
+        cut, unpad = WAYS[way]
         batches = cuts[cut].step(step)
-        with switched(encoder, unpad, pack):
-            began = time.perf_counter()
-            METHODS[method](engine, batches, bank, loss)
-            if engine.device.type == "cuda":
-                torch.cuda.synchronize()
-            return time.perf_counter() - began
+        encoder.set_attention("auto" if unpad else "sdpa", unpad)
+        began = time.perf_counter()
+        METHODS[method](engine, batches, bank, loss)
+        if engine.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
 
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     for step in range(args.steps + 1):
@@ -88,7 +76,7 @@ def measure(args: Any, folder: str, method: str) -> list[dict[str, Any]]:
             "real_tokens": sum(tokens(cuts[cut].step(step), real) for step in steps),
             "peak_bytes": peak(engine, lambda way=way: update(way, 0)),
         }
-        for way, (cut, _, _) in WAYS.items()
+        for way, (cut, _) in WAYS.items()
     ]  # fmt: skip
 
 

@@ -1,11 +1,11 @@
-"""What mined hard negatives are worth: train, mine with the trained model, train again from the same start, score both.
+"""Value of mined hard negatives: train, mine with the trained model, train again from the same start, evaluate both.
 
     python benchmarks/mining.py --data MEDQUAD --model MODEL --json OUT.json
 
-Both trainings of a seed have equal steps, pairs and hard negatives a query (one); the first draws them from all passages,
-the second from those that `contaccum rounds` mined with the first's model. ``--train_queries`` and ``--passages`` cut the data:
-queries drawn from the train split, and of the corpus every passage that is judged for these or for a test query, and others
-drawn at random; both trainings and both scores see the same cut. `--runs DIR` keeps the rounds, and goes on with them.
+Both trainings of a seed have equal steps, pairs and hard negatives per query (one). The first one draws them from all passages,
+the second one from those that `contaccum rounds` mined with the first model. ``--train_queries`` and ``--passages`` reduce the
+data: random training queries, every passage judged for these or for a test query, and random other passages; both trainings and
+evaluations use the same reduced data. `--runs DIR` saves the rounds and continues them.
 """
 
 import json
@@ -19,13 +19,14 @@ from typing import Any
 import numpy as np
 from common import make_parser, publish, table
 
-from contaccum import api
+from contaccum import evaluate
 from contaccum.config import TrainConfig
-from contaccum.data.tables import judged_split
+from contaccum.config.commands import DataPolicy, EncoderConfig, MineConfig
+from contaccum.config.experiments import RoundsConfig
+from contaccum.data.dataset import open_dataset
 from contaccum.evaluation.significance import compare
-from contaccum.files import whole_folder, write_text
-from contaccum.options import MineSettings, ModelChoice, RoundsOptions
-from contaccum.study.rounds import run_rounds
+from contaccum.experiments.rounds import run_rounds
+from contaccum.runtime.files import whole_folder, write_text
 
 METRIC = "ndcg@10"
 
@@ -54,18 +55,18 @@ def main() -> None:
         if given.train_queries or given.passages:
             given.data = str(cut(given, runs / "data"))
         rows = [measure(given, seed, runs) for seed in range(given.seeds)]
-        base = score(given, ModelChoice(given.model, device=given.device, **lengths(given)))["mean"][METRIC]
+        base = score(given, EncoderConfig(given.model, device=given.device, **lengths(given)))["mean"][METRIC]
     before, after = ({row["seed"]: row[name]["per_query"] for row in rows} for name in ("before", "after"))
     tested = compare(after, before, METRIC)
     show(given, rows, base, asdict(tested))
 
 
 def cut(given: Any, folder: Path) -> Path:
-    """A smaller set of the same layout, the same at every call."""
+    """Return a reduced data set of the same layout, equal at every call."""
     if folder.is_dir():
         return folder
     random = np.random.default_rng(0)
-    splits = {name: judged_split(given.data, name, repair=True) for name in ("train", "test")}
+    splits = {name: open_dataset(given.data, name, DataPolicy(repair=True)).retrieval_set for name in ("train", "test")}
     train = list(splits["train"].queries)
     if given.train_queries:
         train = sorted(random.choice(train, min(given.train_queries, len(train)), replace=False).tolist())
@@ -94,7 +95,7 @@ def lengths(given: Any) -> dict[str, int]:
 
 
 def measure(given: Any, seed: int, runs: Path) -> dict[str, Any]:
-    """One seed: both trainings, and how they score."""
+    """Train and evaluate both models of one seed."""
     config = TrainConfig(method=given.method, seed=seed, output_dir=str(runs / f"seed-{seed}"))
     config.model.name = given.model
     config.model.max_query_length, config.model.max_passage_length = given.max_query_length, given.max_passage_length
@@ -103,16 +104,16 @@ def measure(given: Any, seed: int, runs: Path) -> dict[str, Any]:
     config.bank.size = 4 * given.global_batch_size
     config.optim.learning_rate, config.optim.max_steps, config.optim.warmup_ratio = 5e-5, given.steps, 0.1
     config.run.device, config.run.save_steps = given.device, 0
-    mining = MineSettings(num_negatives=given.num_negatives, relative_margin=given.relative_margin)
-    model = run_rounds(config, mining, RoundsOptions(1))
+    mining = MineConfig(num_negatives=given.num_negatives, relative_margin=given.relative_margin)
+    model = run_rounds(config, mining, RoundsConfig(1))
     folders = {"before": model.parents[1] / "round-0" / "model", "after": model}
     return {"seed": seed} | {
-        name: score(given, ModelChoice(str(folder), device=given.device)) for name, folder in folders.items()
+        name: score(given, EncoderConfig(str(folder), device=given.device)) for name, folder in folders.items()
     }
 
 
-def score(given: Any, choice: ModelChoice) -> Any:
-    return api.evaluate(choice, given.data, repair=True)
+def score(given: Any, choice: EncoderConfig) -> Any:
+    return evaluate(choice, given.data, policy=DataPolicy(repair=True))
 
 
 def sizes(given: Any) -> str:

@@ -15,6 +15,7 @@ GradCache 0.0.1, the one release on PyPI, installs a package named ``gradcache``
 be imported as it stands. ``--gradcache DIR`` names the folder it was installed into, and the name it wants is given to it.
 """
 
+import inspect
 import json
 import sys
 from collections.abc import Callable
@@ -25,18 +26,19 @@ from typing import Any
 
 import torch
 from common import (
-    PASSAGE_TOKENS,
-    QUERY_TOKENS,
+    REAL_LENGTHS,
     TEMPERATURE,
     Trainee,
+    about_texts,
+    add_real_texts,
     interleaved,
     make_parser,
     model_folder,
-    pairs_of_set,
     publish,
     ratio,
     summary,
     table,
+    texts_of_training,
 )
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.losses import (
@@ -44,20 +46,21 @@ from sentence_transformers.sentence_transformer.losses import (
     MultipleNegativesRankingLoss,
 )
 from torch import Tensor, nn
+from transformers.utils import is_flash_attn_2_available
 
-PACKED = ", packed"
-REAL_LENGTHS = (64, 256)
-"""Most tokens of a query and of a passage of a real data set."""
 AGREE = 1e-5
 """Largest difference between two losses of the same pairs."""
 
 
 class Peer:
-    """A SentenceTransformer of the same weights, its optimizer, and the pairs of a trainee."""
+    """SentenceTransformer with the same weights, its optimizer, and the pairs of a trainee."""
 
-    def __init__(self, folder: str, trainee: Trainee, dropout: float | None, rate: float) -> None:
+    def __init__(self, folder: str, trainee: Trainee, dropout: float | None, rate: float, flat: bool = False) -> None:
+        """Load the model. flat: flatten the texts, if flash attention is installed and the precision is half."""
         self.device, self.precision = trainee.engine.device, trainee.engine.accelerator.mixed_precision
-        self.model = SentenceTransformer(folder, device=str(self.device))
+        self.flat = flat and self.precision != "no" and is_flash_attn_2_available()
+        attention = {"attn_implementation": "flash_attention_2"} if self.flat else {}
+        self.model = SentenceTransformer(folder, device=str(self.device), model_kwargs=attention)
         for module in self.model.modules():
             if dropout is not None and isinstance(module, nn.Dropout):
                 module.p = dropout
@@ -70,13 +73,21 @@ class Peer:
             {"input_ids": side.input_ids.to(self.device), "attention_mask": side.attention_mask.to(self.device)}
             for side in (whole.queries, whole.passages)
         ]
+        if self.flat:
+            self.features = []
+            for texts, length in zip(trainee.texts, REAL_LENGTHS, strict=True):
+                self.model.max_seq_length = length
+                side = self.model.preprocess(texts).items()
+                self.features.append(
+                    {name: part.to(self.device) if hasattr(part, "to") else part for name, part in side}
+                )
 
     def autocast(self) -> torch.autocast:
         kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
         return torch.autocast(self.device.type, kinds.get(self.precision), enabled=self.precision in kinds)
 
     def update(self, loss: nn.Module) -> float:
-        """One update by a sentence-transformers loss; returns the loss."""
+        """Run one update with a sentence-transformers loss and return the loss."""
         with self.autocast():
             value = loss([dict(side) for side in self.features], None)
             value.backward()  # the cached loss encodes again in its backward pass
@@ -89,7 +100,7 @@ class Peer:
 
 
 class GradCachePeer(Peer):
-    """The same model, stepped by the package GradCache."""
+    """The same model, trained by the package GradCache."""
 
     def __init__(self, grad_cache: Any, micro: int, *given: Any) -> None:
         super().__init__(*given)
@@ -119,7 +130,7 @@ class Embed(nn.Module):
 
 
 def load_gradcache(folder: Path) -> Any:
-    """The class GradCache, under the package name that its own modules import."""
+    """Return the class GradCache from under the package name that its modules import."""
     source = folder / "gradcache"
     if not (source / "grad_cache.py").is_file():
         sys.exit(
@@ -134,28 +145,42 @@ def load_gradcache(folder: Path) -> Any:
 
 
 def make_cases(args: Any, folder: str, dropout: float | None, rate: float) -> dict[str, Any]:
-    """Every contender by name: a function that takes one update and returns its loss."""
-    real = {"texts": pairs_of_set(args.real_texts, args.pairs), "lengths": REAL_LENGTHS} if args.real_texts else {}
-
-    def trainee(packed: bool = False) -> Trainee:
-        given = (args.device, args.precision, args.pairs, args.micro, dropout, rate, packed, args.unpad)
-        return Trainee(folder, *given, **real)
-
-    plain = trainee()
+    """Return every contender by name as a function that runs one update and returns its loss."""
+    given = (args.device, args.precision, args.pairs, args.micro, dropout, rate, args.unpad)
+    plain = Trainee(folder, *given, **texts_of_training(args))
     methods = ["in_batch", "grad_accum", "grad_cache", "cont_accum"]
     cases = {f"contaccum {name}": updates(plain, name, args.bank) for name in methods}
-    if args.pack_linears:
-        packed = trainee(packed=True)
-        cases |= {f"contaccum {name}{PACKED}": updates(packed, name, args.bank) for name in methods[1:]}
     peer = Peer(folder, plain, dropout, rate)
     whole = MultipleNegativesRankingLoss(peer.model, scale=1 / TEMPERATURE)
     cached = CachedMultipleNegativesRankingLoss(peer.model, scale=1 / TEMPERATURE, mini_batch_size=args.micro)
     cases["sentence-transformers, plain"] = lambda: peer.update(whole)
     cases["sentence-transformers, cached"] = lambda: peer.update(cached)
+    if args.token_budget:
+        cases |= token_budget(args, folder, dropout, rate)
     if args.gradcache:
         other = GradCachePeer(load_gradcache(args.gradcache), args.micro, folder, plain, dropout, rate)
         cases["GradCache 0.0.1"] = other.update
     return cases
+
+
+def token_budget(args: Any, folder: str, dropout: float | None, rate: float) -> dict[str, Any]:
+    """Return grad_cache and the cached loss with micro-batches of as many tokens as B pairs of full length have."""
+    given = (args.device, args.precision, args.pairs, args.micro, dropout, rate, True)
+    trainee = Trainee(folder, *given, **texts_of_training(args))
+    longest = trainee.encoder.settings.max_query_length + trainee.encoder.settings.max_passage_length
+    budget = args.micro * longest
+    trainee.micro_batches = trainee.cut_by_tokens(budget)
+    cases: dict[str, Any] = {
+        f"contaccum {name}, by tokens": updates(trainee, name, args.bank) for name in ("grad_cache", "cont_accum")
+    }
+    if "mini_batch_num_tokens" not in inspect.signature(CachedMultipleNegativesRankingLoss).parameters:
+        print("sentence-transformers: this version has no mini-batches by tokens", file=sys.stderr)
+        return cases
+    peer = Peer(folder, trainee, dropout, rate, flat=True)
+    loss = CachedMultipleNegativesRankingLoss(peer.model, scale=1 / TEMPERATURE, mini_batch_num_tokens=budget)
+    if not peer.flat:
+        print("sentence-transformers: texts are padded, because flash attention is not available", file=sys.stderr)
+    return {**cases, "sentence-transformers, cached, by tokens": lambda: peer.update(loss)}
 
 
 def updates(trainee: Trainee, method: str, size: int) -> Callable[[], float]:
@@ -166,9 +191,10 @@ def updates(trainee: Trainee, method: str, size: int) -> Callable[[], float]:
 SAME_LOSS = (
     "contaccum in_batch",
     "contaccum grad_cache",
-    f"contaccum grad_cache{PACKED}",
+    "contaccum grad_cache, by tokens",
     "sentence-transformers, plain",
     "sentence-transformers, cached",
+    "sentence-transformers, cached, by tokens",
     "GradCache 0.0.1",
 )
 
@@ -179,11 +205,12 @@ def main() -> None:
     parser.add_argument("--micro", type=int, default=8, help="pairs in a micro-batch (B)")
     parser.add_argument("--bank", type=int, default=1024, help="bank rows (M)")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--pack_linears", action="store_true", help="our methods with model.pack_linears too")
     parser.add_argument("--unpad", action="store_true", help="contaccum's encoders with model.unpad")
+    add_real_texts(parser)
     parser.add_argument(
-        "--real_texts", metavar="DIR", help="data set whose training pairs are taken instead of made ones"
-    )
+        "--token_budget", action="store_true",
+        help="add grad_cache and sentence-transformers' cached loss with micro-batches by tokens and without padding",
+    )  # fmt: skip
     parser.add_argument("--gradcache", type=Path, help="folder that the package GradCache was installed into")
     args = parser.parse_args()
     if args.quick:
@@ -203,7 +230,7 @@ def main() -> None:
     ]  # fmt: skip
     heads = ["update by", "seconds", "÷ ST cached", "÷ `grad_accum`", "loss, no dropout"]
     lines = [about(args), table(heads, [cells(row) for row in rows])]
-    publish(args, "An update beside the peers'", lines, {"rows": rows, "losses_apart": apart})
+    publish(args, "An update compared with other libraries", lines, {"rows": rows, "losses_apart": apart})
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -214,12 +241,9 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def about(args: Any) -> str:
-    made = f"Made texts of {QUERY_TOKENS} and {PASSAGE_TOKENS} tokens"
-    real = f"Pairs of {Path(args.real_texts or '').name}, at most {REAL_LENGTHS[0]} and {REAL_LENGTHS[1]} tokens"
     ours = "ours with `model.unpad`, " if args.unpad else ""
-    ours += "packed: with `model.pack_linears`, " if args.pack_linears else ""
     return (
-        f"{real if args.real_texts else made}; N = {args.pairs}, B = {args.micro} (sentence-transformers' mini_batch_size too), "
+        f"{about_texts(args)}; N = {args.pairs}, B = {args.micro} (sentence-transformers' mini_batch_size too), "
         f"M = {args.bank:,}, {args.precision}, tied towers, {ours}{args.repeats} rounds, interleaved; median (smallest to "
         "largest). Targets: `grad_cache` ÷ ST cached at most 0.90, `cont_accum` ÷ ST cached at most 0.70."
     )

@@ -1,9 +1,9 @@
-"""How the time of an update grows: with N, with M, and with the number of processes.
+"""Growth of the update time with N, with M, and with the number of processes.
 
     python benchmarks/scaling.py [--model DIR] [--json OUT] [--quick]
 
-N and M over two decades, one process; the exponent is the slope of log time over log size, by least squares. Processes share
-one update of N pairs over gloo (NCCL on GPUs): each takes N / W of them. Texts are made, as in methods.py.
+N and M vary over two decades in one process; the exponent is the slope of log time over log size, by least squares. Processes
+share one update of N pairs over gloo (NCCL on GPUs), N / W pairs each. Texts are random, as in methods.py.
 """
 
 import argparse
@@ -17,7 +17,7 @@ METHODS = ("grad_accum", "grad_cache", "cont_accum")
 
 
 def in_processes(request: dict) -> None:
-    """One of W processes: updates that they share; the first prints the seconds."""
+    """Run updates shared by W processes as one of them; the first one prints the seconds."""
     trainee = Trainee(request["model"], request["device"], "fp32", request["pairs"], request["micro"])
     banks = {name: trainee.bank(name, request["size"]) for name in METHODS}
     cases = {name: lambda n=name, b=bank: trainee.update(n, b) for name, bank in banks.items()}
@@ -36,7 +36,7 @@ def with_processes(count: int, request: dict) -> dict[str, list[float]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("--pairs", type=int, nargs="+", default=[8, 32, 128, 800], help="pairs in an update (N)")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1024, 4096, 16_384, 131_072], help="bank sizes (M)")
@@ -45,11 +45,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # what one of several processes is to measure, as JSON
     args = parser.parse_args()
+    if args.quick:
+        args.pairs, args.sizes, args.micro, args.repeats = [4, 8], [16, 32], 4, 2
+    return args
+
+
+def main() -> None:
+    args = arguments()
     if args.worker:
         in_processes(json.loads(args.worker))
         return
-    if args.quick:
-        args.pairs, args.sizes, args.micro, args.repeats = [4, 8], [16, 32], 4, 2
     folder = model_folder(args.model)
     results = []
     for pairs in args.pairs:

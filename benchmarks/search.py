@@ -1,41 +1,46 @@
-"""Exact search against raw faiss and BEIR's two searchers: time, peak memory, and whether the results are the same.
+"""Exact search against raw faiss and BEIR's two searchers: time, peak memory, and equality of the results.
 
     python benchmarks/search.py [--rows N] [--json OUT] [--quick]
 
-Made unit vectors, written once as contaccum's shards; every way searches the same. contaccum streams the shards from their
-files, the others hold all vectors. Only the search is timed: indexes are built and vectors loaded before. BEIR's searchers get
-vectors that are computed already. Peak memory is that of a fresh process which loads and searches, beyond what it held before.
+Without faiss, only torch's searchers run (contaccum with the backend torch, BEIR exact). All searchers use the same random unit
+vectors, saved once as contaccum's shards. contaccum streams the shards from their files; the others load all vectors. Only the
+search is timed, not building indexes or loading vectors. BEIR's searchers get precomputed vectors. Peak memory is that of a new
+process that loads and searches, minus its memory before.
 """
 
+import argparse
 import json
 import logging
 import tempfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-import faiss
 import numpy as np
 import torch
-from beir.retrieval.search.dense import DenseRetrievalExactSearch, FlatIPFaissSearch
+from beir.retrieval.search.dense import DenseRetrievalExactSearch
 from common import interleaved, make_parser, publish, ratio, summary, table
 from fresh import add_worker, in_fresh_process
 
-from contaccum.engine import peak_resident
-from contaccum.retrieval.search import search
-from contaccum.retrieval.shards import Job, Shard, ShardFolder, write_manifest, write_shard
+from contaccum.retrieval.retriever import search_vectors
+from contaccum.retrieval.shards import EncodingJob, Shard, ShardFolder, write_manifest, write_shard
+from contaccum.runtime.devices import peak_resident
 
 QUERIES = 10**9  # number of the first query
-OURS, RAW, EXACT, FLAT = "contaccum", "faiss IndexFlatIP", "BEIR exact", "BEIR faiss"
+OURS, TORCH, RAW, EXACT, FLAT = "contaccum", "contaccum, torch", "faiss IndexFlatIP", "BEIR exact", "BEIR faiss"
+BACKENDS = {OURS: "faiss", TORCH: "torch"}
+KINDS = [RAW, OURS, TORCH, EXACT, FLAT] if find_spec("faiss") else [TORCH, EXACT]
 
 
 def made(start: int, stop: int, dim: int) -> np.ndarray:
-    """Unit vectors of the rows from start to stop; the same rows are the same vectors."""
+    """Return random unit vectors of the rows from start to stop, equal at every call."""
     vectors = np.random.default_rng([start, stop]).standard_normal((stop - start, dim), dtype=np.float32)
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
 def write_shards(folder: Path, rows: int, dim: int, shard: int) -> None:
-    job = Job("passage", "made", "made", rows, shard, "float32")
+    job = EncodingJob("passage", "made", "made", rows, shard, "float32")
     for number in range(job.count):
         start, stop = job.span(number)
         write_shard(folder, number, job, Shard([f"{row:09d}" for row in range(start, stop)], made(start, stop, dim)))
@@ -43,7 +48,7 @@ def write_shards(folder: Path, rows: int, dim: int, shard: int) -> None:
 
 
 class Precomputed:
-    """What BEIR asks of a model; its corpus comes in order, since all its texts are of one length."""
+    """Model for BEIR with precomputed vectors; the corpus keeps its order because all texts have one length."""
 
     def __init__(self, queries: np.ndarray, vectors: np.ndarray) -> None:
         self.queries, self.vectors = queries, vectors
@@ -57,20 +62,26 @@ class Precomputed:
         return torch.from_numpy(vectors) if convert_to_tensor else vectors
 
 
-class FlatSearch(FlatIPFaissSearch):
-    """BEIR 2.2's own class lacks two methods that its base demands, neither of which a search needs; so it cannot be made."""
+def flat_search(model: Precomputed) -> Any:
+    """Return BEIR's faiss search with the two methods that BEIR 2.2 forgets to define."""
+    from beir.retrieval.search.dense import FlatIPFaissSearch
 
-    encode = search_from_files = None
+    return type("FlatSearch", (FlatIPFaissSearch,), {"encode": None, "search_from_files": None})(model)
 
 
-def prepare(kind: str, folder: Path, queries: np.ndarray, k: int) -> Callable[[], dict[str, dict[str, float]]]:
-    """Load or build what a way of searching needs; returns the search: query to passage to score."""
+def prepare(
+    kind: str, folder: Path, queries: np.ndarray, k: int, device: str
+) -> Callable[[], dict[str, dict[str, float]]]:
+    """Load or build what a searcher needs; return its search, query -> passage -> score."""
     names = [f"q{number}" for number in range(len(queries))]
     shards = ShardFolder(folder)
-    if kind == OURS:
-        return lambda: {name: dict(hits) for name, hits in search(names, queries, shards, k, backend="faiss").items()}
+    if kind in BACKENDS:
+        options = {"backend": BACKENDS[kind], "device": device}
+        return lambda: {name: dict(hits) for name, hits in search_vectors(names, queries, shards, k, **options).items()}
     ids = [passage for shard in shards for passage in shard.ids]
     if kind == RAW:
+        import faiss
+
         index = faiss.IndexFlatIP(shards.dimension)
         for shard in shards:
             index.add(np.ascontiguousarray(shard.vectors))
@@ -89,7 +100,7 @@ def prepare(kind: str, folder: Path, queries: np.ndarray, k: int) -> Callable[[]
     corpus = {passage: {"title": "", "text": passage} for passage in ids}
     asked = dict.fromkeys(names, "")
     model = Precomputed(queries, vectors)
-    searcher = DenseRetrievalExactSearch(model, show_progress_bar=False) if kind == EXACT else FlatSearch(model)
+    searcher = DenseRetrievalExactSearch(model, show_progress_bar=False) if kind == EXACT else flat_search(model)
     if kind == FLAT:
         searcher.index(corpus, "dot")
     return lambda: searcher.search(corpus, asked, k, "dot")
@@ -98,18 +109,18 @@ def prepare(kind: str, folder: Path, queries: np.ndarray, k: int) -> Callable[[]
 def peak(request: dict) -> None:
     queries = made(QUERIES, QUERIES + request["queries"], request["dim"])
     before = peak_resident()
-    prepare(request["kind"], Path(request["folder"]), queries, request["k"])()
+    prepare(request["kind"], Path(request["folder"]), queries, request["k"], request["device"])()
     print(json.dumps({"bytes": peak_resident() - before}))
 
 
 def agreement(found: dict[str, dict[str, float]], right: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Share of the right passages that were found, and the largest difference of their scores."""
+    """Return the share of correct passages found and the largest difference of their scores."""
     shared = [found[query].keys() & hits.keys() for query, hits in right.items()]
     wide = max(abs(found[query][p] - right[query][p]) for query, both in zip(right, shared, strict=True) for p in both)
     return {"share": sum(map(len, shared)) / sum(map(len, right.values())), "difference": wide}
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = make_parser(__doc__, model=False)
     add_worker(parser)
     parser.add_argument("--rows", type=int, default=1_000_000, help="vectors in the corpus")
@@ -119,25 +130,30 @@ def main() -> None:
     parser.add_argument("--shard_size", type=int, default=50_000, help="vectors in a shard")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
+    if args.quick:
+        args.rows, args.queries, args.shard_size, args.repeats = 5000, 20, 1000, 2
+    return args
+
+
+def main() -> None:
+    args = arguments()
     logging.disable(logging.INFO)
     if args.worker:
         peak(json.loads(args.worker))
         return
-    if args.quick:
-        args.rows, args.queries, args.shard_size, args.repeats = 5000, 20, 1000, 2
     queries = made(QUERIES, QUERIES + args.queries, args.dim)
-    kinds = [RAW, OURS, EXACT, FLAT]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "shards"
         write_shards(folder, args.rows, args.dim, args.shard_size)
         # fresh processes search for few queries: what is measured is the corpus, not the results
-        few = {"folder": str(folder), "queries": 20, "dim": args.dim, "k": args.k}
-        memory = {kind: in_fresh_process({**few, "kind": kind})["bytes"] for kind in kinds}
-        ways = {kind: prepare(kind, folder, queries, args.k) for kind in kinds}
-        right = ways[RAW]()
-        found = {kind: agreement(ways[kind](), right) for kind in kinds}
+        few = {"folder": str(folder), "queries": 20, "dim": args.dim, "k": args.k, "device": args.device}
+        memory = {kind: in_fresh_process({**few, "kind": kind})["bytes"] for kind in KINDS}
+        ways = {kind: prepare(kind, folder, queries, args.k, args.device) for kind in KINDS}
+        right = ways[KINDS[-1] if RAW not in KINDS else RAW]()
+        found = {kind: agreement(ways[kind](), right) for kind in KINDS}
         seconds = interleaved(ways, args.repeats, warmup=0)
-    shares = {kind: ratio(seconds, OURS, kind) for kind in kinds if kind != OURS}
+    own = OURS if OURS in KINDS else TORCH
+    shares = {kind: ratio(seconds, own, kind) for kind in KINDS if kind != own}
     rows = [
         [
             kind,
@@ -147,7 +163,7 @@ def main() -> None:
             f"{found[kind]['share']:.5f}",
             f"{found[kind]['difference']:.1e}",
         ]
-        for kind in kinds
+        for kind in KINDS
     ]
     bound = (args.rows + args.shard_size) * args.dim * 4
     intro = (
@@ -162,7 +178,7 @@ def main() -> None:
         "seconds",
         "contaccum ÷ it",
         "peak memory, MiB",
-        "found of faiss's",
+        "passages found",
         "largest difference of scores",
     ]
     figures = {"seconds": seconds, "ratios": shares, "bytes": memory, "bound": bound, "agreement": found}

@@ -1,4 +1,4 @@
-"""How soon the command line answers: `contaccum --help`, and errors in a config. Medians of wall clock and CPU time.
+"""Start-up time of the command line: `contaccum --help` and errors in a config. Medians of wall clock and CPU time.
 
 usage: python benchmarks/startup.py [--repeat 10] [--json OUT]
 """
@@ -24,7 +24,7 @@ CALLS = {
 
 
 def measure(arguments: list[str]) -> tuple[float, float]:
-    """Seconds of wall clock and of CPU time of one call."""
+    """Return the seconds of wall clock and CPU time of one call."""
     before, began = os.times(), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         call = [sys.executable, "-m", "contaccum", *arguments]

@@ -1,4 +1,4 @@
-"""The peak memory and the time of a step of a configuration, for benchmarks that give each row a process of its own."""
+"""Peak memory and time of a step of one configuration, for benchmarks that run each row in a new process."""
 
 import statistics
 import tempfile
@@ -11,16 +11,16 @@ import torch
 from contaccum.batch import MicroBatch, RowIds, Tokens
 from contaccum.config import TrainConfig, validate
 from contaccum.encoder import DualEncoder
-from contaccum.engine import Engine
 from contaccum.methods import METHODS
-from contaccum.training import setup
-from contaccum.training.optimizer import make_optimizer, trained_parameters
+from contaccum.runtime.engine import Engine
+from contaccum.training import parts
+from contaccum.training.parts import make_optimizer, trained_parameters
 
 PAIRS, MICRO, QUERY = 8, 4, 16
 
 
 def make_batches(vocabulary: int, length: int) -> list[MicroBatch]:
-    """One step of random tokens without padding."""
+    """Return one step of random tokens without padding."""
     generator = torch.Generator().manual_seed(0)
     batches = []
     for start in range(0, PAIRS, MICRO):
@@ -32,14 +32,14 @@ def make_batches(vocabulary: int, length: int) -> list[MicroBatch]:
 
 
 def measure(request: dict[str, Any]) -> dict[str, float]:
-    """One row's figures, in this process: of ``steps`` steps after a first one, which makes the optimizer's state.
+    """Measure one row in this process: ``steps`` steps after a first one, which creates the optimizer's state.
 
-    request: model, the encoder's folder; device; length, tokens of a passage; steps; method; changes, settings by their names.
+    request: model, the encoder's folder; device; length, tokens of a passage; steps; method; changes, settings by name.
     """
     config = make_config(request)
     engine = Engine(device=config.run.device)
-    encoder: DualEncoder = setup.build_encoder(config, None, engine.device)  # type: ignore[arg-type]
-    setup.apply_switches(encoder.train(), config)
+    encoder: DualEncoder = parts.build_encoder(config, None, engine.device)  # type: ignore[arg-type]
+    parts.apply_switches(encoder.train(), config)
     engine.prepare(encoder, make_optimizer(encoder, config.optim))
     seconds = take_steps(config, engine, encoder, 1 + request["steps"])
     with tempfile.TemporaryDirectory() as folder:
@@ -66,9 +66,9 @@ def make_config(request: dict[str, Any]) -> TrainConfig:
 
 
 def take_steps(config: TrainConfig, engine: Engine, encoder: DualEncoder, steps: int) -> list[float]:
-    """Seconds of each step."""
-    loss = setup.build_loss(config, encoder)
-    bank = setup.build_bank(config, engine, encoder, loss)
+    """Return the seconds of each step."""
+    loss = parts.build_loss(config, encoder)
+    bank = parts.build_bank(config, engine, encoder, loss)
     batches = make_batches(encoder.query_tower.backbone.config.vocab_size, config.model.max_passage_length or 0)
     engine.reset_peak_memory()
     seconds = []

@@ -1,9 +1,9 @@
-"""ContAccumLoss in SentenceTransformerTrainer over `contaccum train`: the loss of every step, on the same pairs in one order.
+"""ContAccumLoss in SentenceTransformerTrainer against `contaccum train`: loss of every step, on the same pairs in the same order.
 
     python benchmarks/trainer_loss.py --data BEIR_DIR [--model DIR] [--json OUT] [--quick]
 
-Dropout is off, since the two draw their noise differently; everything else is as a user would have it. A third run, without the
-bank, shows how far apart other rows in the loss put the curves. The plot goes beside the JSON, as .svg.
+Dropout is off, because the two draw their noise differently; other settings are the defaults. A third run without the bank shows
+how much other rows in the loss change the curve. The plot is saved next to the JSON, as .svg.
 """
 
 import sys
@@ -21,17 +21,18 @@ from torch.utils.data import SequentialSampler
 
 from contaccum import DualEncoder, train
 from contaccum.config import TrainConfig
-from contaccum.data.dataset import load_train_set
-from contaccum.engine import Engine
+from contaccum.config.commands import DataPolicy
+from contaccum.data.dataset import open_dataset
 from contaccum.integrations.sentence_transformers import ContAccumCallback, ContAccumLoss
-from contaccum.training import setup
+from contaccum.runtime.engine import Engine
+from contaccum.training import parts
 from contaccum.training.log import read_log
 
 N, B, RATE = 32, 8, 5e-5
 
 
 class InOrder(DefaultBatchSampler):
-    """The rows as they lie."""
+    """Sampler that keeps the order of the rows."""
 
     def __init__(self, dataset: Any, **options: Any) -> None:
         super().__init__(SequentialSampler(dataset), **options)
@@ -42,17 +43,17 @@ def own_config(model: Path, data: str, output: Path, steps: int, lengths: dict[s
     config.model.name, config.data.train, config.data.repair = str(model), data, True
     config.model.max_query_length, config.model.max_passage_length = lengths.values()
     config.batch.global_batch_size, config.batch.micro_batch_size = N, B
-    config.optim.max_steps, config.optim.learning_rate, config.optim.fused = steps, RATE, False
+    config.optim.max_steps, config.optim.learning_rate = steps, RATE
     config.optim.max_grad_norm = 1.0
     config.run.save_steps, config.run.device = 0, "cpu"
     return config
 
 
 def pairs_of(config: TrainConfig) -> list[dict[str, str]]:
-    """The texts of our loop's micro-batches, in its order."""
-    train_set = load_train_set(config.data.train, "train", 0, repair=True)
+    """Return the texts of our loop's micro-batches in order."""
+    train_set = open_dataset(config.data.train, "train", DataPolicy(repair=True)).train_set()
     engine = Engine(device="cpu", seed=config.seed)
-    batches = setup.build_batches(config, engine, DualEncoder.load(config.model.name), train_set)
+    batches = parts.build_batches(config, engine, DualEncoder.load(config.model.name), train_set)
     texts = dict(zip(train_set.queries["id"], train_set.queries["text"], strict=True))
     passages = train_set.passages
     found = []
@@ -66,7 +67,7 @@ def pairs_of(config: TrainConfig) -> list[dict[str, str]]:
 
 
 def trainers_losses(model: Path, pairs: list[dict[str, str]], output: Path, steps: int, **bank: Any) -> list[float]:
-    """What the trainer logs, step by step."""
+    """Return the losses that the trainer logs, step by step."""
     encoder = SentenceTransformer(str(model), device="cpu")
     loss = ContAccumLoss(encoder, **bank)
     args = SentenceTransformerTrainingArguments(

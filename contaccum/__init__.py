@@ -1,33 +1,67 @@
-"""Train dense retrievers under a fixed memory budget, and weigh the ways to do it against each other.
+"""Train dense retrievers under a fixed memory budget, and compare the methods.
 
-The library's door: ``from contaccum import DualEncoder, TrainConfig, train, evaluate, search``. Each name is imported when it
-is first used, so that importing the package is quick.
+Use the package as a library with ``from contaccum import DualEncoder, TrainConfig, train, evaluate, search``. The first use of a
+name imports it, so ``import contaccum`` is fast.
 """
 
+import sys
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from contaccum.api import evaluate, search
     from contaccum.config import TrainConfig
-    from contaccum.encoder import DualEncoder
+    from contaccum.encoder import DualEncoder, merge
     from contaccum.errors import InputError
+    from contaccum.evaluation.answers import evaluate_questions
+    from contaccum.evaluation.evaluate import evaluate, evaluate_benchmark, evaluate_run_file
+    from contaccum.retrieval.encode import encode
+    from contaccum.retrieval.mine import mine
+    from contaccum.retrieval.retriever import Retriever, look, search
     from contaccum.training.loop import train
 
-__version__ = "0.1.0"
-__all__ = ["DualEncoder", "InputError", "TrainConfig", "evaluate", "search", "train"]
+__version__ = "0.2.0"
+__all__ = [
+    "DualEncoder",
+    "InputError",
+    "Retriever",
+    "TrainConfig",
+    "encode",
+    "evaluate",
+    "evaluate_benchmark",
+    "evaluate_questions",
+    "evaluate_run_file",
+    "look",
+    "merge",
+    "mine",
+    "search",
+    "train",
+]
 
 _HOMES = {
     "DualEncoder": "contaccum.encoder",
     "InputError": "contaccum.errors",
     "TrainConfig": "contaccum.config",
-    "evaluate": "contaccum.api",
-    "search": "contaccum.api",
+    "Retriever": "contaccum.retrieval.retriever",
+    "encode": "contaccum.retrieval.encode",
+    "evaluate": "contaccum.evaluation.evaluate",
+    "evaluate_benchmark": "contaccum.evaluation.evaluate",
+    "evaluate_questions": "contaccum.evaluation.answers",
+    "evaluate_run_file": "contaccum.evaluation.evaluate",
+    "look": "contaccum.retrieval.retriever",
+    "merge": "contaccum.encoder",
+    "mine": "contaccum.retrieval.mine",
+    "search": "contaccum.retrieval.retriever",
     "train": "contaccum.training.loop",
 }
 
 
 def __getattr__(name: str) -> Any:
+    if name == "api":  # older spelling: from contaccum import api
+        warnings.warn(
+            "contaccum.api is now contaccum itself; call contaccum.evaluate, ...", DeprecationWarning, stacklevel=2
+        )
+        return sys.modules[__name__]
     if name not in _HOMES:
         raise AttributeError(f"module 'contaccum' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

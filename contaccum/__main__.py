@@ -1,4 +1,4 @@
-"""``python -m contaccum`` is the command ``contaccum``."""
+"""Run the command line as ``python -m contaccum``."""
 
 import sys
 

@@ -1,13 +1,16 @@
-"""What passes from the data to the encoders and the loss: one micro-batch of token ids, and the ids of its passages."""
+"""Micro-batches: token ids of queries and passages, and passage ids."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-NO_PASSAGE = -1  # padding in RowIds.positives; no passage has this id
+NO_PASSAGE = -1
+"""Padding value in RowIds.positives. No passage has this id."""
+MISSING = -2
+"""Id of an empty column, for a query that has fewer hard negatives than other queries. No passage has this id."""
 
 
 @dataclass(frozen=True)
@@ -16,19 +19,25 @@ class Tokens:
 
     input_ids: Tensor  # (n, length) int64
     attention_mask: Tensor  # (n, length) int64, 0 at padding
-    host_mask: Tensor | None = None  # the mask on the host, where lengths can be read without waiting for a device
+    host_mask: Tensor | None = None  # attention_mask on the CPU, to read lengths without waiting for the device
 
     def to(self, device: torch.device) -> "Tokens":
-        mask = self.attention_mask
+        """Copy the texts to ``device``, without blocking the CPU."""
+        on_cpu = self.attention_mask.device.type == "cpu"
+        source = self.pinned() if on_cpu and device.type == "cuda" else self
         return Tokens(
-            self.input_ids.to(device, non_blocking=True),
-            mask.to(device, non_blocking=True),
-            mask if mask.device.type == "cpu" else self.host_mask,
+            source.input_ids.to(device, non_blocking=True),
+            source.attention_mask.to(device, non_blocking=True),
+            source.attention_mask if on_cpu else self.host_mask,
         )
+
+    def pinned(self) -> "Tokens":
+        """Return the texts in page-locked memory, so that copying to a GPU does not block. Copy only what is not there yet."""
+        return Tokens(self.input_ids.pin_memory(), self.attention_mask.pin_memory())
 
     @staticmethod
     def join(parts: "list[Tokens]", pad_id: int, side: str) -> "Tokens":
-        """The texts of all parts, padded on ``side`` to the length of the widest part."""
+        """Concatenate the texts of all ``parts``. Pad them on ``side`` (left or right) to the length of the longest text."""
         length = max(part.input_ids.shape[1] for part in parts)
 
         def widened(rows: Tensor, value: int) -> Tensor:
@@ -40,40 +49,65 @@ class Tokens:
             torch.cat([widened(part.attention_mask, 0) for part in parts]),
         )
 
+    def select(self, rows: Tensor) -> "Tokens":
+        """Return the texts with the row numbers ``rows``, padded to the longest of these texts."""
+        mask = self.attention_mask[rows]
+        used = mask.any(0)  # padding is one block, left or right
+        return Tokens(self.input_ids[rows][:, used], mask[:, used])
+
+
+ONE_TOKEN = Tokens(torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1, dtype=torch.long))
+"""Dummy text for a forward pass whose result is not used."""
+
 
 @dataclass(frozen=True)
 class RowIds:
-    """Which passages stand in the columns, and which passages are relevant for each row, as numbers."""
+    """Passage ids for the rows (queries) and columns (passages) of a micro-batch. Ids are numbers."""
 
-    columns: Tensor  # (b, 1 + H) int64: each row's positive, then its hard negatives
-    positives: Tensor  # (b, P) int64: every passage known to be relevant for the row, padded with NO_PASSAGE
-    teacher: Tensor | None = None  # (b, 1 + H) float32: a teacher's scores of the columns, NaN where it gave none
+    columns: Tensor  # (b, 1 + H) int64: in each row its positive, then its hard negatives or MISSING
+    positives: Tensor  # (b, P) int64: all passages known to be relevant for the row, padded with NO_PASSAGE
+    teacher: Tensor | None = None  # (b, 1 + H) float32: scores of the passages by a teacher, NaN for a missing score
+    queries: Tensor | None = None  # (b,) int64: row number of each query in the training set; None for a stream
 
     @staticmethod
     def merge(parts: "list[RowIds]", how: Callable[[list[Tensor]], Tensor]) -> "RowIds":
-        """Each tensor made by ``how`` of those of the parts."""
-        teacher = [part.teacher for part in parts if part.teacher is not None]
-        assert len(teacher) in (0, len(parts))
-        return RowIds(
-            how([part.columns for part in parts]),
-            how([part.positives for part in parts]),
-            how(teacher) if teacher else None,
-        )
+        """Merge the tensors of all ``parts``, with one call of ``how`` for each field."""
+        merged: dict[str, Tensor] = {}
+        for name in ("columns", "positives", "teacher", "queries"):
+            given = [tensor for part in parts if (tensor := getattr(part, name)) is not None]
+            assert len(given) in (0, len(parts))
+            if given:
+                merged[name] = how(given)
+        return RowIds(**merged)
+
+
+Rows = tuple[Tensor, Tensor, RowIds]
+"""(queries, passages, ids) of n rows. The embeddings have shapes (n, d) for queries and (n, 1 + H, d) for passages."""
+
+
+def concatenate(parts: Sequence[Rows]) -> Rows:
+    """Concatenate the rows of several micro-batches."""
+    queries, passages, ids = zip(*parts, strict=True)
+    return torch.cat(queries), torch.cat(passages), RowIds.merge(list(ids), torch.cat)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass of one process: B queries with 1 + H passages each.
+    """Input of one forward pass of one process: B queries with 1 + H passages each.
 
-    ``ids`` covers the rows of all W processes (b = W * B, in rank order): every process derives the whole step's order from
-    (seed, step), so ids need no communication. ``query_ids`` names this process's rows in messages.
+    ``ids`` covers the rows of all W processes in rank order (b = W * B). Each process computes the order of the full step from
+    (seed, step), so processes need not exchange ``ids``. ``query_ids`` are the ids of the queries of this process, for messages.
     """
 
     queries: Tokens  # (B, length)
-    passages: Tokens  # (B * (1 + H), length), pair after pair, the positive first
+    passages: Tokens  # (B * (1 + H), length), pair by pair, the positive first
     ids: RowIds  # (W * B, ...)
     query_ids: list[str]
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """Texts on the device; ids stay on the CPU, where masks are found."""
+        """Move the texts to the device. The ids stay on the CPU, because masks are computed there."""
         return MicroBatch(self.queries.to(device), self.passages.to(device), self.ids, self.query_ids)
+
+    def pinned(self) -> "MicroBatch":
+        """Return a copy whose texts are in page-locked memory."""
+        return MicroBatch(self.queries.pinned(), self.passages.pinned(), self.ids, self.query_ids)

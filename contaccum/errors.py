@@ -1,20 +1,47 @@
-"""The ways a verb ends other than well and says so in a sentence; the command line turns them into exit codes."""
+"""Errors that a command reports as one sentence. Each has an exit code."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class InputError(ValueError):
-    """Bad input or configuration: one sentence that names the file, the line or id, what was found and what was expected."""
+    """Bad input or bad configuration. The message says where the fault is, what was found, and what was expected."""
 
     exit_code = 2
 
 
+@contextmanager
+def library_errors(problem: str, *kinds: type[BaseException], fix: str = "") -> Iterator[None]:
+    """Convert an error of a library inside the ``with`` block to an InputError.
+
+    The message is ``problem``, then the message of the library in brackets, then ``fix``. kinds: error classes to convert.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except kinds as error:
+        raise InputError(f"{problem} ({in_one_line(error)}){fix}") from error
+
+
+def in_one_line(error: BaseException, length: int = 300) -> str:
+    """Return the message of an error in one line, cut to ``length`` characters.
+
+    The name of the error class comes first for errors whose message is unclear without it, such as KeyError.
+    """
+    words, kind = " ".join(str(error).split())[:length], type(error).__name__
+    needs_class = isinstance(error, LookupError | TypeError | AttributeError | AssertionError)
+    return f"{kind}: {words}" if words and needs_class else words or kind
+
+
 class NotFiniteError(InputError):
-    """An embedding, a loss or a gradient is NaN or infinite; the sentence names the step and its examples."""
+    """An embedding, a loss or a gradient is NaN or infinite. The message names the step and the examples of the step."""
 
 
 class Interrupted(BaseException):
-    """A verb stopped because of a signal, a run after saving a checkpoint.
+    """A signal stopped the command. A training run saves a checkpoint before it raises this error.
 
-    No Exception, as KeyboardInterrupt is none: a library that shrugs off the errors of one attempt must not shrug this off.
+    This is a BaseException, like KeyboardInterrupt, because some libraries catch every Exception and try again.
     """
 
     KEYBOARD = 130
@@ -25,6 +52,6 @@ class Interrupted(BaseException):
 
 
 class Failed(Exception):
-    """What was checked does not hold, or runs that were asked for broke off; the sentence says which."""
+    """A check failed, or runs of a comparison failed. The message names them."""
 
     exit_code = 1

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: the command reference made from the parsers, and a place in the navigation for every page."""
+"""Hooks of mkdocs: a command reference from the parsers, and a navigation that lists every page."""
 
 import argparse
 from collections.abc import Iterator
@@ -10,7 +10,8 @@ from jsonargparse import ArgumentParser
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from contaccum.cli.parsers import make_parser
+from contaccum.cli import commands
+from contaccum.cli.parser import make_parser
 from contaccum.config import TrainConfig
 
 COMMANDS = "reference/commands.md"
@@ -25,8 +26,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def with_all(nav: list[Any], pages: list[str]) -> list[Any]:
-    """The navigation with the pages that it does not name: each in the section that names another page of its folder, the rest
-    in a section at the end."""
+    """Add missing pages to the section of their folder, or to a last section."""
     named = set(_pages(nav))
     missing = [page for page in pages if page not in named]
     sections = [
@@ -41,7 +41,7 @@ def with_all(nav: list[Any], pages: list[str]) -> list[Any]:
 
 
 def _pages(nav: Any) -> Iterator[str]:
-    """Every page that a navigation names."""
+    """Return every page that a navigation names."""
     if isinstance(nav, str):
         yield nav
     for entry in nav.values() if isinstance(nav, dict) else nav if isinstance(nav, list) else ():
@@ -49,16 +49,16 @@ def _pages(nav: Any) -> Iterator[str]:
 
 
 def command_reference() -> str:
-    """One section a verb: usage, meaning, and a table of its options with their defaults."""
-    known = _options(dict(leaves(make_parser()))["contaccum train"])
+    """Return one section per command: usage, description, and a table of options with defaults."""
+    known = _options(dict(leaves(make_parser(commands.COMMANDS)))["contaccum train"])
     text = [
         "# Commands",
-        "Made from the parsers of the command line, as `contaccum VERB --help` is. Every setting of a config file stands below "
-        "`contaccum train`, by its group.",
+        "Made from the parsers of the command line, as `contaccum COMMAND --help` is. Every setting of a config file is listed "
+        "under `contaccum train`, by its group.",
         "Exit codes: 0 done; 2 the user's input, settings or disk; 1 anything else, or what was checked does not hold; 130 "
         "Ctrl-C; 143 SIGTERM.",
     ]
-    for name, parser in leaves(make_parser()):
+    for name, parser in leaves(make_parser(commands.COMMANDS)):
         text += [f"## {name}", parser.description, f"    {parser.usage}"]
         shared = False
         for group in parser._action_groups:
@@ -75,13 +75,13 @@ def command_reference() -> str:
 
 
 def leaves(parser: ArgumentParser, name: str = "contaccum") -> Iterator[tuple[str, ArgumentParser]]:
-    """(name, parser) of every verb."""
-    verbs = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    if not verbs:
+    """Return (name, parser) of every command."""
+    commands = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if not commands:
         yield name, parser
-    for action in verbs:
-        for verb, inner in action._name_parser_map.items():
-            yield from leaves(inner, f"{name} {verb}")
+    for action in commands:
+        for command, inner in action._name_parser_map.items():
+            yield from leaves(inner, f"{name} {command}")
 
 
 def _shown(action: argparse.Action) -> bool:
@@ -123,7 +123,7 @@ def _table(actions: list[argparse.Action]) -> str:
 
 
 def _literals(kind: Any) -> list[Any]:
-    """The values of a Literal, also of one inside a union."""
+    """Return the values of a Literal, also inside a union."""
     if get_origin(kind) is Literal:
         return list(get_args(kind))
     return [value for inner in get_args(kind) for value in _literals(inner)]

@@ -1,4 +1,4 @@
-"""Feeds spoilt files to every reader for a while, looking for one that ends in anything but records or an InputError.
+"""Feed damaged files to every reader, and look for results other than records or an InputError.
 
     python scripts/fuzz.py --minutes 10 --seed 0
 
@@ -21,25 +21,17 @@ from pathlib import Path
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from contaccum.config import GROUPS
+from contaccum.catalog.download import unpack
+from contaccum.config import train_settings
 from contaccum.config.file import check_config_file
-from contaccum.data.bad_records import STRICT, BadRecords
-from contaccum.data.download import unpack
-from contaccum.data.formats import (
-    kind_of_data,
-    numbered_corpus,
-    numbered_examples,
-    read_corpus,
-    read_examples,
-    read_qrels,
-    read_queries,
-    read_questions,
-)
 from contaccum.errors import InputError
-from contaccum.files import read_json
+from contaccum.formats.dpr import read_questions
+from contaccum.formats.readers import kind_of_data, numbered_corpus, numbered_examples, numbered_queries, read_qrels
+from contaccum.formats.records import STRICT, RejectedRecords
 from contaccum.retrieval.runs import read_run
 from contaccum.retrieval.shards import ShardFolder
-from contaccum.training.checkpoint import newest_checkpoint
+from contaccum.runtime.files import read_json, read_text
+from contaccum.training.run_folder import newest_checkpoint
 
 CONTEXT = {"title": "T", "text": "t", "passage_id": 7}
 EXAMPLE = {"query": "q", "pos": ["a"], "neg": ["b"], "pos_id": ["1"]}
@@ -68,18 +60,18 @@ def all_of(read: Callable) -> Callable[[Path], object]:
 
 
 def tolerant(read: Callable) -> Callable[[Path], object]:
-    """Reading with three bad records allowed: what is sound without that reads the same, and nothing is left out of it."""
+    """Read with three bad records allowed; a file that is valid without them reads the same."""
 
     def attempt(path: Path) -> None:
-        bad = BadRecords(3)
+        bad = RejectedRecords(3)
         try:
             sound = list(read(path, STRICT))
         except InputError:
             list(read(path, bad))
-            assert bad.found, "refused as it stands, but read without anything left out"
+            assert bad.entries, "refused as it stands, but read without anything left out"
             return
         assert list(read(path, bad)) == sound
-        assert not bad.found
+        assert not bad.entries
 
     return attempt
 
@@ -99,14 +91,14 @@ def checkpoint(path: Path) -> None:
 
 TARGETS: dict[str, tuple[Callable[[Path], object], list[bytes]]] = {
     "corpus": (
-        all_of(read_corpus),
+        all_of(numbered_corpus),
         [lines({"_id": "1", "title": "T\u2028", "text": "é"}, {"_id": 2, "text": "t"}), b'id\ttext\ttitle\n1\t"a ""b"""\tT\n'],
     ),
-    "queries": (all_of(read_queries), [lines({"_id": "1", "text": "é"}, {"_id": 2, "text": "\u2029"})]),
+    "queries": (all_of(numbered_queries), [lines({"_id": "1", "text": "é"}, {"_id": 2, "text": "\u2029"})]),
     "qrels": (all_of(read_qrels), [b"query-id\tcorpus-id\tscore\nq\tp\t1\nr\tp\t-1\n", b"q 0 p 1\nr 0 p 0\n"]),
     "questions": (all_of(read_questions), [b"who?\t['a', \"b\"]\nwhen?\t\"['\"\"c\"\"']\"\n"]),
     "examples": (
-        all_of(read_examples),
+        all_of(numbered_examples),
         [lines(EXAMPLE, EXAMPLE), lines(DPR, DPR), json.dumps([DPR, DPR], indent=1).encode(), lines(TEVATRON, TEVATRON)],
     ),
     "corpus, three bad": (
@@ -122,7 +114,8 @@ TARGETS: dict[str, tuple[Callable[[Path], object], list[bytes]]] = {
     "any file": (kind_of_data, [lines(EXAMPLE), lines(DPR), b"1\ttext\ttitle\n", b"q\t['a']\n"]),
     "run": (all_of(read_run), [b"q Q0 p 1 2.5 x\nr Q0 p 1 -1e-3 x\n"]),
     "config": (
-        lambda path: check_config_file(path, GROUPS), [b"seed: 1\nbank: {size: 4}\ndata:\n  train: &a x\n  dev: *a\n"],
+        lambda path: check_config_file(path, read_text(path, "a config"), train_settings()),
+        [b"seed: 1\nbank: {size: 4}\ndata:\n  train: &a x\n  dev: *a\n"],
     ),
     "json": (read_json, [lines(SHARDS), lines([1.5, "\U0001f600", None])]),
     "shards": (shards, [lines(SHARDS)]),
@@ -141,7 +134,7 @@ PIECES = [
 
 
 def spoilt(sound: list[bytes]) -> st.SearchStrategy[bytes]:
-    """A sound file after a few edits (pieces put in, spans taken out or doubled), at times gzipped and spoilt again."""
+    """Edit a valid file (insert, delete or repeat parts), sometimes gzip it and edit it again."""
     place = st.integers(0, 4000)
     piece = st.sampled_from(PIECES) | st.binary(max_size=6) | st.text(max_size=4).map(lambda text: text.encode("utf-8"))
     edit = st.tuples(st.sampled_from(["put", "take", "double", "replace"]), place, st.integers(0, 30), piece)
@@ -161,7 +154,7 @@ def apply(content: bytes, edits: list[tuple[str, int, int, bytes]]) -> bytes:
 
 
 def attempt(name: str, content: bytes) -> bool:
-    """Whether a reader takes a file; raises whatever it raises that is no InputError of one sentence."""
+    """Return whether a reader accepts a file; raise every error that is not a one-sentence InputError."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "file"
         path.write_bytes(content)
@@ -176,7 +169,7 @@ def attempt(name: str, content: bytes) -> bool:
 
 
 def hunt(name: str, number: int, examples: int, counts: dict[str, int]) -> None:
-    """One round against one reader; raises what hypothesis found, made small."""
+    """Run one round against one reader; raise the minimal example that hypothesis found."""
 
     @seed(number)
     @settings(

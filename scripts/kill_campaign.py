@@ -1,7 +1,7 @@
-"""Kills real runs at random moments (SIGKILL), starts them again, and compares what they end with with the unbroken run.
+"""Kill real runs at random moments (SIGKILL), restart them, and compare their results with an uninterrupted run.
 
 usage: python scripts/kill_campaign.py --seed 0 [--train 50] [--encode 20] [--compare 10] [--folder DIR]
-Prints a Markdown table; exit code 1 when any run ends with other bytes or a finished shard was made again.
+Prints a Markdown table; exit code 1 if a run ends with other bytes or a finished shard is encoded again.
 """
 
 import argparse
@@ -25,8 +25,8 @@ from pathlib import Path
 
 import psutil
 
-import contaccum.api
-import contaccum.study.compare
+import contaccum.evaluation.evaluate
+import contaccum.experiments.compare
 import contaccum.training.loop
 from contaccum.cli import main as main_of_contaccum
 
@@ -48,7 +48,7 @@ WITH_CHILDREN = 0.5
 
 @dataclass(frozen=True)
 class Verb:
-    """One verb of the command line as the campaign needs it."""
+    """One command of the campaign."""
 
     call: Callable[[Path, str], list[str]]
     """Output folder and variant -> arguments; given again, the same call goes on with a broken run."""
@@ -77,9 +77,9 @@ def verbs(data: Path, model: Path, config: Path) -> dict[str, Verb]:
 
 
 def contaccum(arguments: list[str]) -> BaseProcess:
-    """Start a call in a process and a session of its own.
+    """Start a call in a new process and session.
 
-    It is forked from this process, which has imported the libraries once: that takes longer than all the rest of so short a run.
+    It is forked from this process, which has imported the libraries already; importing them takes longer than such a short run.
     """
     process = get_context("fork").Process(target=run_verb, args=(arguments,))
     process.start()
@@ -95,7 +95,7 @@ def run_verb(arguments: list[str]) -> None:
 
 
 def finish(arguments: list[str]) -> float:
-    """Run a call to its end; returns its seconds."""
+    """Run a call to its end and return its seconds."""
     began = time.monotonic()
     process = contaccum(arguments)
     process.join()
@@ -110,27 +110,27 @@ def checksums(output: Path, patterns: tuple[str, ...]) -> dict[str, str]:
 
 
 def finished_shards(output: Path) -> dict[str, int]:
-    """When the vectors of each shard with a record were written, in ns."""
+    """Return when each finished shard was written, in ns."""
     return {
         path.name: path.with_suffix("").with_suffix(".npy").stat().st_mtime_ns for path in output.glob("*.shard.json")
     }
 
 
 def moment(output: Path) -> str:
-    """In which part of its life a run was killed, read from what it left."""
+    """Return the stage in which a run was killed, from its files."""
     if any(path.name.endswith((".part", ".old", ".gone")) for path in output.rglob(".*")):
         return "while writing"
     return "at work" if at_work(output) else "in set-up"
 
 
 def at_work(output: Path) -> bool:
-    """Whether a run has taken its first step, or written its first shard."""
+    """Return whether a run has logged its first step or written its first shard."""
     logs = [*output.glob("log.jsonl"), *output.glob("runs/*/log.jsonl")]
-    return any(log.stat().st_size for log in logs) or (output / "00000.npy").exists()
+    return any(b'"step"' in log.read_bytes() for log in logs) or (output / "00000.npy").exists()
 
 
 def kill_once(verb: Verb, output: Path, variant: str, longest: float, draw: random.Random) -> str:
-    """Start anew and kill at a random moment before its end; returns which."""
+    """Start a call and kill it at a random moment before its end; return the moment."""
     while True:
         shutil.rmtree(output, ignore_errors=True)
         began = time.monotonic()
@@ -146,7 +146,7 @@ def kill_once(verb: Verb, output: Path, variant: str, longest: float, draw: rand
 
 
 def kill(process: BaseProcess, with_children: bool) -> None:
-    """SIGKILL, to a call alone or to the processes that it started as well, which have sessions of their own."""
+    """Send SIGKILL to a call, or also to the processes that it started, which have their own sessions."""
     children = psutil.Process(process.pid).children(recursive=True) if with_children else []
     os.killpg(process.pid, signal.SIGKILL)
     for child in children:
@@ -156,7 +156,7 @@ def kill(process: BaseProcess, with_children: bool) -> None:
 
 
 def campaign(verb: Verb, kills: int, folder: Path, draw: random.Random) -> dict[str, object]:
-    """Kill and continue ``kills`` times, the variants in turn."""
+    """Kill and continue ``kills`` times, over the variants in turn."""
     expected, longest = {}, {}
     for variant in verb.variants[:kills]:
         whole = folder / f"whole-{variant}"
@@ -177,7 +177,7 @@ def campaign(verb: Verb, kills: int, folder: Path, draw: random.Random) -> dict[
 
 
 def write_corpus(folder: Path, passages: int = 400) -> None:
-    """A small BEIR folder that trains and encodes."""
+    """Write a small BEIR folder for training and encoding."""
     draw = random.Random(0)
     words = [f"{first}{second}" for first in ("ba", "ko", "ri", "lu", "se") for second in ("mo", "ta", "ne", "li")]
     texts = [" ".join(draw.choices(words, k=30)) for _ in range(passages)]

@@ -1,8 +1,8 @@
-"""Trains a tiny model for many updates in a process of its own and watches its memory and its open files from outside (Linux).
+"""Train a tiny model for many updates in a new process, and watch its memory and open files from outside (Linux).
 
 usage: python scripts/soak.py [--updates 20000] [--folder DIR]
-The bank is overwritten once every 20 updates. Prints a Markdown table; exit code 1 when resident memory grows by more than 16 MiB
-between the warm-up (the first tenth) and the end, or when more files are open at the end than after the warm-up.
+The bank is overwritten once every 20 updates. Prints a Markdown table; exit code 1 if resident memory grows by more than 16 MiB
+between the warm-up (the first tenth) and the end, or if more files are open at the end than after the warm-up.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def settings(data: Path, output: Path, updates: int) -> dict:
 
 
 def resident(pid: int) -> int:
-    """Bytes of memory that a process holds."""
+    """Return the resident bytes of a process."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -46,18 +46,17 @@ def handles(pid: int) -> int:
 
 
 def steps_taken(log: Path) -> int:
-    """The last step of a log, from its last few lines."""
+    """Return the last step of a log from its last lines."""
     if not log.exists():
         return 0
     with open(log, "rb") as file:
         file.seek(max(0, log.stat().st_size - 4000))
         lines = file.read().split(b"\n")[:-1]
-    return json.loads(lines[-1])["step"] if lines and lines[-1].startswith(b"{") else 0
+    return json.loads(lines[-1]).get("step", 0) if lines and lines[-1].startswith(b"{") else 0
 
 
 def watch(process: subprocess.Popen, log: Path, updates: int) -> list[tuple[int, int, int]]:
-    """(step, resident memory, open files) at every share of the updates; of open files the fewest since the one before, because
-    a checkpoint that is being written has some open."""
+    """Return (step, resident memory, open files) at every share of the updates; fewest open files per share."""
     found, due, fewest = [], updates // SAMPLES, sys.maxsize
     while process.poll() is None:
         step = steps_taken(log)

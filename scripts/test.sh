@@ -3,4 +3,4 @@
 set -euo pipefail
 . "$(dirname "$0")/environment.sh"
 cd "$root"
-exec python -m pytest --numprocesses 2 --dist loadfile "$@"
+exec python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"

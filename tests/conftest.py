@@ -1,20 +1,44 @@
 """Fixtures for the tests that read real data; each skips with its reason where the data is absent."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
+from forked import python
 
 # one thread a process: tests run side by side, and threads that wait for a core cost more than they give
 os.environ["OMP_NUM_THREADS"] = "1"
 
 ROOT = Path(__file__).resolve().parent.parent
 
+LONGEST_FILES = (
+    "test_reference_figures.py",
+    "test_reference_figures_medquad.py",
+    "test_benchmarks.py",
+    "test_auto.py",
+    "test_sharding.py",
+    "test_compare.py",
+    "test_documented.py",
+)
+"""Files whose acceptance tests take minutes. They start first, so that neither process waits for the other at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {name: number for number, name in enumerate(LONGEST_FILES)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     """Prepared tables and tokens of a test stay in its own folder."""
     monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def forked_workers(monkeypatch):
+    """Processes that a command starts with ``sys.executable`` are forked from one that has imported everything."""
+    monkeypatch.setattr(sys, "executable", python())
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""What can go wrong in one of several processes, brought about in real code; named by the jobs of ``launched``."""
+"""Faults injected into one of several processes; the jobs of ``launched`` name them."""
 
 import os
 import resource
@@ -6,13 +6,16 @@ import signal
 import sys
 import time
 
-from contaccum.data import arrow
+import torch.distributed as dist
+
 from contaccum.methods.bank import Bank
 from contaccum.retrieval import encode
+from contaccum.runtime import locks
+from contaccum.runtime.engine import Engine
 from contaccum.training import loop
 from contaccum.training.loop import Training
 
-LAST_STEP = 3  # steps that go well before
+LAST_STEP = 3  # steps before the fault
 
 
 def before_step(act) -> None:
@@ -27,7 +30,7 @@ def before_step(act) -> None:
 
 
 def flips_a_bit_of_its_bank(rank: int) -> None:
-    """Process 1 stores one number that is not the others'."""
+    """Process 1 stores one number that differs from the other processes'."""
     push = Bank.push
 
     def spoiled(self, *given):
@@ -47,7 +50,7 @@ def raises(rank: int) -> None:
 
 
 def is_killed(rank: int) -> None:
-    """The last of the processes, or the only one."""
+    """Kill the last process, or the only one."""
     if rank == int(os.environ.get("WORLD_SIZE", 1)) - 1:
         before_step(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
@@ -58,28 +61,48 @@ def is_stuck(rank: int) -> None:
 
 
 def has_a_full_disk(rank: int) -> None:
-    """The main process can write no file beyond 10 KB, so no checkpoint."""
+    """Limit the main process's files to 10 KB, so that no checkpoint can be written."""
     if rank == 0:
         before_step(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000)))
 
 
 def tells_what_it_builds(rank: int) -> None:
-    """No fault: a line on stderr for each entry that this process adds to the cache."""
-    whole_folder = arrow.whole_folder
+    """No fault: print a line for each entry that this process adds to the cache."""
+    whole_folder = locks.whole_folder
 
     def told(path):
         print(f"builds {path}", file=sys.stderr)
         return whole_folder(path)
 
-    arrow.whole_folder = told
+    locks.whole_folder = told
 
 
 def sees_no_checkpoint(rank: int) -> None:
-    """As on a second machine that has another disk under the same name."""
+    """Simulate a second machine with another disk under the same path."""
     if rank == 1:
         loop.newest_checkpoint = lambda folder: None
 
 
+def counts_gradient_messages(rank: int) -> None:
+    """No fault: print how many messages each step sends for how many gradients."""
+    sent: list[str] = []
+
+    def counted(original):
+        return lambda *given, **named: sent.append("message") or original(*given, **named)
+
+    for name in ("all_reduce", "all_gather", "broadcast", "reduce", "reduce_scatter"):
+        setattr(dist, name, counted(getattr(dist, name)))
+    reduce = Engine.reduce_gradients
+
+    def told(self):
+        sent.clear()
+        reduce(self)
+        gradients = sum(parameter.grad is not None for parameter in self.parameters)
+        print(f"messages: {len(sent)}, gradients: {gradients}", file=sys.stderr)
+
+    Engine.reduce_gradients = told
+
+
 def encodes_few_texts_at_a_time(rank: int) -> None:
-    """So that a small corpus has several slices; no fault, but as one must reach into all processes."""
-    encode.CHUNK = 8
+    """No fault: encode a small corpus in several chunks, in all processes."""
+    encode.CHUNK = encode.WINDOW = 8

@@ -1,4 +1,4 @@
-"""Small real encoders and made-up micro-batches, and a slow, plain reading of the loss to hold the fast one against."""
+"""Small encoders, random micro-batches, and a slow reference implementation of the loss."""
 
 import copy
 import json
@@ -11,14 +11,14 @@ from transformers import BertConfig, BertModel, BertTokenizerFast
 
 from contaccum.batch import NO_PASSAGE, MicroBatch, RowIds, Tokens
 from contaccum.config import TrainConfig
-from contaccum.data.convert import convert
+from contaccum.data.commands import convert
 from contaccum.encoder import DualEncoder, EncoderSettings, Tower
-from contaccum.engine import Engine
-from contaccum.files import sha256_of
 from contaccum.methods import METHODS
-from contaccum.methods.bank import Bank
+from contaccum.methods.bank import Bank, BankOptions
 from contaccum.methods.loss import InfoNCE
-from contaccum.methods.objective import Objective
+from contaccum.methods.objective import FULL_WIDTH, Loss, MatryoshkaBank, Objective
+from contaccum.runtime.engine import Engine
+from contaccum.runtime.files import sha256_of
 
 VOCABULARY = 60
 
@@ -65,8 +65,14 @@ def micro_batches(
 
 
 def gradients(encoder: DualEncoder) -> dict[str, torch.Tensor]:
-    """A copy of every parameter's gradient."""
+    """Return a copy of every parameter's gradient."""
     return {name: p.grad.clone() for name, p in encoder.named_parameters() if p.grad is not None}
+
+
+def make_bank(size: int, dim: int, loss: Loss, *, push: int, device: torch.device | None = None, **options) -> Bank:
+    """A bank for ``loss``; options: of BankOptions."""
+    matryoshka = loss.matryoshka if isinstance(loss, Objective) else FULL_WIDTH
+    return MatryoshkaBank(size, dim, loss.similarity, BankOptions(**options), matryoshka, push=push, device=device)
 
 
 def run_steps(
@@ -74,21 +80,22 @@ def run_steps(
     steps: list[list[MicroBatch]],
     *,
     dropout: float = 0.0,
-    loss: InfoNCE | Objective | None = None,
+    loss: Loss | None = None,
     seed: int = 0,
     bank_size: int = 0,
     encoder: DualEncoder | None = None,
     switch: Callable[[DualEncoder], object] = lambda encoder: None,
     device: str = "cpu",
     precision: str = "fp32",
+    replay_share: float = 1.0,
     **bank_options,
 ) -> tuple[list[dict[str, torch.Tensor]], list[float]]:
-    """Gradients of every parameter and the loss, at each step of a method whose weights move by plain gradient descent.
+    """Return the gradients and the loss of each step of a method with plain gradient descent.
 
-    ``switch`` is called with the encoder that is trained, a copy of the one given.
+    ``switch`` is called with the trained encoder, a copy of the given one.
     """
     encoder = copy.deepcopy(encoder) if encoder is not None else tiny_encoder(dropout, seed=seed)
-    engine = Engine(device=device, precision=precision, seed=seed)
+    engine = Engine(device=device, precision=precision, seed=seed, replay_share=replay_share)
     encoder.to(engine.device).train()
     switch(encoder)
     engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1))
@@ -96,10 +103,7 @@ def run_steps(
     first = steps[0][0]
     hard = first.ids.columns.shape[1] - 1
     bank_options = {"hard_negatives": hard, "push": len(first.ids.columns), "device": engine.device, **bank_options}
-    if isinstance(loss, Objective):
-        bank = Bank(bank_size, encoder.dim, loss.info_nce, prefixes=loss.prefixes, **bank_options)
-    else:
-        bank = Bank(bank_size, encoder.dim, loss, **bank_options)
+    bank = make_bank(bank_size, encoder.dim, loss, **bank_options)
     found, losses = [], []
     for number, batches in enumerate(steps):
         engine.step = number
@@ -112,7 +116,7 @@ def run_steps(
 
 
 def largest_difference(one: list[dict], other: list[dict]) -> float:
-    """Largest difference between two lists of gradients, relative to the largest gradient of that step."""
+    """Return the largest difference between two lists of gradients, relative to each step's largest gradient."""
     differences = []
     for left, right in zip(one, other, strict=True):
         assert left.keys() == right.keys()
@@ -122,7 +126,7 @@ def largest_difference(one: list[dict], other: list[dict]) -> float:
 
 
 class SlowBank:
-    """The banks as plain lists, oldest row first."""
+    """Reference bank of plain lists, oldest row first."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -149,19 +153,29 @@ def slow_loss(
     weight: str = "all",
     decay: float = 0.0,
 ):
-    """The full matrix, element by element: the mean over rows of the cross-entropy over current and bank columns, whose logits
-    fall by ``decay`` for each step between the two."""
+    """Compute the loss element by element: the mean over rows of the cross-entropy over current and bank columns.
+
+    decay: age penalty on a logit for each step between its row and column.
+    """
     now = bank.step if bank else 0
     current = [
-        (queries[i], list(passages[i]), ids.columns[i].tolist(), set(ids.positives[i].tolist()) - {NO_PASSAGE}, now)
+        (
+            queries[i],
+            list(passages[i]),
+            ids.columns[i].tolist(),
+            set(ids.positives[i].tolist()) - {NO_PASSAGE},
+            now,
+        )
         for i in range(len(queries))
     ]
     stored = bank.rows if bank else []
     total = torch.zeros(())
     all_rows = current + (stored if rows else [])
-    for query, own_passages, _, known, row_step in all_rows:
+    for row in all_rows:
+        query, own_passages, _, known, row_step = row
         logits, target = [], None
-        for _, column_passages, column_ids, _, column_step in current + stored:
+        for column in current + stored:
+            _, column_passages, column_ids, _, column_step = column
             for passage, passage_id in zip(column_passages, column_ids, strict=True):
                 own = passage is own_passages[0]
                 if own:
@@ -174,7 +188,7 @@ def slow_loss(
 
 
 def write_beir(folder: Path, queries: int = 40) -> Path:
-    """A small BEIR folder: each query names a colour, an animal and a place, its passage describes the three."""
+    """Write a small BEIR folder; each query names a colour, an animal and a place, its passage describes them."""
     colours = ["red", "blue", "green", "white", "black"]
     animals = ["fox", "cat", "owl", "bear", "seal", "crow", "wolf", "hare"]
     (folder / "qrels").mkdir(parents=True)
@@ -201,7 +215,7 @@ def write_beir(folder: Path, queries: int = 40) -> Path:
 
 
 def write_uneven_beir(folder: Path, queries: int = 40) -> Path:
-    """As ``write_beir``, with passages of 8 to 29 words."""
+    """Write a BEIR folder as ``write_beir`` does, with passages of 8 to 29 words."""
     words = ["near", "the", "old", "mill", "where", "snow", "falls", "late", "and", "few", "people", "ever", "pass"]
     write_beir(folder, queries)
     file = folder / "corpus.jsonl"
@@ -213,7 +227,7 @@ def write_uneven_beir(folder: Path, queries: int = 40) -> Path:
 
 
 def write_scored_lines(data: Path) -> Path:
-    """The examples of a folder that ``write_beir`` wrote as lines of query, pos and neg with a teacher's scores."""
+    """Write the examples of a ``write_beir`` folder as lines of query, pos and neg with teacher scores."""
     path = data / "scored.jsonl"
     convert(data, path, "jsonl")
     records = [json.loads(line) for line in path.read_text().splitlines()]
@@ -224,7 +238,7 @@ def write_scored_lines(data: Path) -> Path:
 
 
 def train_config(data: Path, output: Path, method: str = "cont_accum", **changes) -> TrainConfig:
-    """Six steps of a tiny model; ``changes`` are settings by name, group.field."""
+    """Return the config of six steps of a tiny model; ``changes`` are settings by name, group.field."""
     settings = {
         "method": method,
         "output_dir": str(output),
@@ -258,7 +272,19 @@ def train_config(data: Path, output: Path, method: str = "cont_accum", **changes
 
 
 def weights(run: Path) -> dict[str, str]:
-    """SHA-256 of every file of the trained model."""
+    """Return the SHA-256 of every file of the trained model."""
     return {
         str(path.relative_to(run)): sha256_of(path) for path in sorted((run / "model").rglob("*")) if path.is_file()
     }
+
+
+def peak(run) -> int:
+    """Return the peak of torch's memory during ``run``, in bytes above the start."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    held = most = 0
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most

@@ -1,6 +1,6 @@
-"""Starts processes as torchrun does, many launches from one interpreter: what takes seconds is imported once, then forked.
+"""Start processes as torchrun does, each process a fork of an interpreter that has imported everything.
 
-``run_jobs`` is for tests; the script beside it reads a list of jobs and runs one after the other, the processes of each at once.
+``run_jobs`` is for tests; the script reads a list of jobs and runs them one after the other, each with all its processes.
 """
 
 import importlib
@@ -11,8 +11,10 @@ import subprocess
 import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from forked import python
 
 HERE = Path(__file__).parent
 
@@ -26,19 +28,21 @@ class Job:
     processes: int = 1
     worker: str = ""
     """A module of the tests whose ``main`` is called instead of contaccum's."""
+    imports: list[str] = field(default_factory=list)
+    """Other modules that are imported once, before all processes are forked."""
     fault: str = ""
-    """A function of ``faults`` that spoils something in one of the processes."""
+    """A function of ``faults`` that injects a fault into one of the processes."""
     machines: int = 1
-    """Over how many machines the processes are told that they are divided; each has a cache of its own."""
+    """Simulated machines, each with its own cache."""
     seconds: float = 120
-    """A process that has not ended by then hangs."""
+    """Time limit; a process that runs longer hangs."""
     grace: float = 30
-    """The same, in seconds after another process of the launch has ended badly."""
+    """Time limit after another process of the launch has failed, in seconds."""
 
 
 @dataclass
 class Outcome:
-    """What became of a launch, per process in rank order."""
+    """Results of a launch, per process in rank order."""
 
     codes: list[int | None]
     """Exit codes; minus the signal's number; None for a process that hung."""
@@ -56,22 +60,19 @@ def run_jobs(jobs: dict[str, Job], folder: Path) -> dict[str, Outcome]:
     (folder / "jobs.json").write_text(json.dumps({name: asdict(job) for name, job in jobs.items()}))
     paths = os.pathsep.join([str(HERE.parent), str(HERE)])
     environment = {**os.environ, "PYTHONPATH": paths, "TOKENIZERS_PARALLELISM": "false"}
-    call = [sys.executable, __file__, str(folder)]
-    done = subprocess.run(call, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [python(), __file__, str(folder)], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return {name: Outcome(**found) for name, found in json.loads((folder / "outcomes.json").read_text()).items()}
 
 
 def main(folder: Path) -> None:
     import torch.distributed as dist
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     jobs = json.loads((folder / "jobs.json").read_text())
-    workers = {values["worker"] for values in jobs.values()} - {""}
-    heavy = ("contaccum.api", "contaccum.cli", "contaccum.training.loop", "faiss", "faults")
-    for module in (*heavy, *workers):  # before the first fork
-        importlib.import_module(module)
-    get_checkpoint_conversion_mapping("bert")  # a table of all architectures, made when the first is asked for
+    for module in {name for values in jobs.values() for name in (values["worker"], *values["imports"])} - {""}:
+        importlib.import_module(module)  # before the first fork
     outcomes = {}
     for name, values in jobs.items():
         # the launcher hosts the store, as torchrun does
@@ -101,7 +102,7 @@ def launch(job: Job, folder: Path, output: Path, port: int) -> Outcome:
 
 
 def become(job: Job, rank: int, folder: Path, output: Path, port: int) -> int:
-    """In the forked process: take the place that torchrun would give, run, and leave."""
+    """Run as process ``rank`` in the forked process, and exit."""
     local = -(-job.processes // job.machines)
     os.environ["CONTACCUM_CACHE"] = str(folder / f"cache-{job.machines}-{rank // local}")
     if job.processes > 1:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from contaccum.cli import main
-from contaccum.engine import Engine
+from contaccum.runtime.engine import Engine
 
 begin_step = Engine.begin_step
 

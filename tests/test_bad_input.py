@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from contaccum.cli import main
-from contaccum.data.lines import MAX_LINE
+from contaccum.formats.records import MAX_LINE
 
 
 def lines(*records: object) -> str:
@@ -68,7 +68,7 @@ def line(number: int, value: object, sound: str) -> str:
 
 def passage(value: object, *words: str) -> Case:
     spoilt = line(2, value, SOUND["d/corpus.jsonl"])
-    return Case("data check d/corpus.jsonl", ["d/corpus.jsonl, line 2", *words], {"d/corpus.jsonl": spoilt})
+    return Case("data check d/corpus.jsonl", ["d/corpus.jsonl:2", *words], {"d/corpus.jsonl": spoilt})
 
 
 def corpus(content: object, *words: str) -> Case:
@@ -77,38 +77,38 @@ def corpus(content: object, *words: str) -> Case:
 
 def query(value: object, *words: str) -> Case:
     spoilt = line(2, value, SOUND["d/queries.jsonl"])
-    return Case("data check d/queries.jsonl", ["d/queries.jsonl, line 2", *words], {"d/queries.jsonl": spoilt})
+    return Case("data check d/queries.jsonl", ["d/queries.jsonl:2", *words], {"d/queries.jsonl": spoilt})
 
 
 def judgement(value: str, *words: str) -> Case:
     spoilt = line(2, value, QRELS)
-    return Case("evaluate --model bm25 --data d", ["d/qrels/test.tsv, line 2", *words], {"d/qrels/test.tsv": spoilt})
+    return Case("evaluate --model bm25 --data d", ["d/qrels/test.tsv:2", *words], {"d/qrels/test.tsv": spoilt})
 
 
 def row(value: str, *words: str) -> Case:
     spoilt = line(3, value, SOUND["psgs.tsv"])
-    return Case("data check psgs.tsv", ["psgs.tsv, line 3", *words], {"psgs.tsv": spoilt})
+    return Case("data check psgs.tsv", ["psgs.tsv:3", *words], {"psgs.tsv": spoilt})
 
 
 def answers(value: str, *words: str) -> Case:
     spoilt = line(2, f"when?\t{value}", SOUND["qa.csv"])
-    return Case("data check qa.csv", ["qa.csv, line 2", *words], {"qa.csv": spoilt})
+    return Case("data check qa.csv", ["qa.csv:2", *words], {"qa.csv": spoilt})
 
 
 def record(change: dict, *words: str) -> Case:
     spoilt = json.dumps([DPR[0], {**DPR[1], **change}])
-    return Case("data check dpr.json", ["dpr.json, line 1 (record 2)", *words], {"dpr.json": spoilt})
+    return Case("data check dpr.json", ["dpr.json:1 (record 2)", *words], {"dpr.json": spoilt})
 
 
 def pair(value: object, *words: str) -> Case:
     spoilt = line(2, value, SOUND["pairs.jsonl"])
-    return Case("data check pairs.jsonl", ["pairs.jsonl, line 2", *words], {"pairs.jsonl": spoilt})
+    return Case("data check pairs.jsonl", ["pairs.jsonl:2", *words], {"pairs.jsonl": spoilt})
 
 
 def hit(value: str, *words: str) -> Case:
     spoilt = line(2, value, SOUND["run.trec"])
     files = {"run.trec": spoilt}
-    return Case("evaluate --run run.trec --qrels d/qrels/test.tsv", ["run.trec, line 2", *words], files)
+    return Case("evaluate --run run.trec --qrels d/qrels/test.tsv", ["run.trec:2", *words], files)
 
 
 def config(old: str, new: str, *words: str) -> Case:
@@ -137,88 +137,88 @@ WHOLE = gzip.compress(SOUND["d/corpus.jsonl"].encode())
 
 CASES: dict[str, Case] = {
     # a corpus, record by record
-    "passage: JSON cut short": passage('{"_id": "p1", "text": "x"', "not JSON", "expected a passage"),
-    "passage: Python's quotes": passage("{'_id': 'p1', 'text': 'x'}", "not JSON", "expected a passage"),
-    "passage: a list": passage(["p1", "x"], "found a list", "expected a passage"),
-    "passage: a number": passage(5, "found the number 5", "expected a passage"),
-    "passage: a string": passage('"p1"', "found a string", "expected a passage"),
-    "passage: null": passage("null", "found null", "expected a passage"),
-    "passage: no text": passage({"_id": "p1"}, "'text' is missing (found '_id')", "expected a string"),
-    "passage: no id": passage({"text": "x"}, "'_id' is missing", "expected an id"),
-    "passage: null text": passage({"_id": "p1", "text": None}, "'text' is null", "expected a string"),
-    "passage: number for text": passage({"_id": "p1", "text": 1.5}, "'text' is the number 1.5", "expected a string"),
-    "passage: list for text": passage({"_id": "p1", "text": ["x"]}, "'text' is a list", "expected a string"),
+    "passage: JSON cut short": passage('{"_id": "p1", "text": "x"', "not JSON", "must be a passage"),
+    "passage: Python's quotes": passage("{'_id': 'p1', 'text': 'x'}", "not JSON", "must be a passage"),
+    "passage: a list": passage(["p1", "x"], "found a list", "must be a passage"),
+    "passage: a number": passage(5, "found the number 5", "must be a passage"),
+    "passage: a string": passage('"p1"', "found a string", "must be a passage"),
+    "passage: null": passage("null", "found null", "must be a passage"),
+    "passage: no text": passage({"_id": "p1"}, "'text' is missing (found '_id')", "must be a string"),
+    "passage: no id": passage({"text": "x"}, "'_id' is missing", "must be an id"),
+    "passage: null text": passage({"_id": "p1", "text": None}, "'text' is null", "must be a string"),
+    "passage: number for text": passage({"_id": "p1", "text": 1.5}, "'text' is the number 1.5", "must be a string"),
+    "passage: list for text": passage({"_id": "p1", "text": ["x"]}, "'text' is a list", "must be a string"),
     "passage: nested title": passage({"_id": "p1", "title": [[]], "text": "x"}, "'title' is a list", "a string"),
-    "passage: empty id": passage({"_id": "", "text": "x"}, "'_id' is empty", "expected an id"),
-    "passage: id true": passage({"_id": True, "text": "x"}, "'_id' is true or false", "expected an id"),
-    "passage: fractional id": passage({"_id": 1.0, "text": "x"}, "'_id' is the number 1.0", "a whole number"),
-    "passage: id an object": passage({"_id": {}, "text": "x"}, "'_id' is an object", "expected an id"),
-    "passage: id again": passage({"_id": "p0", "text": "x"}, "'p0' stood already in line 1", "every id once"),
-    "passage: number id again": passage('{"_id": "p0", "text": "x"}', "'p0' stood already", "every id once"),
-    "passage: empty text": passage({"_id": "p1", "text": ""}, "text of passage 'p1' is empty", "expected some text"),
-    "passage: blank text": passage({"_id": "p1", "text": " \u2028\t"}, "passage 'p1' is empty", "expected some text"),
-    "passage: NUL": passage('{"_id": "p1", "text": "a\0b"}', "NUL", "expected text"),
+    "passage: empty id": passage({"_id": "", "text": "x"}, "'_id' is empty", "must be an id"),
+    "passage: id true": passage({"_id": True, "text": "x"}, "'_id' is true or false", "must be an id"),
+    "passage: fractional id": passage({"_id": 1.0, "text": "x"}, "'_id' is the number 1.0", "an integer"),
+    "passage: id an object": passage({"_id": {}, "text": "x"}, "'_id' is an object", "must be an id"),
+    "passage: id again": passage({"_id": "p0", "text": "x"}, "'p0' (first at line 1)", "ids must be unique"),
+    "passage: number id again": passage('{"_id": "p0", "text": "x"}', "duplicate passage id 'p0'", "ids must be unique"),
+    "passage: empty text": passage({"_id": "p1", "text": ""}, "passage 'p1' has an empty text", "passage needs a text"),
+    "passage: blank text": passage({"_id": "p1", "text": " \u2028\t"}, "passage 'p1' has an empty text", "passage needs a text"),
+    "passage: NUL": passage('{"_id": "p1", "text": "a\0b"}', "NUL", "text cannot contain it"),
     "passage: half a character": passage('{"_id": "p1", "text": "\\ud83d"}', "half a character", "Unicode"),
     "passage: half a character as a key": passage('{"_id": "p1", "text": "x", "\\udc00": 1}', "half a character"),
     "passage: nested without end": passage('{"_id": "p1", "text": ' + "[" * 90_000, "not usable JSON", "a passage"),
-    "passage: nested key without end": passage('{"a":' * 90_000, "not usable JSON", "expected a passage"),
-    "passage: 5,000 digits": passage('{"_id": ' + "9" * 5000 + "}", "not usable JSON", "expected a passage"),
-    "passage: Infinity": passage('{"_id": Infinity, "text": "x"}', "the number inf", "expected an id"),
+    "passage: nested key without end": passage('{"a":' * 90_000, "not usable JSON", "must be a passage"),
+    "passage: 5,000 digits": passage('{"_id": ' + "9" * 5000 + "}", "not usable JSON", "must be a passage"),
+    "passage: Infinity": passage('{"_id": Infinity, "text": "x"}', "the number inf", "must be an id"),
     # a corpus, the whole file
-    "corpus: not UTF-8": corpus(b'{"_id": "a", "text": "x"}\n{"_id": "b", "text": "caf\xe9"}\n', "line 2", "0xe9"),
-    "corpus: UTF-16": corpus(SOUND["d/corpus.jsonl"].encode("utf-16"), "line 1", "0xff is not UTF-8", "UTF-8 text"),
-    "corpus: empty": corpus("", "is empty", "expected JSON"),
-    "corpus: blank lines": corpus("\n \r\n\t\n", "is empty", "expected JSON"),
-    "corpus: only a byte order mark": corpus(b"\xef\xbb\xbf", "is empty", "expected JSON"),
-    "corpus: gzip of nothing": corpus(gzip.compress(b""), "is empty", "expected JSON"),
-    "corpus: gzip cut short": corpus(WHOLE[:-12], "gzip stream is damaged or cut short"),
-    "corpus: gzip's first bytes alone": corpus(WHOLE[:5], "gzip stream is damaged or cut short"),
-    "corpus: gzip damaged": corpus(WHOLE[:12] + b"\xff" * 8 + WHOLE[20:], "gzip stream is damaged or cut short"),
-    "corpus: gzip with a wrong checksum": corpus(WHOLE[:-8] + b"\0" * 8, "gzip stream is damaged or cut short"),
-    "corpus: a folder": corpus(folder, "holds no corpus.jsonl", "expected a BEIR folder"),
-    "corpus: a pipe": corpus(fifo, "is a pipe or device", "expected a file"),
-    "corpus: a link to itself": corpus(loop, "could not be read", "symbolic links"),
+    "corpus: not UTF-8": corpus(b'{"_id": "a", "text": "x"}\n{"_id": "b", "text": "caf\xe9"}\n', ":2", "0xe9"),
+    "corpus: UTF-16": corpus(SOUND["d/corpus.jsonl"].encode("utf-16"), ":1", "0xff is not UTF-8", "valid UTF-8"),
+    "corpus: empty": corpus("", "is empty", "must contain JSON"),
+    "corpus: blank lines": corpus("\n \r\n\t\n", "is empty", "must contain JSON"),
+    "corpus: only a byte order mark": corpus(b"\xef\xbb\xbf", "is empty", "must contain JSON"),
+    "corpus: gzip of nothing": corpus(gzip.compress(b""), "is empty", "must contain JSON"),
+    "corpus: gzip cut short": corpus(WHOLE[:-12], "gzip stream is damaged or truncated"),
+    "corpus: gzip's first bytes alone": corpus(WHOLE[:5], "gzip stream is damaged or truncated"),
+    "corpus: gzip damaged": corpus(WHOLE[:12] + b"\xff" * 8 + WHOLE[20:], "gzip stream is damaged or truncated"),
+    "corpus: gzip with a wrong checksum": corpus(WHOLE[:-8] + b"\0" * 8, "gzip stream is damaged or truncated"),
+    "corpus: a folder": corpus(folder, "corpus.jsonl not found", "a BEIR folder has"),
+    "corpus: a pipe": corpus(fifo, "is a pipe or device", "must be a file"),
+    "corpus: a link to itself": corpus(loop, "cannot be read", "symbolic links"),
     "corpus: not there": corpus(None, "no such file"),
-    "corpus: a PDF": corpus(b"%PDF-1.4\n%\xe2\xe3\n", "line 1", "found 1 columns", "expected JSON"),
-    "corpus: commas": corpus("id,text,title\n1,one,T\n", "line 1", "found 1 columns", "a DPR corpus TSV"),
-    "corpus: five columns": corpus("1\t2\t3\t4\t5\n", "line 1", "found 5 columns", "a DPR corpus TSV"),
-    "corpus: unknown fields": corpus('{"docno": 1, "body": ""}\n', "line 1", "found the fields 'docno', 'body'"),
-    "corpus: an empty object": corpus("{}\n", "line 1", "found an empty object", "expected an object with query"),
-    "corpus: a folder without one": Case("data check d/qrels", ["d/qrels: holds no corpus.jsonl", "a BEIR folder"]),
+    "corpus: a PDF": corpus(b"%PDF-1.4\n%\xe2\xe3\n", ":1", "found 1 columns", "must contain JSON"),
+    "corpus: commas": corpus("id,text,title\n1,one,T\n", ":1", "found 1 columns", "a DPR corpus TSV"),
+    "corpus: five columns": corpus("1\t2\t3\t4\t5\n", ":1", "found 5 columns", "a DPR corpus TSV"),
+    "corpus: unknown fields": corpus('{"docno": 1, "body": ""}\n', ":1", "found fields 'docno', 'body'"),
+    "corpus: an empty object": corpus("{}\n", ":1", "found an empty object", "must be an object with query"),
+    "corpus: a folder without one": Case("data check d/qrels", ["d/qrels: corpus.jsonl not found", "a BEIR folder"]),
     "corpus: a file for a folder": Case(
-        "evaluate --model bm25 --data d/corpus.jsonl", ["d/corpus.jsonl", "found a corpus file", "training examples"]
+        "evaluate --model bm25 --data d/corpus.jsonl", ["d/corpus.jsonl", "is a corpus file", "training examples"]
     ),
     # queries
-    "query: JSON cut short": query('{"_id": "q1", "text": "x', "not JSON", "expected a query"),
-    "query: empty text": query({"_id": "q1", "text": "  "}, "text of query 'q1' is empty", "expected a query"),
-    "query: id again": query({"_id": "q0", "text": "x"}, "'q0' stood already in line 1", "every id once"),
-    "query: null id": query({"_id": None, "text": "x"}, "'_id' is null", "expected an id"),
+    "query: JSON cut short": query('{"_id": "q1", "text": "x', "not JSON", "must be a query"),
+    "query: empty text": query({"_id": "q1", "text": "  "}, "text of query 'q1' is empty", "query needs a text"),
+    "query: id again": query({"_id": "q0", "text": "x"}, "'q0' (first at line 1)", "ids must be unique"),
+    "query: null id": query({"_id": None, "text": "x"}, "'_id' is null", "must be an id"),
     "query: text missing": query({"_id": "q1", "question": "x"}, "'text' is missing (found '_id', 'question')"),
     "queries: empty": Case("data check d", ["d/queries.jsonl: is empty", "one query"], {"d/queries.jsonl": ""}),
-    "queries: not there": Case("data check d", ["d: holds no queries.jsonl"], {"d/queries.jsonl": None}),
+    "queries: not there": Case("data check d", ["d: queries.jsonl not found"], {"d/queries.jsonl": None}),
     # judgements
-    "qrels: two columns": judgement("q0\tp0", "found 2 columns", "expected 3"),
-    "qrels: four columns": judgement("q0\t0\tp0\t1", "found 4 columns", "expected 3"),
-    "qrels: commas": judgement("q0,p0,1", "found 1 columns", "expected 3"),
-    "qrels: fractional grade": judgement("q0\tp0\t0.5", "grade is '0.5'", "a whole number"),
-    "qrels: grade a word": judgement("q0\tp0\tyes", "grade is 'yes'", "a whole number"),
-    "qrels: no grade": judgement("q0\tp0\t", "grade is ''", "a whole number"),
-    "qrels: NaN": judgement("q0\tp0\tnan", "grade is 'nan'", "a whole number"),
-    "qrels: grade beyond measure": judgement("q0\tp0\t3000000000", "grade is '3000000000'", "a whole number from -"),
-    "qrels: grade of 5,000 digits": judgement("q0\tp0\t" + "9" * 5000, "grade is '999", "a whole number from -"),
-    "qrels: underscore in a grade": judgement("q0\tp0\t1_0", "grade is '1_0'", "a whole number"),
-    "qrels: empty query id": judgement("\tp0\t1", "found an empty id", "three columns"),
-    "qrels: empty passage id": judgement("q0\t\t1", "found an empty id", "three columns"),
-    "qrels: unknown query": judgement("q9\tp0\t1", "query id 'q9'", "one that queries.jsonl holds"),
-    "qrels: unknown passage": judgement("q0\tp9\t1", "passage id 'p9'", "one that corpus.jsonl holds"),
-    "qrels: two grades": judgement("q1\tp1\t2", "'q1' and passage 'p1'", "grade 1 here and 2 above", "one grade")._replace(
-        words=["d/qrels/test.tsv, line 3", "grade 1 here and 2 above", "expected one grade"]
+    "qrels: two columns": judgement("q0\tp0", "found 2 columns", "must have 3"),
+    "qrels: four columns": judgement("q0\t0\tp0\t1", "found 4 columns", "must have 3"),
+    "qrels: commas": judgement("q0,p0,1", "found 1 columns", "must have 3"),
+    "qrels: fractional grade": judgement("q0\tp0\t0.5", "grade is '0.5'", "an integer"),
+    "qrels: grade a word": judgement("q0\tp0\tyes", "grade is 'yes'", "an integer"),
+    "qrels: no grade": judgement("q0\tp0\t", "grade is ''", "an integer"),
+    "qrels: NaN": judgement("q0\tp0\tnan", "grade is 'nan'", "an integer"),
+    "qrels: grade beyond measure": judgement("q0\tp0\t3000000000", "grade is '3000000000'", "an integer from -"),
+    "qrels: grade of 5,000 digits": judgement("q0\tp0\t" + "9" * 5000, "grade is '999", "an integer from -"),
+    "qrels: underscore in a grade": judgement("q0\tp0\t1_0", "grade is '1_0'", "an integer"),
+    "qrels: empty query id": judgement("\tp0\t1", "found an empty id", "need an id"),
+    "qrels: empty passage id": judgement("q0\t\t1", "found an empty id", "need an id"),
+    "qrels: unknown query": judgement("q9\tp0\t1", "query id 'q9'", "queries.jsonl has no such id"),
+    "qrels: unknown passage": judgement("q0\tp9\t1", "passage id 'p9'", "corpus.jsonl has no such id"),
+    "qrels: two grades": judgement("q1\tp1\t2", "'q1' and passage 'p1'", "grade 1 here and 2 earlier", "one grade")._replace(
+        words=["d/qrels/test.tsv:3", "grade 1 here and 2 earlier", "only one grade"]
     ),
-    "qrels: columns swapped": judgement("p0\tq0\t1", "query id 'p0'", "one that queries.jsonl holds"),
-    "qrels: NUL": judgement("q0\tp\0\t1", "NUL", "expected text"),
-    "qrels: a control character alone": judgement("\x1c", "found 1 columns", "expected 3"),
+    "qrels: columns swapped": judgement("p0\tq0\t1", "query id 'p0'", "queries.jsonl has no such id"),
+    "qrels: NUL": judgement("q0\tp\0\t1", "NUL", "text cannot contain it"),
+    "qrels: a control character alone": judgement("\x1c", "found 1 columns", "must have 3"),
     "qrels: a separator alone": Case(
-        "evaluate --run run.trec --qrels q.tsv", ["q.tsv, line 1", "found 0 columns", "three columns"], {"q.tsv": "\x1c"}
+        "evaluate --run run.trec --qrels q.tsv", ["q.tsv:1", "found 0 columns", "must have 3 columns"], {"q.tsv": "\x1c"}
     ),
     "qrels: empty": Case("data check d", ["d/qrels/test.tsv: is empty", "one judgement"], {"d/qrels/test.tsv": ""}),
     "qrels: a header alone": Case(
@@ -226,49 +226,49 @@ CASES: dict[str, Case] = {
     ),
     "qrels: nothing relevant": Case(
         "evaluate --model bm25 --data d",
-        ["d/qrels/test.tsv: no query has a positive", "grades above 0"],
+        ["d/qrels/test.tsv: no query has a positive", "one grade must be above 0"],
         {"d/qrels/test.tsv": "q0\tp0\t0\nq1\tp1\t-1\n"},
     ),
-    "qrels: no such split": Case("evaluate --model bm25 --data d --split dev", ["holds no split 'dev'", "test, train"]),
+    "qrels: no such split": Case("evaluate --model bm25 --data d --split dev", ["split 'dev' not found", "test, train"]),
     "qrels: a split that climbs": Case(
-        "evaluate --model bm25 --data d --split ../queries", ["holds no split '../queries'", "test, train"]
+        "evaluate --model bm25 --data d --split ../queries", ["split '../queries' not found", "test, train"]
     ),
-    "qrels: a folder": Case("evaluate --model bm25 --data d", ["d: holds no qrels/test.tsv"], {"d/qrels/test.tsv": folder}),
+    "qrels: a folder": Case("evaluate --model bm25 --data d", ["d: qrels/test.tsv not found"], {"d/qrels/test.tsv": folder}),
     "qrels: none": Case(
-        "data check d", ["d: holds no qrels/<split>.tsv"], {"d/qrels/test.tsv": None, "d/qrels/train.tsv": None}
+        "data check d", ["d: qrels/<split>.tsv not found"], {"d/qrels/test.tsv": None, "d/qrels/train.tsv": None}
     ),
     # DPR's passages
     "psgs: two columns": row("2\ttwo", "found 2 columns", "three columns"),
     "psgs: four columns": row("2\ttwo\tT\tmore", "found 4 columns", "three columns"),
     "psgs: tab inside a text": row("2\ttwo\tand\tT", "found 4 columns", "three columns"),
-    "psgs: empty id": row("\ttwo\tT", "the id is empty", "three columns"),
-    "psgs: id again": row("1\ttwo\tT", "'1' stood already in line 2", "every id once"),
-    "psgs: quote left open": row('2\t"two\tT', "is a quote left open?", "three columns"),
+    "psgs: empty id": row("\ttwo\tT", "the id is empty", "needs an id"),
+    "psgs: id again": row("1\ttwo\tT", "'1' (first at line 2)", "ids must be unique"),
+    "psgs: quote left open": row('2\t"two\tT', "is a quote not closed?", "three columns"),
     "psgs: letters behind a quote": row('2\t"two"x\tT', "expected after", "three columns"),
-    "psgs: carriage return inside": row("2\ttwo\rmore\tT", "expected three columns"),
-    "psgs: empty text": row("2\t\tT", "text of passage '2' is empty", "expected some text"),
+    "psgs: carriage return inside": row("2\ttwo\rmore\tT", "each row needs three columns"),
+    "psgs: empty text": row("2\t\tT", "passage '2' has an empty text", "passage needs a text"),
     "psgs: header in another order": Case(
         "data check psgs.tsv",
-        ["psgs.tsv, line 1", "header is 'id', 'title', 'text'", "expected id, text, title"],
+        ["psgs.tsv:1", "header is 'id', 'title', 'text'", "must be id, text, title"],
         {"psgs.tsv": "id\ttitle\ttext\n1\tT\tone\n"},
     ),
     "psgs: header of other names": Case(
         "data check psgs.tsv",
-        ["psgs.tsv, line 1", "header is 'docid', 'Title', 'text'", "expected id, text, title"],
+        ["psgs.tsv:1", "header is 'docid', 'Title', 'text'", "must be id, text, title"],
         {"psgs.tsv": "docid\tTitle\ttext\n1\tT\tone\n"},
     ),
     "psgs: judgements": Case(
         "data check d/qrels/test.tsv",
-        ["test.tsv, line 1", "header is 'query-id', 'corpus-id', 'score'", "expected id, text, title"],
+        ["test.tsv:1", "header is 'query-id', 'corpus-id', 'score'", "must be id, text, title"],
     ),
     "psgs: column twice": Case(
         "data check psgs.tsv",
-        ["psgs.tsv, line 1", "header is 'id', 'text', 'text'", "expected id, text, title"],
+        ["psgs.tsv:1", "header is 'id', 'text', 'text'", "must be id, text, title"],
         {"psgs.tsv": "id\ttext\ttext\n1\tone\tone\n"},
     ),
     # DPR's questions
-    "qa: no answers": answers("", "answers column is ''"),
-    "qa: a word": answers("one", "answers column is 'one'"),
+    "qa: no answers": answers("", "the answers are ''"),
+    "qa: a word": answers("one", "the answers are 'one'"),
     "qa: a string": answers("'one'", "'one'"),
     "qa: numbers": answers("[1, 2]", "[1, 2]"),
     "qa: empty list": answers("[]", "[]"),
@@ -283,141 +283,141 @@ CASES: dict[str, Case] = {
     "qa: a power": answers("[9**9**9]", "[9**9**9]"),
     "qa: half a character": answers(r"['\ud800']", "half a character"),
     "qa: quotes that do not close": answers("['a", "['a"),
-    "qa: one column": Case("data check qa.csv", ["qa.csv, line 2", "1 columns"], {"qa.csv": "who?\t['a']\nwhen?\n"}),
+    "qa: one column": Case("data check qa.csv", ["qa.csv:2", "1 columns"], {"qa.csv": "who?\t['a']\nwhen?\n"}),
     "qa: three columns": Case(
-        "data check qa.csv", ["qa.csv, line 2", "3 columns", "two columns"], {"qa.csv": "who?\t['a']\nwhen?\t['b']\tc\n"}
+        "data check qa.csv", ["qa.csv:2", "3 columns", "two columns"], {"qa.csv": "who?\t['a']\nwhen?\t['b']\tc\n"}
     ),
     "qa: no question": Case(
-        "data check qa.csv", ["qa.csv, line 2", "question is empty"], {"qa.csv": "who?\t['a']\n \t['b']\n"}
+        "data check qa.csv", ["qa.csv:2", "question is empty"], {"qa.csv": "who?\t['a']\n \t['b']\n"}
     ),
     # examples
-    "dpr: question null": record({"question": None}, "'question' is null", "expected a string"),
-    "dpr: question empty": record({"question": ""}, "text of query 'unnamed-query-2' is empty", "expected a query"),
-    "dpr: contexts a string": record({"positive_ctxs": "x"}, "'positive_ctxs' is a string", "expected a list"),
+    "dpr: question null": record({"question": None}, "'question' is null", "must be a string"),
+    "dpr: question empty": record({"question": ""}, "query 'unnamed-query-2' has an empty text", "query needs a text"),
+    "dpr: contexts a string": record({"positive_ctxs": "x"}, "'positive_ctxs' is a string", "must be a list"),
     "dpr: context a string": record({"positive_ctxs": ["x"]}, "positive_ctxs[0]", "found a string", "a context"),
     "dpr: context without text": record({"positive_ctxs": [{"title": "x"}]}, "positive_ctxs[0]", "'text' is missing"),
-    "dpr: context with empty text": record({"positive_ctxs": [{"text": " "}]}, "text of passage", "is empty"),
+    "dpr: context with empty text": record({"positive_ctxs": [{"text": " "}]}, "passage", "empty text"),
     "dpr: fractional passage id": record({"positive_ctxs": [{**CONTEXT, "passage_id": 1.5}]}, "the number 1.5"),
     "dpr: list cut short": Case("data check dpr.json", ["dpr.json", "not JSON"], {"dpr.json": json.dumps(DPR)[:-20]}),
     "dpr: comma missing": Case(
-        "data check dpr.json", ["dpr.json, line 2", "',' should stand"], {"dpr.json": json.dumps(DPR).replace("}, {", "}\n{")}
+        "data check dpr.json", ["dpr.json:2", "instead of ','"], {"dpr.json": json.dumps(DPR).replace("}, {", "}\n{")}
     ),
     "dpr: more behind the list": Case(
-        "data check dpr.json", ["dpr.json, line 2", "behind the list's end"], {"dpr.json": json.dumps(DPR) + "\n[]"}
+        "data check dpr.json", ["dpr.json:2", "text follows the end of the list"], {"dpr.json": json.dumps(DPR) + "\n[]"}
     ),
     "dpr: an empty list": Case("data check dpr.json", ["dpr.json", "is empty"], {"dpr.json": "[]"}),
-    "dpr: numbers": Case("data check dpr.json", ["dpr.json", "number 1", "DPR records"], {"dpr.json": "[1, 2]"}),
+    "dpr: numbers": Case("data check dpr.json", ["dpr.json", "number 1", "a DPR record"], {"dpr.json": "[1, 2]"}),
     "dpr: nested without end": Case(
-        "data check dpr.json", ["dpr.json, line 1 (record 1)", "not usable JSON"], {"dpr.json": "[" * 90_000}
+        "data check dpr.json", ["dpr.json:1 (record 1)", "not usable JSON"], {"dpr.json": "[" * 90_000}
     ),
-    "pairs: pos missing": pair({"query": "x"}, "'pos' is missing (found 'query')", "expected a list"),
-    "pairs: pos a number": pair({"query": "x", "pos": 4}, "'pos' is the number 4", "expected a list"),
-    "pairs: pos of null": pair({"query": "x", "pos": [None]}, "pos[0]", "found null", "expected a string"),
-    "pairs: pos empty text": pair({"query": "x", "pos": [""]}, "text of passage", "is empty", "expected some text"),
-    "pairs: query empty": pair({"query": " ", "pos": ["a"]}, "text of query 'unnamed-query-2' is empty", "expected a query"),
-    "pairs: query a list": pair({"query": ["x"], "pos": ["a"]}, "'query' is a list", "expected a string"),
-    "pairs: ids and texts": pair({"query": "x", "pos": ["a"], "pos_id": [1, 2]}, "2 ids in 'pos_id'", "each of the 1"),
+    "pairs: pos missing": pair({"query": "x"}, "'pos' is missing (found 'query')", "must be a list"),
+    "pairs: pos a number": pair({"query": "x", "pos": 4}, "'pos' is the number 4", "must be a list"),
+    "pairs: pos of null": pair({"query": "x", "pos": [None]}, "pos[0]", "found null", "must be a string"),
+    "pairs: pos empty text": pair({"query": "x", "pos": [""]}, "passage", "empty text", "passage needs a text"),
+    "pairs: query empty": pair({"query": " ", "pos": ["a"]}, "query 'unnamed-query-2' has an empty text", "query needs a text"),
+    "pairs: query a list": pair({"query": ["x"], "pos": ["a"]}, "'query' is a list", "must be a string"),
+    "pairs: ids and texts": pair({"query": "x", "pos": ["a"], "pos_id": [1, 2]}, "2 ids in 'pos_id'", "1 texts"),
     "pairs: query id again": pair(
-        {"query_id": "unnamed-query-1", "query": "x", "pos": ["a"]}, "'unnamed-query-1' stood already in line 1"
+        {"query_id": "unnamed-query-1", "query": "x", "pos": ["a"]}, "'unnamed-query-1' (first at line 1)"
     ),
-    "pairs: another format's line": pair(DPR[0], "'query' is missing", "expected a string"),
+    "pairs: another format's line": pair(DPR[0], "'query' is missing", "must be a string"),
     "pairs: no positive at all": Case(
         "train --config config.yaml --data.train pairs.jsonl --data.strict true",
-        ["pairs.jsonl, line 1", "query 'unnamed-query-1' has no positive"],
+        ["pairs.jsonl:1", "query 'unnamed-query-1' has no positive"],
         {"pairs.jsonl": lines({"query": "x", "pos": []})},
     ),
     "tevatron: document without text": Case(
         "data check t.jsonl",
-        ["t.jsonl, line 1", "positive_passages[0]", "'text' is missing"],
+        ["t.jsonl:1", "positive_passages[0]", "'text' is missing"],
         {"t.jsonl": lines({"query_id": 1, "query": "x", "positive_passages": [{"docid": 1}]})},
     ),
     # runs
     "run: five columns": hit("q1 Q0 p1 1 2.0", "5 columns", "expected six columns"),
-    "run: score a word": hit("q1 Q0 p1 1 high x", "score 'high'", "expected a number"),
-    "run: score NaN": hit("q1 Q0 p1 1 nan x", "score 'nan' is not finite", "expected a finite number"),
-    "run: score infinite": hit("q1 Q0 p1 1 1e999 x", "score '1e999' is not finite", "expected a finite number"),
-    "run: passage twice": hit("q0 Q0 p0 2 1.0 x", "'p0' comes a second time for query 'q0'", "expected it once"),
+    "run: score a word": hit("q1 Q0 p1 1 high x", "score is 'high'", "expected a finite number"),
+    "run: score NaN": hit("q1 Q0 p1 1 nan x", "score is 'nan'", "expected a finite number"),
+    "run: score infinite": hit("q1 Q0 p1 1 1e999 x", "score is '1e999'", "expected a finite number"),
+    "run: passage twice": hit("q0 Q0 p0 2 1.0 x", "'p0' is listed twice for query 'q0'", "expected it once"),
     "run: JSON": hit('{"q1": {"p1": 2.0}}', "columns", "expected six columns"),
     "run: empty": Case(
-        "evaluate --run run.trec --qrels d/qrels/test.tsv", ["run.trec: holds no line", "six columns"], {"run.trec": ""}
+        "evaluate --run run.trec --qrels d/qrels/test.tsv", ["run.trec: is empty", "six columns"], {"run.trec": ""}
     ),
     "run: of other queries": Case(
         "evaluate --run run.trec --qrels d/qrels/test.tsv",
-        ["no query of the run is judged: it has 'x0', the qrels have 'q0'"],
+        ["run and qrels have no query in common: the run has 'x0', the qrels have 'q0'"],
         {"run.trec": "x0 Q0 p0 1 2.0 x\n"},
     ),
-    "run: without qrels": Case("evaluate --run run.trec", ["found --run", "expected"]),
+    "run: without qrels": Case("evaluate --run run.trec", ["evaluate got --run", "give --data"]),
     "run: qrels without judgements": Case(
         "evaluate --run run.trec --qrels d/qrels/test.tsv", ["d/qrels/test.tsv", "at least one"], {"d/qrels/test.tsv": ""}
     ),
     # verbs
     "verb: no such one": Case("fly", ["fly"]),
     "verb: unknown option": Case("data check d --fast", ["--fast"]),
-    "verb: path not there": Case("data check nowhere", ["nowhere: no such folder", "no data set of that name"]),
-    "verb: data not there": Case("evaluate --model bm25 --data nowhere", ["nowhere: no such folder", "expected a path"]),
+    "verb: path not there": Case("data check nowhere", ["nowhere: no folder or data set has this name", "expected a path"]),
+    "verb: data not there": Case("evaluate --model bm25 --data nowhere", ["nowhere: no folder or data set", "expected a path"]),
     "verb: data that climbs": Case("data fetch ../nowhere", ["..", "no such folder", "expected a path or the name of"]),
-    "verb: path with a NUL": Case("data check nul\0", ["no such folder", "no data set of that name"]),
+    "verb: path with a NUL": Case("data check nul\0", ["no folder or data set has this name"]),
     "verb: name of 5,000 letters": Case("data check " + "x" * 5000, ["xxx"]),
-    "verb: empty path": Case("data check ''", [".: holds no corpus.jsonl", "a BEIR folder"]),
+    "verb: empty path": Case("data check ''", [".: corpus.jsonl not found", "a BEIR folder"]),
     "verb: k zero": Case("evaluate --model bm25 --data d --k 0", ["k is 0", "at least 1"]),
     "verb: k negative": Case("evaluate --model bm25 --data d --k -5", ["k is -5", "at least 1"]),
     "verb: k a word": Case("evaluate --model bm25 --data d --k many", ["many"]),
     "verb: match unknown": Case(
         "evaluate --model bm25 --questions qa.csv --passages psgs.tsv --match fuzzy", ["fuzzy", "string"]
     ),
-    "verb: model not there": Case("evaluate --model ./none --data d", ["./none", "no encoder could be loaded"]),
+    "verb: model not there": Case("evaluate --model ./none --data d", ["./none", "no such folder"]),
     "verb: output under a file": Case(
-        "evaluate --model bm25 --data d --output qa.csv/metrics.json", ["qa.csv", "is a file, expected a folder"]
+        "evaluate --model bm25 --data d --output qa.csv/metrics.json", ["qa.csv", "this is a file, not a folder"]
     ),
-    "verb: output is a folder": Case("evaluate --model bm25 --data d --output d", ["d: ", "could not be written"]),
-    "convert: target is there": Case("data convert d pairs.jsonl --to jsonl", ["pairs.jsonl: exists already", "a new path"]),
-    "convert: from a corpus": Case("data convert psgs.tsv out --to jsonl", ["found a corpus file", "training examples"]),
+    "verb: output is a folder": Case("evaluate --model bm25 --data d --output d", ["d: is an input of this call"]),
+    "convert: target is there": Case("data convert d pairs.jsonl --to jsonl", ["pairs.jsonl: already exists", "a new path"]),
+    "convert: from a corpus": Case("data convert psgs.tsv out --to jsonl", ["is a corpus file", "training examples"]),
     "convert: unknown form": Case("data convert d out --to csv", ["csv", "tevatron"]),
-    "convert: under a file": Case("data convert d qa.csv/out --to jsonl", ["qa.csv", "is a file, expected a folder"]),
+    "convert: under a file": Case("data convert d qa.csv/out --to jsonl", ["qa.csv", "this is a file, not a folder"]),
     "convert: split with a slash": Case(
-        "data convert pairs.jsonl out --to beir --split ../../up", ["'../../up'", "expected a plain name"]
+        "data convert pairs.jsonl out --to beir --split ../../up", ["'../../up'", "use a plain name"]
     ),
     "convert: id with a tab": Case(
         "data convert pairs.jsonl out --to beir",
-        ["id 'a\\tb' holds", "a qrels file can hold"],
+        ["id 'a\\tb' contains", "no qrels file can contain"],
         {"pairs.jsonl": lines({"query_id": "a\tb", "query": "x", "pos": ["a"]})},
     ),
     "convert: id with a NUL": Case(
         "data convert pairs.jsonl out --to beir",
-        ["id 'a\\x00b' holds", "a qrels file can hold"],
+        ["id 'a\\x00b' contains", "no qrels file can contain"],
         {"pairs.jsonl": lines({"query_id": "a\0b", "query": "x", "pos": ["a"]})},
     ),
     "demo: folder is there": Case("data demo d", ["d", "exists"]),
-    "report: no run": Case("report d", ["d: holds neither"]),
+    "report: no run": Case("report d", ["d: no config.yaml and no metrics.json"]),
     "report: not JSON": Case("report scored", ["scored/metrics.json, line 1"], {"scored/metrics.json": "{"}),
-    "report: unknown metric": Case("report scored --metric f1", ["has no metric 'f1'", "ndcg@10"]),
+    "report: unknown metric": Case("report scored --metric f1", ["scored/metrics.json: no metric 'f1'; expected one of ndcg@10"]),
     # configs
     "config: not there": Case("train --config nowhere.yaml", ["nowhere.yaml"]),
     "config: a folder": Case("train --config d", ["d"]),
     "config: empty": whole_config("", "config.yaml: is empty", "expected YAML"),
-    "config: a list": whole_config("\n- a\n- b\n", "config.yaml, line 2", "found a list", "expected settings"),
-    "config: a word": whole_config("hello\n", "config.yaml, line 1", "found 'hello'", "expected settings"),
-    "config: a number": whole_config("5\n", "config.yaml, line 1", "found '5'", "expected settings"),
+    "config: a list": whole_config("\n- a\n- b\n", "config.yaml:2", "found a list", "expected settings"),
+    "config: a word": whole_config("hello\n", "config.yaml:1", "found 'hello'", "expected settings"),
+    "config: a number": whole_config("5\n", "config.yaml:1", "found '5'", "expected settings"),
     "config: tabs": whole_config(
-        "batch:\n\tmicro_batch_size: 2\n", "config.yaml, line 2", "cannot start any token", "expected YAML"
+        "batch:\n\tmicro_batch_size: 2\n", "config.yaml:2", "cannot start any token", "expected YAML"
     ),
-    "config: colon missing": whole_config("method cont_accum\nseed: 1\n", "config.yaml, line 2", "not YAML", "expected YAML"),
-    "config: not UTF-8": whole_config(b"method: \xff\n", "config.yaml: byte 8 is not UTF-8", "expected UTF-8 text"),
+    "config: colon missing": whole_config("method cont_accum\nseed: 1\n", "config.yaml:2", "not YAML", "expected YAML"),
+    "config: not UTF-8": whole_config(b"method: \xff\n", "config.yaml: byte 8 is not UTF-8", "a YAML file"),
     "config: NUL": whole_config(b"method: \0\n", "config.yaml: not usable YAML", "expected YAML"),
     "config: nested without end": whole_config("a: " + "[" * 99_000 + "]" * 99_000, "config.yaml: not usable YAML"),
-    "config: nested deep": whole_config("a: " + "[" * 50 + "]" * 50, "config.yaml, line 1", "deeper than 20 levels"),
+    "config: nested deep": whole_config("a: " + "[" * 50 + "]" * 50, "config.yaml:1", "deeper than 20 levels"),
     "config: alias of itself": whole_config(
-        "data: &a {train: *a}\n", "config.yaml, line 1", "inside what it names", "plain values"
+        "data: &a {train: *a}\n", "config.yaml:1", "nested deeper than 20 levels", "settings"
     ),
-    "config: a setting twice": whole_config("seed: 1\nseed: 2\n", "config.yaml, line 2", "'seed' stands a second time"),
-    "config: aliases without end": whole_config(BOMB, "config.yaml, line", "more than 10000 values", "settings"),
-    "config: a key of lists": whole_config("? [a, b]\n: 1\n", "config.yaml, line 1", "found a list as a key"),
-    "config: another config": whole_config("seed: 1\nconfig: qa.csv\n", "config.yaml, line 2", "the key 'config'"),
-    "config: a tag of its own": whole_config("seed: !secret x\n", "config.yaml, line 1", "'!secret'", "plain values"),
+    "config: a setting twice": whole_config("seed: 1\nseed: 2\n", "config.yaml:2", "duplicate setting 'seed' (first in line 1)"),
+    "config: aliases without end": whole_config(BOMB, "config.yaml:", "more than 10000 values", "settings"),
+    "config: a key of lists": whole_config("? [a, b]\n: 1\n", "config.yaml:1", "found a list as a key"),
+    "config: another config": whole_config("seed: 1\nconfig: qa.csv\n", "config.yaml:2", "the key 'config'"),
+    "config: a tag of its own": whole_config("seed: !secret x\n", "config.yaml:1", "'!secret'", "plain values"),
     "config: unknown key": config("{size: 4", "{sise: 4", "sise"),
     "config: unknown group": config("bank:", "banks:", "banks"),
-    "config: group a number": whole_config("bank: 5\n", "config.yaml, line 1", "bank is '5'", "expected a group of settings"),
-    "config: group a list": whole_config("seed: 1\nbank: [1]\n", "config.yaml, line 2", "bank is a list", "a group of settings"),
+    "config: group a number": whole_config("bank: 5\n", "config.yaml:1", "bank is '5'", "expected a group of settings"),
+    "config: group a list": whole_config("seed: 1\nbank: [1]\n", "config.yaml:2", "bank is a list", "a group of settings"),
     "config: size a word": config("{size: 4", "{size: many", "bank.size", "many"),
     "config: size a fraction": config("{size: 4", "{size: 4.5", "bank.size", "4.5"),
     "config: size a list": config("{size: 4", "{size: [4]", "bank.size"),
@@ -426,7 +426,7 @@ CASES: dict[str, Case] = {
     ),
     "config: size true": config("{size: 4", "{size: true", "bank.size"),
     "config: size negative": config("{size: 4", "{size: -4", "bank.size is -4", "at least 0"),
-    "config: size too small": config("{size: 4", "{size: 1", "bank.size is 1 rows", "2 rows enter at once"),
+    "config: size too small": config("{size: 4", "{size: 1", "bank.size is 1 rows", "2 rows can enter at once"),
     "config: batch of none": config("micro_batch_size: 2", "micro_batch_size: 0", "batch.micro_batch_size is 0"),
     "config: batch not divisible": config("micro_batch_size: 2", "micro_batch_size: 3", "4 is not divisible", "3"),
     "config: method unknown": config("cont_accum", "magic", "magic"),
@@ -439,28 +439,28 @@ CASES: dict[str, Case] = {
     "config: two warm-ups": config(
         "max_steps: 1", "max_steps: 1, warmup_steps: 1, warmup_ratio: 0.1", "warmup_steps", "warmup_ratio", "one of them"
     ),
-    "config: dropout above 1": config("name: tiny", "name: tiny, dropout: 2", "model.dropout is 2", "share"),
+    "config: dropout above 1": config("name: tiny", "name: tiny, dropout: 2", "model.dropout is 2", "from 0 to 1"),
     "config: temperature 0": config("name: tiny", "name: tiny, temperature: 0", "model.temperature is 0", "more than 0"),
-    "config: seed negative": config("method:", "seed: -1\nmethod:", "seed is -1", "a whole number from 0"),
-    "config: output a file": config("output_dir: out", "output_dir: qa.csv", "output_dir qa.csv is a file", "a folder"),
-    "config: output not empty": config("output_dir: out", "output_dir: d", "output_dir d already holds", "--resume"),
+    "config: seed negative": config("method:", "seed: -1\nmethod:", "seed is -1", "expected from 0"),
+    "config: output a file": config("output_dir: out", "output_dir: qa.csv", "qa.csv: this is a file", "Choose a folder"),
+    "config: output not empty": config("output_dir: out", "output_dir: d", "output_dir d: not empty", "Choose an empty folder"),
     "config: output missing": config("output_dir: out\n", "", "output_dir"),
     "config: no training data": config("train: d", "dev: d", "data.train is not set", "a path"),
-    "config: data not there": config("train: d", "train: nowhere", "nowhere: no such folder", "no data set of that name"),
+    "config: data not there": config("train: d", "train: nowhere", "nowhere: no folder or data set", "expected a path"),
     "config: a corpus to train on": config("train: d", "train: psgs.tsv", "psgs.tsv", "corpus", "training examples"),
-    "config: dev split missing": config("train: d", "train: d, dev: d", "holds no split 'dev'", "test, train"),
-    "config: more negatives than passages": config("train: d", "train: d, hard_negatives: 9", "9 of hard_negatives"),
-    "config: nothing to resume": Case("train --config config.yaml --output_dir d --resume", ["d has no config.yaml"]),
+    "config: dev split missing": config("train: d", "train: d, dev: d", "split 'dev' not found", "test, train"),
+    "config: more negatives than passages": config("train: d", "train: d, hard_negatives: 9", "data.hard_negatives is 9"),
+    "config: nothing to resume": Case("train --config config.yaml --output_dir d --resume", ["d: no config.yaml"]),
     "config: a Python object": whole_config(
-        "output_dir: !!python/object/apply:os.getcwd []\n", "config.yaml, line 1", "python/object/apply:os.getcwd", "plain values"
+        "output_dir: !!python/object/apply:os.getcwd []\n", "config.yaml:1", "python/object/apply:os.getcwd", "plain values"
     ),
     "config: a class": whole_config(
-        "model: {class_path: os.system, init_args: {command: 'true'}}\n", "line 1", "the key 'class_path'", "plain values"
+        "model: {class_path: os.system, init_args: {command: 'true'}}\n", "config.yaml:1", "the key 'class_path'", "remove it"
     ),
 }  # fmt: skip
 
 if os.geteuid() != 0:  # who may read everything is refused nothing
-    CASES["corpus: unreadable"] = corpus(lambda path: path.touch(mode=0), "could not be read", "Permission denied")
+    CASES["corpus: unreadable"] = corpus(lambda path: path.touch(mode=0), "cannot be read", "Permission denied")
 
 
 def make(case: Case, root: Path) -> None:
@@ -579,5 +579,5 @@ def test_a_line_of_100_mb_is_refused_in_little_memory(tmp_path):
     )
     code, peak = map(int, done.stdout.split()[-2:])
     assert code == 2
-    assert f"long.jsonl, line 2: the line has more than {MAX_LINE} bytes, expected at most that" in done.stderr
+    assert f"long.jsonl:2: the line has more than {MAX_LINE} bytes; longer lines are not read" in done.stderr
     assert peak < 4 * MAX_LINE

@@ -1,20 +1,24 @@
-"""The benchmarks run from end to end on a tiny encoder and smallest sizes, so that they cannot rot unseen."""
+"""Every benchmark runs to its end on a tiny encoder with the smallest sizes."""
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import gpu_suite
 import pytest
+import torch
+from forked import python
 
-from contaccum.encoder import DualEncoder, EncoderSettings
-from contaccum.encoder.tiny import tiny_tower
+from contaccum.batch import RowIds
+from contaccum.encoder import DualEncoder, EncoderSettings, tiny_tower
 
 ROOT = Path(__file__).parent.parent
 NAMES = [
     "methods", "peers", "loss", "scaling", "data_path", "micro_batch_tokens", "memory_switches", "trainer_loss", "adapters",
-    "families",
+    "families", "frames",
 ]  # fmt: skip
 
 
@@ -29,6 +33,15 @@ def tiny_folder(tmp_path_factory):
     return folder / "model" / "query_encoder"
 
 
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """Folder for PATH with a ``python`` that has imported everything."""
+    folder = tmp_path_factory.mktemp("programs")
+    for name in ("python", "python3"):
+        (folder / name).symlink_to(python())
+    return {"PATH": f"{folder}:{sys.prefix}/bin:{os.environ['PATH']}"}
+
+
 def run(*call: str, **environment: str) -> subprocess.CompletedProcess:
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}", **environment}
     return subprocess.run(call, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
@@ -36,24 +49,113 @@ def run(*call: str, **environment: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.acceptance
 @pytest.mark.parametrize("name", NAMES)
-def test_each_benchmark_prints_its_table_and_writes_its_figures(name, tiny_folder, tmp_path):
-    places = {"MODEL": str(tiny_folder), "RESULTS": str(tmp_path), "DATA": str(ROOT / "data" / "demo")}
+def test_each_benchmark_prints_its_table_and_writes_its_figures(name, tiny_folder, programs, tmp_path):
+    places = {"MODEL": str(tiny_folder), "RESULTS": str(tmp_path), "DATA": str(ROOT / "data" / "demo"), **programs}
     done = run("bash", "benchmarks/run_all.sh", "--quick", name, **places)
     assert done.returncode == 0, done.stderr[-3000:]
     figures = json.loads((tmp_path / f"{name}.json").read_text())
     assert {"date", "cpu", "versions", "command"} <= figures["environment"].keys()
     assert (tmp_path / f"{name}.md").read_text().strip() == done.stdout.strip()
     assert "| --" in done.stdout or "| :--" in done.stdout
-    if name == "peers":  # all that compare N pairs with N take the same loss
+    if name == "peers":  # all that compare N pairs with N have equal losses
         losses = [row["loss"] for row in figures["rows"] if row["loss"] is not None]
         assert len(losses) == 4
         assert max(losses) - min(losses) < 1e-5
 
 
-def test_a_wrong_folder_is_named(tmp_path):
+@pytest.mark.acceptance
+@pytest.mark.parametrize("part", [1, 2, 3])
+def test_each_part_of_the_gpu_suite_runs_on_a_cpu(part, tmp_path):
+    out = tmp_path / "out"
+    done = run("bash", "benchmarks/gpu_suite.sh", str(out), "--device", "cpu", "--part", str(part), "--minutes", "30")
+    assert done.returncode == 0, done.stdout
+    found = json.loads((out / f"part{part}.json").read_text())
+    assert [step["name"] for step in found["steps"] if step["state"] != "passed"] == []
+    assert [step["part"] for step in found["steps"]] == [0] + [part] * (len(found["steps"]) - 1)
+    assert (out / f"part{part}.log").read_text() == done.stdout
+    steps = gpu_suite.make_steps(out, "cpu", True)
+    assert [step["name"] for step in found["steps"][1:]] == [step.name for step in steps if step.part == part]
+    for name in (step["name"] for step in found["steps"]):
+        assert json.loads((out / f"{name}.json").read_text())
+        assert (out / f"{name}.log").is_file()
+
+
+def run_suite(monkeypatch, out: Path, steps: list[gpu_suite.Step], *options: str) -> int:
+    monkeypatch.setattr(gpu_suite, "make_steps", lambda *_: steps)
+    monkeypatch.setattr(sys, "argv", ["gpu_suite.py", str(out), "--device", "cpu", *options])
+    return gpu_suite.main()
+
+
+def test_steps_of_the_gpu_suite_do_not_depend_on_each_other(tmp_path, monkeypatch, capsys):
+    """A step that fails, one without its package and one that takes too long do not stop the last one, or the next part."""
+
+    def step(name: str, code: str, *needs: str, most: int = 60, part: int = 1) -> gpu_suite.Step:
+        return gpu_suite.Step(part, name, [sys.executable, "-c", code], needs, most)
+
+    steps = [step("fails", "raise ValueError('why')"), step("lacks", "", "no_such_package"),
+             step("hangs", "import time; time.sleep(600)", most=8), step("works", "print('fine')"),
+             step("next", "print('fine')", part=2)]  # fmt: skip
+    assert run_suite(monkeypatch, tmp_path, steps, "--part", "1", "--part", "2") == 1
+    found = {
+        each["name"]: (each["state"], each["reason"])
+        for part in (1, 2)
+        for each in json.loads((tmp_path / f"part{part}.json").read_text())["steps"]
+    }
+    assert found["fails"] == ("failed", "exit code 1: ValueError: why")
+    assert found["lacks"] == ("skipped", "needs no_such_package")
+    assert found["hangs"][0] == "stopped"
+    assert found["works"] == found["next"] == ("passed", "fine")
+    assert run_suite(monkeypatch, tmp_path, steps, "--part", "1", "--minutes", "0") == 0
+    assert "works: skipped in 0 s (the time of this part is over)" in capsys.readouterr().out
+
+
+def test_the_gpu_suite_needs_only_the_standard_library(tmp_path):
+    """Without installed packages, each part is skipped with one line."""
+    call = ("benchmarks/gpu_suite.py", str(tmp_path), "--device", "cpu")
+    done = run(sys.executable, "-I", "-S", *call)
+    assert done.returncode == 0, done.stderr
+    assert [line.partition(",")[0] for line in done.stdout.splitlines()] == [
+        f"part {part}: skipped (needs accelerate" for part in (1, 2, 3)
+    ]
+    assert "torch" in json.loads((tmp_path / "part2.json").read_text())["missing"]
+
+
+def test_the_gpu_suite_refuses_a_machine_without_a_gpu(tmp_path):
+    done = run(sys.executable, "benchmarks/gpu_suite.py", str(tmp_path / "out"), CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2
+    assert "torch sees no CUDA device; for the smallest sizes on the CPU, add --device cpu" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_wrong_folder_is_named(tmp_path):
     done = run(sys.executable, "benchmarks/methods.py", "--quick", "--model", str(tmp_path))
     assert done.returncode == 1
     assert f"--model {tmp_path}: no config.json there" in done.stderr
     done = run("bash", "benchmarks/run_all.sh", "--quick", DATA=str(tmp_path))
     assert done.returncode == 2
     assert "no corpus.jsonl" in done.stderr
+
+
+@pytest.mark.acceptance
+def test_two_checkouts_are_compared(tmp_path):
+    script, options = "benchmarks/two_checkouts.py", ("--rounds", "1", "--quick", "--parts", "encode,startup")
+    done = run(sys.executable, script, str(ROOT), str(ROOT), *options, "--output", str(tmp_path / "out.json"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    figures = json.loads((tmp_path / "out.json").read_text())["seconds"]
+    assert list(figures) == ["encode 100 texts", "contaccum --help"]
+    assert all(len(both[which]) == 1 for both in figures.values() for which in ("old", "new"))
+
+
+def test_a_folder_without_the_package_is_no_checkout(tmp_path):
+    done = run(sys.executable, "benchmarks/two_checkouts.py", str(tmp_path), str(tmp_path), PYTHONPATH="")
+    assert done.returncode == 1
+    assert "expected the package contaccum in this folder" in done.stderr
+
+
+def test_the_frame_count_sees_own_functions_and_no_others(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    frames = importlib.import_module("frames")
+    ids = RowIds(torch.arange(2).unsqueeze(1), torch.arange(2).unsqueeze(1))
+    found = frames.measure("merge", lambda: RowIds.merge([ids], torch.cat))
+    assert (found["depth"], found["files"], found["deepest chain"]) == (1, 1, "merge")
+    assert frames.measure("merge", lambda: RowIds.merge([ids], torch.cat), "begin_step")["depth"] == 0

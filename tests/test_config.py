@@ -8,13 +8,25 @@ import yaml
 from helpers import train_config
 
 from contaccum.cli import main
-from contaccum.config import TRAITS, TrainConfig, check_total, from_mapping, parse_bytes, to_yaml, validate
-from contaccum.config.settings import MixtureConfig
+from contaccum.config import (
+    METHOD_SPECS,
+    MixtureConfig,
+    TrainConfig,
+    check_total,
+    from_mapping,
+    parse_bytes,
+    to_yaml,
+    validate,
+)
+from contaccum.config.commands import EncoderConfig
 from contaccum.errors import InputError
 from contaccum.methods import METHODS
-from contaccum.options import ModelChoice
+from contaccum.training.run_folder import read_config
 
-CONFIGS = sorted((Path(__file__).parent.parent / "configs").rglob("*.yaml"))
+CONFIGS = [
+    path for path in sorted((Path(__file__).parent.parent / "configs").rglob("*.yaml")) if "methods" not in path.name
+]
+"""Config files; configs/study/methods*.yaml are the rows of comparisons."""
 
 
 def config(method="cont_accum", **changes) -> TrainConfig:
@@ -38,6 +50,40 @@ def test_every_config_file_parses_and_holds_together(path, capsys):
             for name, value in values.items():
                 if (group, name) != ("data", "train"):
                     assert printed[group][name] == value
+
+
+@pytest.mark.parametrize("name", ["finetune", "demo", "presets/24gb", "paper/nq"])
+def test_ready_made_configs_have_names(name, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # an installed package has no folder configs
+    given = ["--output_dir", "x", "--data.train", "x"]
+    named = print_config(capsys, Path(name), *given)
+    path = next(path for path in CONFIGS if path.as_posix().endswith(f"/{name}.yaml"))
+    assert named == print_config(capsys, path, *given)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("finetun", "finetun: no such file, and no ready-made config has this name; the names are demo, finetune"),
+        ("../pyproject", "no ready-made config has this name"),
+        ("presets", "no ready-made config has this name"),
+        ("", "no ready-made config has this name"),
+        ("no.yaml", "no.yaml: cannot be read (No such file or directory)"),
+        ("s3://bucket/finetune.yaml", "scheme s3 is not a local path"),
+    ],
+)
+def test_unknown_config_names_are_refused(name, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", f"--config={name}"]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_file_comes_before_a_ready_made_config(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("finetune").write_text("seed: 17\n")
+    assert print_config(capsys, Path("finetune"), "--output_dir", "x", "--data.train", "x")["seed"] == 17
+    Path("demo").mkdir()  # as `contaccum data demo demo` makes it
+    assert print_config(capsys, Path("demo"), "--output_dir", "x", "--data.train", "x")["method"] == "cont_accum"
 
 
 def test_there_are_config_files():
@@ -84,6 +130,15 @@ def test_the_saved_config_is_complete_and_can_be_read_back(tmp_path, capsys):
     assert print_config(capsys, tmp_path / "config.yaml") == asdict(original)
 
 
+ALL_SEPARATE = [MixtureConfig("x", in_batch_negatives=False)]
+SEPARATE = {
+    "data.train": "",
+    "data.hard_negatives": 1,
+    "data.fill_negatives": "none",
+    "data.mixture": [MixtureConfig("y"), *ALL_SEPARATE],
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -91,7 +146,7 @@ def test_the_saved_config_is_complete_and_can_be_read_back(tmp_path, capsys):
         ({"batch.micro_batch_tokens": 0}, "batch.micro_batch_tokens is 0, expected at least 1"),
         (
             {"batch.micro_batch_tokens": 320, "batch.micro_batch_size": 8, "bank.size": 12},
-            "bank.size is 12 rows, but 16 rows may enter at once",
+            "bank.size is 12 rows, but 16 rows can enter at once",
         ),
         (
             {"run.memory_budget": "11"},
@@ -99,20 +154,22 @@ def test_the_saved_config_is_complete_and_can_be_read_back(tmp_path, capsys):
         ),
         ({"run.memory_budget": "0GB"}, "run.memory_budget is '0GB', expected a number above 0"),
         ({"run.memory_budget": "-1GB"}, "run.memory_budget is '-1GB', expected a number above 0"),
-        ({"bank.size": 3}, "bank.size is 3 rows, but 4 rows enter at once"),
+        ({"bank.size": 3}, "bank.size is 3 rows, but 4 rows can enter at once"),
         ({"bank.age_decay": -0.5}, "bank.age_decay is -0.5, expected at least 0"),
-        ({"bank.size": 12, "bank.visibility": "on_step"}, "bank.size is 12 rows, but 16 rows enter at once"),
-        ({"method": "cont_cache", "bank.size": 12}, "bank.size is 12 rows, but 16 rows enter at once"),
+        ({"method": "cont_cache", "bank.size": 12}, "bank.size is 12 rows, but 16 rows can enter at once"),
         ({"method": "no_such"}, "method is 'no_such', expected one of in_batch"),
         ({"data.train": ""}, "data.train is not set"),
-        ({"seed": 2**64}, "seed is 18446744073709551616, expected a whole number from 0 to 18446744073709551615"),
-        ({"seed": -1}, "seed is -1, expected a whole number from 0"),
+        ({"seed": 2**64}, "seed is 18446744073709551616, expected from 0 to 18446744073709551615"),
+        ({"seed": -1}, "seed is -1, expected from 0"),
         ({"output_dir": ""}, "output_dir is not set"),
-        ({"model.tie_towers": True, "model.passage_name": "x"}, "model.passage_name is 'x' with model.tie_towers"),
+        (
+            {"model.tie_towers": True, "model.passage_name": "x"},
+            "model.passage_name is 'x', but model.tie_towers is true",
+        ),
         ({"model.temperature": 0.0}, "model.temperature is 0.0, expected more than 0"),
-        ({"model.tiny_width": 48}, "model.tiny_width is 48, expected a multiple of 32"),
-        ({"model.dropout": 1.5}, "model.dropout is 1.5, expected a share"),
-        ({"optim.warmup_ratio": 2.0}, "optim.warmup_ratio is 2.0, expected a share"),
+        ({"model.tiny_width": 48}, "model.tiny_width is 48, expected at least 32 and a multiple of 32"),
+        ({"model.dropout": 1.5}, "model.dropout is 1.5, expected from 0 to 1"),
+        ({"optim.warmup_ratio": 2.0}, "optim.warmup_ratio is 2.0, expected from 0 to 1"),
         ({"optim.warmup_ratio": 0.1, "optim.warmup_steps": 3}, "are both given"),
         ({"optim.learning_rate": -1.0}, "optim.learning_rate is -1.0, expected at least 0"),
         ({"run.keep_checkpoints": 0}, "run.keep_checkpoints is 0, expected at least 1"),
@@ -125,20 +182,53 @@ def test_the_saved_config_is_complete_and_can_be_read_back(tmp_path, capsys):
         ({"loss.matryoshka_dims": [0]}, r"loss.matryoshka_dims is \[0\], expected different numbers of at least 1"),
         (
             {"loss.matryoshka_dims": [8], "loss.matryoshka_weights": [1.0, 2.0]},
-            "loss.matryoshka_weights has 2 numbers, expected one for each of the 1 of loss.matryoshka_dims",
+            "loss.matryoshka_weights has 2 numbers, but loss.matryoshka_dims has 1",
         ),
-        ({"loss.matryoshka_weights": [1.0]}, "loss.matryoshka_weights has 1 numbers, expected one for each of the 0"),
+        ({"loss.matryoshka_weights": [1.0]}, "loss.matryoshka_weights has 1 numbers, but loss.matryoshka_dims has 0"),
         (
             {"loss.matryoshka_dims": [8], "loss.matryoshka_weights": [float("nan")]},
             r"loss.matryoshka_weights is \[nan\], expected finite numbers above 0",
         ),
-        ({"loss.distillation": "kl"}, "loss.distillation is kl with data.hard_negatives 0, expected at least 1"),
+        ({"loss.distillation": "kl"}, "loss.distillation is kl, but data.hard_negatives is 0; set it to at least 1"),
         ({"loss.distillation_weight": 0.0}, "loss.distillation_weight is 0.0, expected more than 0"),
         ({"loss.teacher_temperature": -1.0}, "loss.teacher_temperature is -1.0, expected more than 0"),
-        ({"data.streaming": True, "optim.max_steps": None}, "data.streaming without optim.max_steps, expected it"),
+        ({"data.streaming": True, "optim.max_steps": None}, "data.streaming is true, but optim.max_steps is not set"),
         (
             {"data.streaming": True, "data.train": "", "data.mixture": [MixtureConfig("x")]},
-            "data.streaming is true with data.mixture, expected one or the other",
+            "data.streaming is true, but data.mixture is set too",
+        ),
+        (
+            {"loss.guide": "g", "loss.false_negative_margin": 0.0},
+            "loss.guide and loss.false_negative_margin are both set",
+        ),
+        ({"loss.guide": "g", "data.streaming": True}, "loss.guide is set, but data.streaming is true"),
+        ({"loss.guide": "bm25"}, "loss.guide is 'bm25', it computes no vectors; give an encoder"),
+        ({"loss.guide": ""}, "loss.guide is '', expected a folder or a name on the Hub"),
+        ({"loss.guide": "g", "loss.guide_margin": float("inf")}, "loss.guide_margin is inf, expected a finite number"),
+        (
+            {"loss.guide": "g", "loss.guide_margin": -0.1, "loss.margin_strategy": "relative"},
+            "loss.guide_margin is -0.1, expected a number from 0 to 1, because loss.margin_strategy is relative",
+        ),
+        (
+            {"loss.false_negative_margin": 1.5, "loss.margin_strategy": "relative"},
+            "loss.false_negative_margin is 1.5, expected a number from 0 to 1, because loss.margin_strategy is relative",
+        ),
+        ({"loss.margin_strategy": "both"}, "loss.margin_strategy is 'both', expected one of absolute, relative"),
+        (
+            {**SEPARATE, "data.hard_negatives": 0},
+            "data.mixture[1].in_batch_negatives is false, but data.hard_negatives is 0, so its queries have nothing to compare",
+        ),
+        (
+            {**SEPARATE, "data.fill_negatives": "random"},
+            "data.mixture[1].in_batch_negatives is false, but data.fill_negatives is random",
+        ),
+        (
+            {**SEPARATE, "data.mixture": ALL_SEPARATE},
+            "data.mixture: in_batch_negatives is false for all sets, so the bank of cont_accum has nothing to compare",
+        ),
+        (
+            {**SEPARATE, "data.mixture": ALL_SEPARATE, "method": "grad_cache", "loss.symmetric": True},
+            "data.mixture: in_batch_negatives is false for all sets, so loss.symmetric has nothing to compare",
         ),
         ({"data.shuffle_buffer": 0}, "data.shuffle_buffer is 0, expected at least 1"),
         ({"optim.adam_beta1": 1.5}, "optim.adam_beta1 is 1.5, expected at least 0 and less than 1"),
@@ -148,13 +238,18 @@ def test_the_saved_config_is_complete_and_can_be_read_back(tmp_path, capsys):
         ),
         ({"run.metric": "recall@1000"}, "run.metric is 'recall@1000', expected one of"),
         ({"optim.learning_rate": float("nan")}, "optim.learning_rate is nan"),
-        ({"model.attention": "flash_attention_2"}, "model.attention is flash_attention_2 with run.precision fp32"),
-        ({"model.unpad": True, "run.compile": "default"}, "run.compile is default with model.unpad"),
-        ({"model.pack_linears": True, "run.compile": "default"}, "run.compile is default with model.pack_linears"),
+        ({"model.attention": "flash_attention_2"}, "model.attention is flash_attention_2, but run.precision is fp32"),
+        ({"model.unpad": True, "run.compile": "default"}, "run.compile is default, but model.unpad is true"),
+        ({"replay.share": 0.0}, "replay.share is 0.0, expected more than 0 and at most 1"),
+        (
+            {"method": "grad_cache", "replay.share": 0.5, "run.compile": "cuda_graphs"},
+            "run.compile is cuda_graphs, but replay.share is 0.5; replayed batches vary in size",
+        ),
+        ({"batch.on_out_of_memory": "grow"}, "batch.on_out_of_memory is 'grow', expected one of shrink, stop"),
     ],
 )
 def test_each_broken_rule_is_one_sentence(changes, sentence):
-    with pytest.raises(InputError, match=sentence.replace("(", "\\(")) as error:
+    with pytest.raises(InputError, match=sentence.replace("(", "\\(").replace("mixture[1]", r"mixture\[1\]")) as error:
         validate(config(**changes))
     assert "\n" not in str(error.value)
 
@@ -168,39 +263,85 @@ def test_each_broken_rule_is_one_sentence(changes, sentence):
         ),
         (
             {"method": "in_batch", "batch.micro_batch_tokens": 320},
-            "batch.micro_batch_tokens has no effect with in_batch",
-        ),
-        (
-            {"method": "in_batch", "batch.on_out_of_memory": "grow"},
-            "batch.on_out_of_memory has no effect with in_batch",
+            "batch.micro_batch_tokens has no effect with method in_batch",
         ),
         ({"run.eval_steps": 5}, "run.eval_steps has no effect without data.dev"),
         ({"allow_changes": True}, "allow_changes has no effect without resume"),
         ({"optim.reference_batch_size": 64}, "optim.reference_batch_size has no effect"),
         ({"loss.teacher_temperature": 2.0}, "loss.teacher_temperature has no effect with loss.distillation none"),
         ({"loss.distillation_weight": 2.0}, "loss.distillation_weight has no effect with loss.distillation none"),
-        ({"method": "cont_cache", "bank.visibility": "on_step"}, "bank.visibility has no effect with cont_cache"),
-        ({"bank.keep": False, "bank.visibility": "on_step"}, "bank.keep false empties the bank before"),
+        (
+            {"method": "cont_cache", "bank.keep": False},
+            "With bank.keep=false, the bank is emptied before its rows are used",
+        ),
         ({"bank.keep": False, "bank.age_decay": 1.0}, "bank.age_decay has no effect with bank.keep false"),
-        ({"bank.queries": False, "bank.row_weight": "current"}, "bank.row_weight has no effect without bank.queries"),
         ({"bank.hard_negatives": False}, "bank.hard_negatives has no effect with data.hard_negatives 0"),
+        ({"data.fill_negatives": "none"}, "data.fill_negatives has no effect with data.hard_negatives 0"),
+        ({"replay.share": 0.5}, "replay.share has no effect with method cont_accum"),
+        ({"replay.balance": True}, "replay.balance has no effect with method cont_accum"),
+        ({"method": "grad_cache", "replay.balance": True}, "replay.balance has no effect with replay.share 1"),
+        ({"loss.guide_margin": 0.1}, "loss.guide_margin has no effect without loss.guide"),
+        (
+            {"loss.margin_strategy": "relative"},
+            "loss.margin_strategy has no effect with loss.false_negative_margin null",
+        ),
         ({"data.shuffle_buffer": 5}, "data.shuffle_buffer has no effect without data.streaming"),
         ({"data.streaming": True, "data.repair": True}, "data.repair has no effect with data.streaming"),
         ({"run.metric": "mrr@10"}, "run.metric has no effect without data.dev"),
         ({"optim.epochs": 3.0}, "optim.epochs has no effect with optim.max_steps"),
-        ({"optim.name": "adamw_8bit", "optim.fused": False}, "optim.fused has no effect with optim.name adamw_8bit"),
         ({"model.passage_name": "x"}, "model.passage_name has no effect with model.name tiny"),
-        ({"model.name": "x", "model.tiny_width": 64}, "model.tiny_width has no effect with model.name x"),
-        ({"model.unpad": True, "model.attention": "eager"}, "model.attention eager has no effect with model.unpad"),
-        (
-            {"model.pack_linears": True, "run.precision": "bf16"},
-            "model.pack_linears has no effect with run.precision bf16",
-        ),
+        ({"model.name": "x", "model.tiny_width": 64}, "model.tiny_width has no effect without model.name tiny"),
+        ({"model.unpad": True, "model.attention": "eager"}, "model.attention has no effect with model.unpad"),
     ],
 )
 def test_settings_without_effect_are_named(changes, sentence):
     with pytest.warns(UserWarning, match=sentence):
         validate(config(**changes))
+
+
+@pytest.mark.parametrize("changes", [{"loss.guide": "g"}, {"loss.false_negative_margin": 0.0}, SEPARATE])
+def test_settings_that_leave_out_pairs_have_an_effect(changes, recwarn):
+    strategy = {} if "data.mixture" in changes else {"loss.margin_strategy": "relative"}
+    validate(config(**changes, **strategy))
+    assert not recwarn.list
+
+
+REMOVED_CALLS = [
+    ("model.pack_linears", "true", "use model.unpad; encoding on a CPU still packs linear layers"),
+    ("bank.visibility", "on_step", "always visible"),
+    ("bank.queries", "false", "Use method passage_bank"),
+    ("optim.fused", "false", "use optim.name adamw_8bit"),
+    ("batch.on_out_of_memory", "grow", "Use shrink"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "instead"), REMOVED_CALLS)
+def test_removed_setting_is_refused_with_what_to_use_instead(name, value, instead, tmp_path, capsys):
+    group, _, field = name.partition(".")
+    (tmp_path / "old.yaml").write_text(f"output_dir: x\n{group}:\n  {field}: {value}\n")
+    for call, where in (
+        (["train", f"--{name}={value}"], f"--{name} is {value}"),
+        (["compare", f"--{name}", value], f"--{name} is {value}"),
+        (["train", "--config", str(tmp_path / "old.yaml")], f"old.yaml:3: {name} is {value}"),
+    ):
+        assert main(call) == 2
+        error = capsys.readouterr().err
+        assert where in error
+        assert instead in error
+        assert error.count("\n") == 1
+    python = yaml.safe_load((tmp_path / "old.yaml").read_text())
+    with pytest.raises(InputError, match=instead):
+        from_mapping(python)
+
+
+def test_config_of_an_earlier_version_is_read_without_removed_settings(tmp_path, capsys):
+    old = asdict(config())
+    old["model"]["pack_linears"], old["bank"]["visibility"], old["bank"]["queries"] = False, "immediate", True
+    old["optim"]["fused"] = True
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(old))
+    assert print_config(capsys, tmp_path / "config.yaml") == asdict(config())
+    assert from_mapping(old) == config()
+    assert read_config(tmp_path) == asdict(config())
 
 
 def test_settings_with_effect_are_not_named(recwarn):
@@ -217,7 +358,7 @@ def test_a_bank_that_is_never_used_is_named():
 
 
 def test_half_precision_is_chosen_by_nobody_but_the_user():
-    assert TrainConfig().run.precision == ModelChoice("x").precision == "fp32"
+    assert TrainConfig().run.precision == EncoderConfig("x").precision == "fp32"
     assert not TrainConfig().run.tf32
 
 
@@ -267,6 +408,6 @@ def test_learning_rate_scaling():
     assert rates == pytest.approx({"none": 1e-4, "linear": 2.5e-5, "sqrt": 5e-5})
 
 
-def test_traits_and_methods_name_the_same_six():
-    assert list(TRAITS) == list(METHODS)
+def test_specs_and_methods_name_the_same_six():
+    assert list(METHOD_SPECS) == list(METHODS)
     assert len(METHODS) == 6

@@ -1,21 +1,21 @@
-"""One process a folder; a lock left behind is told from one that is held."""
+"""Locks: one process per folder, stale locks taken over, foreign locks refused."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
-from contaccum import lock as module
 from contaccum.errors import InputError
-from contaccum.lock import LOCK_FILE, folder_lock
+from contaccum.runtime import locks as module
+from contaccum.runtime.locks import LOCK_FILE, folder_lock, waiting_lock
 
 HOLD = """
 import sys, time
-from contaccum.lock import folder_lock
+from contaccum.runtime.locks import folder_lock
 with folder_lock(sys.argv[1]):
     print("held", flush=True)
     time.sleep(1000)
@@ -33,46 +33,43 @@ def holder(tmp_path):
     process.stdout.close()
 
 
-def test_a_second_process_is_refused_and_the_sentence_names_the_first(holder, tmp_path):
-    said = f"held by process {holder.pid} on this host, expected no other run"
+def lines_of(folder) -> list[str]:
+    """Process, host and start of the holder."""
+    return (folder / LOCK_FILE).read_text().splitlines()
+
+
+def test_a_second_process_is_refused_with_the_pid_and_host_of_the_first(holder, tmp_path):
+    host = lines_of(tmp_path / "run")[1].replace("?", r"\?")
+    said = f"process {holder.pid} on host {host} is using this folder"
     with pytest.raises(InputError, match=said) as error, folder_lock(tmp_path / "run"):
         pass
     assert str(tmp_path / "run" / LOCK_FILE) in str(error.value)
-    assert (tmp_path / "run" / LOCK_FILE).exists()
+    assert lines_of(tmp_path / "run")[0] == str(holder.pid)
 
 
 def test_the_lock_of_a_killed_process_is_taken_over_with_a_note(holder, tmp_path, capsys):
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     with folder_lock(tmp_path / "run"):
-        assert json.loads((tmp_path / "run" / LOCK_FILE).read_text())["pid"] == os.getpid()
-    assert f"left by process {holder.pid}, which is gone; taken over" in capsys.readouterr().err
+        assert lines_of(tmp_path / "run")[0] == str(os.getpid())
+    said = capsys.readouterr().err
+    assert f"process {holder.pid} on host " in said
+    assert "has ended; this process takes over its lock" in said
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
 
 
-def test_a_process_number_given_again_is_no_holder(holder, tmp_path, capsys):
-    """The number is alive, but was started at another time."""
-    file = tmp_path / "run" / LOCK_FILE
-    found = json.loads(file.read_text())
-    file.write_text(json.dumps({**found, "started": "1"}))
+def test_a_reused_process_number_is_no_holder(holder, tmp_path, capsys):
+    """The number is alive, but its process started at another time, or before the machine's last boot."""
+    pid, host, _ = lines_of(tmp_path / "run")
+    (tmp_path / "run" / LOCK_FILE).write_text(f"{pid}\n{host}\n1\n")
     with folder_lock(tmp_path / "run"):
         pass
-    assert "taken over" in capsys.readouterr().err
+    assert "this process takes over its lock" in capsys.readouterr().err
 
 
-def test_a_machine_started_anew_has_no_holders(holder, tmp_path, capsys):
-    file = tmp_path / "run" / LOCK_FILE
-    file.write_text(json.dumps({**json.loads(file.read_text()), "boot": "another"}))
-    with folder_lock(tmp_path / "run"):
-        pass
-    assert "taken over" in capsys.readouterr().err
-
-
-def test_another_host_is_refused_and_told_how_to_go_on(tmp_path):
-    with folder_lock(tmp_path):
-        found = json.loads((tmp_path / LOCK_FILE).read_text())
-    (tmp_path / LOCK_FILE).write_text(json.dumps({**found, "host": "node7", "pid": 4}))
-    said = r"held by process 4 on host node7.* if it is gone, delete this file"
+def test_the_lock_of_another_host_is_refused_and_the_file_to_delete_is_named(tmp_path):
+    (tmp_path / LOCK_FILE).write_text("4\nnode7\n")
+    said = f"{LOCK_FILE}: process 4 on host node7 is using .* If that process has ended, delete the file"
     with pytest.raises(InputError, match=said), folder_lock(tmp_path):
         pass
     (tmp_path / LOCK_FILE).unlink()
@@ -80,17 +77,25 @@ def test_another_host_is_refused_and_told_how_to_go_on(tmp_path):
         pass
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": 3}', "\0\0\0"])
-def test_a_lock_without_a_name_is_taken_over(content, tmp_path, capsys, monkeypatch):
-    """Its process died between creating and writing it, or the power did."""
-    monkeypatch.setattr(module, "_PATIENCE", 0.0)
+@pytest.mark.parametrize("content", ["{", "[]", '{"host": "a", "pid": 3, "started": "1", "boot": "2"}', "\0\0\0"])
+def test_a_lock_that_names_no_process_is_taken_over(content, tmp_path, capsys):
+    """A power cut left half of it, or an earlier version wrote it."""
     (tmp_path / LOCK_FILE).write_text(content)
     with folder_lock(tmp_path):
         pass
-    assert "left by a process that died at once" in capsys.readouterr().err
+    assert "an unknown process has ended; this process takes over its lock" in capsys.readouterr().err
 
 
-def test_of_many_threads_that_find_it_free_or_stale_one_gets_it(tmp_path, monkeypatch):
+def test_an_empty_lock_is_taken_over_after_a_wait(tmp_path, monkeypatch, capsys):
+    """Its process was killed before it wrote its name."""
+    monkeypatch.setattr(module, "_PATIENCE", 0.1)
+    (tmp_path / LOCK_FILE).touch()
+    with folder_lock(tmp_path):
+        assert (tmp_path / LOCK_FILE).read_text()
+    assert "an unknown process has ended; this process takes over its lock" in capsys.readouterr().err
+
+
+def test_one_of_many_threads_gets_a_free_or_stale_lock(tmp_path):
     """Every round starts with a stale lock; two holders at a time never happen."""
     inside, most, refused = [0], [0], [0]
 
@@ -105,9 +110,9 @@ def test_of_many_threads_that_find_it_free_or_stale_one_gets_it(tmp_path, monkey
             refused[0] += 1
 
     with folder_lock(tmp_path):
-        stale = {**json.loads((tmp_path / LOCK_FILE).read_text()), "started": "1"}
+        pid, host, _ = lines_of(tmp_path)
     for _ in range(20):
-        (tmp_path / LOCK_FILE).write_text(json.dumps(stale))
+        (tmp_path / LOCK_FILE).write_text(f"{pid}\n{host}\n1\n")
         threads = [threading.Thread(target=attempt) for _ in range(4)]
         for thread in threads:
             thread.start()
@@ -117,7 +122,7 @@ def test_of_many_threads_that_find_it_free_or_stale_one_gets_it(tmp_path, monkey
     assert refused[0] > 0
 
 
-def test_a_folder_that_the_lock_made_goes_when_nothing_came_of_it(tmp_path):
+def test_an_empty_folder_made_for_the_lock_is_removed(tmp_path):
     with folder_lock(tmp_path / "a" / "b"):
         assert (tmp_path / "a" / "b" / LOCK_FILE).is_file()
     assert list(tmp_path.iterdir()) == []
@@ -126,10 +131,10 @@ def test_a_folder_that_the_lock_made_goes_when_nothing_came_of_it(tmp_path):
     assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["result"]
 
 
-def test_ended_and_zombie_processes_are_gone():
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    assert module._started(os.getpid()) not in ("", module._started(process.pid))
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie now
-    assert module._started(process.pid) == ""
-    process.wait()
-    assert module._started(process.pid) == ""
+def test_a_waiting_lock_waits_for_its_holder_and_says_so(holder, tmp_path, capsys):
+    threading.Timer(1.0, holder.kill).start()
+    began = time.monotonic()
+    threading.Timer(1.2, holder.wait).start()  # until then it is a zombie
+    with waiting_lock(tmp_path / "run" / LOCK_FILE, after=0.2):
+        assert time.monotonic() - began > 0.9
+    assert f"waiting for process {holder.pid} on host " in capsys.readouterr().err

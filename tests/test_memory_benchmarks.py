@@ -1,4 +1,4 @@
-"""The benchmark scripts run, say why they leave a row out, and measure what they say."""
+"""Memory benchmarks run every row or say why they skip it."""
 
 import importlib.util
 import json
@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from contaccum.encoder import DualEncoder, EncoderSettings
-from contaccum.encoder.tiny import tiny_tower
+from contaccum.encoder import DualEncoder, EncoderSettings, tiny_tower
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
 def script(name: str):
-    """A benchmark as a module."""
+    """Return a benchmark as a module."""
     spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -47,7 +46,7 @@ def test_each_memory_switch_runs_or_says_why_not(model):
     assert {"plain (B = 8, fp32)", "gradient checkpointing", "bf16", "unpadded", "8-bit AdamW"} <= set(ran)
 
 
-def test_every_size_of_micro_batch_has_the_same_texts(model):
+def test_micro_batch_sizes_share_the_same_texts(model):
     switches = script("memory_switches")
     encoder = DualEncoder.load(model)
     tokens = []
@@ -65,7 +64,7 @@ def test_every_size_of_micro_batch_has_the_same_texts(model):
 
 
 @pytest.mark.acceptance
-def test_start_up_is_measured(tmp_path):
+def test_startup_benchmark_measures_every_call(tmp_path):
     call = [sys.executable, str(BENCHMARKS / "startup.py"), "--repeat", "1", "--json", str(tmp_path / "out.json")]
     subprocess.run(call, check=True, capture_output=True)
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]

@@ -1,6 +1,7 @@
 """What is built from the project: its parts, its versions, and that it works from where it is installed."""
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -11,6 +12,7 @@ import pytest
 import yaml
 
 import contaccum
+from contaccum.config.spellings import REMOVED, REMOVED_VALUES
 
 ROOT = Path(__file__).parent.parent
 
@@ -20,6 +22,36 @@ def test_one_version_everywhere():
     assert f'version = "{contaccum.__version__}"' in (ROOT / "pyproject.toml").read_text()
     assert cited["version"] == contaccum.__version__
     assert "2406.12356" in cited["preferred-citation"]["url"]
+    dated = re.findall(r"^## (\S+) - (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert dated[0] == (contaccum.__version__, str(cited["date-released"]))
+    released = (ROOT / "docs" / "releasing.md").read_text()
+    assert set(re.findall(r"contaccum-([\d.]+)-py3|`v([\d.]+)`", released)) == {
+        (contaccum.__version__, ""), ("", contaccum.__version__),
+    }  # fmt: skip
+
+
+def test_changelog_says_what_replaces_each_removed_setting():
+    removed = (ROOT / "CHANGELOG.md").read_text().partition("### Removed")[2].partition("###")[0]
+    rows = re.findall(r"^\| (.+?) \| (.+?) \|$", removed, re.MULTILINE)
+    for setting in [*REMOVED, *(name for name, _ in REMOVED_VALUES)]:
+        assert [instead for left, instead in rows if f"`{setting}" in left], setting
+
+
+def test_workflows_run_the_checks_of_ci_on_every_supported_python():
+    checks = yaml.safe_load((ROOT / ".github" / "workflows" / "checks.yml").read_text())["jobs"]
+    run = [step["run"] for job in checks.values() for step in job["steps"] if "run" in step]
+    ci = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert {"ruff check .", "ruff format --check .", "mypy", "codespell"} <= set(run) & set(ci)
+    pythons = checks["tests"]["strategy"]["matrix"]["python"]
+    assert f'requires-python = ">={pythons[0]}"' in (ROOT / "pyproject.toml").read_text()
+    docs = (ROOT / ".github" / "workflows" / "docs.yml").read_text()
+    assert [line for line in ci if line.startswith("mkdocs") and f"run: {line}\n" in docs]
+    for path in (ROOT / ".github" / "workflows").iterdir():
+        text = path.read_text()
+        for extras in re.findall(r"'\.\[(.+?)\]'", text):
+            assert all(f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text() for extra in extras.split(","))
+        torch = re.findall(r"torch==([\d.]+)", text)
+        assert all(f"torch=={version}\n" in (ROOT / "requirements.lock").read_text() for version in torch)
 
 
 def test_hooks_and_ci_run_the_same_tools():
@@ -56,5 +88,10 @@ def test_wheel_and_sdist_hold_what_they_should_and_work(tmp_path):
         [sys.executable, "-c", script, "data", "demo", "demo"],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(place)}, capture_output=True, text=True, check=True,
     )  # fmt: skip
+    settings = subprocess.run(
+        [sys.executable, "-c", script, "train", "--config", "finetune", "--print_config"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(place)}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "method: grad_cache" in settings.stdout
     assert done.stdout.split() == [str(place / "contaccum" / "__init__.py"), "demo"]
     assert (tmp_path / "demo" / "corpus.jsonl").read_bytes() == (ROOT / "data" / "demo" / "corpus.jsonl").read_bytes()

@@ -1,4 +1,4 @@
-"""The shell scripts on small sets, in the environment of the tests; a second call skips what stands."""
+"""Shell scripts on small data sets; a second call skips finished work."""
 
 import os
 import subprocess
@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from helpers import write_beir
 
-from contaccum.data.convert import convert
-from contaccum.files import read_json
+from contaccum.data.commands import convert
+from contaccum.runtime.files import read_json
+from contaccum.training.log import read_log
 
 pytestmark = pytest.mark.acceptance
 
@@ -48,24 +49,24 @@ def data(tmp_path):
     return write_beir(tmp_path / "my data")
 
 
-def test_train_evaluates_and_a_second_call_adds_nothing(data, tmp_path):
+def test_train_script_evaluates_and_a_second_call_adds_nothing(data, tmp_path):
     run = tmp_path / "run"
     script("train.sh", data, run, *TINY)
     assert read_json(run / "metrics.json")["queries"] == 10
     model = (run / "model" / "query_encoder" / "model.safetensors").stat().st_mtime_ns
     script("train.sh", data, run, *TINY)
-    assert len((run / "log.jsonl").read_text().splitlines()) == 3
+    assert len(read_log(run)) == 3
     assert (run / "model" / "query_encoder" / "model.safetensors").stat().st_mtime_ns >= model
 
 
-def test_beir_goes_from_a_folder_to_metrics(data, tmp_path):
+def test_beir_script_writes_metrics_and_a_run_file(data, tmp_path):
     script("beir.sh", data, tmp_path / "run", *TINY)
     assert read_json(tmp_path / "run" / "metrics.json")["queries"] == 10
     assert len((tmp_path / "run" / "test.trec").read_text().splitlines()) == 10 * 40
     script("beir.sh", data, tmp_path / "run", *TINY)
 
 
-def test_nq_goes_from_local_files_to_answer_accuracy(data, tmp_path):
+def test_nq_script_prints_answer_accuracy_for_local_files(data, tmp_path):
     convert(data, tmp_path / "train.json", "dpr")
     passages = [f"{n}\ta fox lives in valley {n}\tfox" for n in range(40)]
     (tmp_path / "passages.tsv").write_text("\n".join(["id\ttext\ttitle", *passages]) + "\n")

@@ -7,7 +7,7 @@ import torch
 from tokenizers import processors
 from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
-from contaccum.encoder.tiny import wordpiece_tokenizer
+from contaccum.encoder import wordpiece_tokenizer
 
 TEXTS = ["the red fox", "a blue whale swims in the deep sea and sings", "owl", "", "fox whale owl sea deep the a red"]
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}

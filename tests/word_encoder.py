@@ -3,6 +3,7 @@
 import hashlib
 import re
 import time
+from contextlib import nullcontext
 from functools import lru_cache
 
 import numpy as np
@@ -27,6 +28,9 @@ class WordEncoder:
 
     def fingerprint(self, kind: str) -> str:
         return f"{self.name}-{self.dim}-{kind}"
+
+    def in_step(self, kind: str) -> nullcontext:
+        return nullcontext()
 
     def encode_queries(self, texts: list[str], batch_tokens: int | None = None) -> np.ndarray:
         self.seen += len(texts)

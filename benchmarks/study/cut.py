@@ -1,10 +1,11 @@
-"""Cuts a BEIR folder down so that scoring takes seconds: a split's judged passages and a fixed random sample of the others.
+"""Reduce a BEIR folder so that evaluation takes seconds: judged passages of a split and a fixed random sample of the others.
 
-    python benchmarks/study/cut.py BEIR_DIR OUT [--held_out Q] [--sample P]
+    python benchmarks/study/cut.py DIR OUT [--held_out Q] [--sample P]
 
-writes OUT/train (all passages, the train split), OUT/dev and OUT/test (each its own judged passages and P others). --held_out
-takes Q random queries out of the train split for dev, where the folder has no dev split. Fewer passages than the whole corpus
-make retrieval easier: scores on a cut compare with each other, not with published ones. Repeated ids: the last text counts.
+DIR is a BEIR folder, or one in DPR's format with psgs_w100.tsv, NAME-train.json and NAME-dev.json, which becomes the test split.
+The script writes OUT/train (all passages, the train split), and OUT/dev and OUT/test (their judged passages and P others).
+--held_out moves Q random queries from the train split to dev, for a folder without a dev split. A smaller corpus makes retrieval
+easier: compare scores on the same cut only, not with published ones. Of repeated ids the last text counts.
 """
 
 import argparse
@@ -15,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 Qrels = list[tuple[str, str, str]]
+Rows = dict[str, dict[str, Any]]
 
 
-def rows_by_id(path: Path) -> dict[str, dict[str, Any]]:
-    """Records in the order of their ids' first lines."""
+def rows_by_id(path: Path) -> Rows:
+    """Return records in the order of their ids' first lines."""
     rows = (json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip())
     return {row["_id"]: row for row in rows}
 
@@ -26,6 +28,28 @@ def rows_by_id(path: Path) -> dict[str, dict[str, Any]]:
 def read_qrels(path: Path) -> Qrels:
     lines = path.read_text(encoding="utf-8").splitlines()[1:]
     return [(query, passage, grade) for query, passage, grade in (line.split("\t") for line in lines if line)]
+
+
+def read_beir(source: Path) -> tuple[Rows, Rows, dict[str, Qrels]]:
+    """Return passages, queries and judgements by split."""
+    corpus, queries = (rows_by_id(source / f"{name}.jsonl") for name in ("corpus", "queries"))
+    return corpus, queries, {path.stem: read_qrels(path) for path in sorted((source / "qrels").glob("*.tsv"))}
+
+
+def read_dpr(source: Path) -> tuple[Rows, Rows, dict[str, Qrels]]:
+    """Return passages, queries and judgements by split; the first positive of a question is its judgement."""
+    lines = (source / "psgs_w100.tsv").read_text(encoding="utf-8").split("\n")[1:]
+    passages = (line.split("\t") for line in lines if line)
+    corpus = {name: {"_id": name, "title": title.strip(), "text": text.strip()} for name, text, title in passages}
+    queries: Rows = {}
+    splits: dict[str, Qrels] = {}
+    for split, part in (("train", "train"), ("test", "dev")):
+        file = next(source.glob(f"*-{part}.json"))
+        for number, row in enumerate(json.loads(file.read_text(encoding="utf-8"))):
+            name = f"{split}{number}"
+            queries[name] = {"_id": name, "text": row["question"]}
+            splits.setdefault(split, []).append((name, str(row["positive_ctxs"][0]["passage_id"]), "1"))
+    return corpus, queries, splits
 
 
 def write(folder: Path, split: str, corpus: list[dict], queries: list[dict], qrels: Qrels) -> None:
@@ -39,20 +63,21 @@ def write(folder: Path, split: str, corpus: list[dict], queries: list[dict], qre
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "source", type=Path, help="BEIR folder with the splits train and test, and dev unless --held_out"
-    )
-    parser.add_argument("out", type=Path, help="folder to write; left as it is where it is there")
+    parser.add_argument("source", type=Path, help="folder with the splits train and test, and dev unless --held_out")
+    parser.add_argument("out", type=Path, help="folder to write; nothing is done if it exists")
     parser.add_argument("--held_out", type=int, default=0, help="train queries to make dev of")
     parser.add_argument("--sample", type=int, default=400, help="passages without a judgement in the split; -1: all")
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
     if chosen.out.exists():
         return
-    if not (chosen.source / "corpus.jsonl").is_file():
-        sys.exit(f"{chosen.source}: no corpus.jsonl there, expected a BEIR folder")
-    corpus, queries = (rows_by_id(chosen.source / f"{name}.jsonl") for name in ("corpus", "queries"))
-    splits = {path.stem: read_qrels(path) for path in sorted((chosen.source / "qrels").glob("*.tsv"))}
+    read = {"corpus.jsonl": read_beir, "psgs_w100.tsv": read_dpr}
+    found = next((name for name in read if (chosen.source / name).is_file()), None)
+    if found is None:
+        sys.exit(
+            f"{chosen.source}: no corpus.jsonl and no psgs_w100.tsv; it must be a BEIR folder or one in DPR's format"
+        )
+    corpus, queries, splits = read[found](chosen.source)
     dice = random.Random(chosen.seed)
     if chosen.held_out:
         names = sorted({query for query, _, _ in splits["train"]})

@@ -1,11 +1,11 @@
-"""The methods on towers so small that an update takes milliseconds: a residual layer over frozen vectors of an encoder.
+"""Train the methods with towers so small that an update takes milliseconds: a residual layer over frozen embeddings.
 
     python benchmarks/study/heads.py --data CUT --model DIR --out RUNS [--seeds 5] [PART...]
 
-CUT is what cut.py wrote. Bank, loss, methods, order of the pairs, schedule and metrics are the package's own; the encoder's
-vectors are taken once, before training, and each tower learns v + W2 gelu(W1 v) on top of them. So drift, banks and learning
-rates behave as in training, while the figures say nothing of what an encoder trained as a whole would reach. Every run is a
-file RUNS/NAME/runs/RUN.json in the form of pack.py's lines; those that are there are not run again.
+CUT is the output of cut.py. Bank, loss, methods, order of the pairs, schedule and metrics are those of the package. The
+encoder embeds all texts once before training, and each tower learns v + W2 gelu(W1 v) on top. Drift, banks and learning rates
+behave as in training, but the scores do not predict those of a fully trained encoder. Every run is a file
+RUNS/NAME/runs/RUN.json in the form of pack.py's lines; existing runs are skipped.
 """
 
 import argparse
@@ -25,18 +25,18 @@ from torch import Tensor, nn
 
 from contaccum.batch import MicroBatch, RowIds, Tokens
 from contaccum.config import TrainConfig, from_mapping
-from contaccum.data.dataset import TrainSet, load_train_set
+from contaccum.data.dataset import open_dataset
 from contaccum.data.sampler import StepSampler
-from contaccum.data.tables import load_retrieval_set
+from contaccum.data.train_set import TrainSet
 from contaccum.encoder import DualEncoder
-from contaccum.engine import mix
-from contaccum.evaluation.beir import evaluate_run
-from contaccum.files import write_json
+from contaccum.evaluation.metrics import evaluate_run
 from contaccum.methods import METHODS
-from contaccum.methods.bank import Bank
+from contaccum.methods.bank import Bank, BankOptions
 from contaccum.methods.loss import InfoNCE
-from contaccum.training.optimizer import learning_rate_factor, set_learning_rate, warmup_steps
-from contaccum.training.setup import flat
+from contaccum.runtime.engine import mix
+from contaccum.runtime.files import write_json
+from contaccum.training.parts import learning_rate_factor, set_learning_rate, warmup_steps
+from contaccum.training.run_folder import flat
 
 RATES = ("3e-5", "1e-4", "3e-4", "1e-3")
 Case = tuple[str, dict[str, Any], Idea]
@@ -44,7 +44,7 @@ Case = tuple[str, dict[str, Any], Idea]
 
 
 def order() -> Iterator[Case]:
-    """Methods, bank sizes and learning rates: all combinations."""
+    """Yield all combinations of methods, bank sizes and learning rates."""
     for rate in RATES:
         for method in ("grad_accum", "grad_cache"):
             yield f"{method}-learning_rate={rate}", {"method": method, "optim.learning_rate": float(rate)}, Idea()
@@ -55,21 +55,22 @@ def order() -> Iterator[Case]:
 
 
 def switches() -> Iterator[Case]:
-    """The bank's other settings, one at a time, at each bank size."""
+    """Yield the bank's other settings one at a time, at each bank size."""
     for size in (64, 512):
         for name, value in (
-            ("bank.row_weight", "current"), ("bank.visibility", "on_step"), ("bank.keep", False), ("bank.warmup_steps", 3),
-            ("bank.warmup_steps", 8), ("loss.mask_false_negatives", False), ("bank.queries", False),
+            ("bank.row_weight", "current"), ("bank.keep", False), ("bank.warmup_steps", 3),
+            ("bank.warmup_steps", 8), ("loss.mask_false_negatives", False),
         ):  # fmt: skip
             changed = {"method": "cont_accum", "bank.size": size, name: value}
             yield f"cont_accum-size={size}-{name.partition('.')[2]}={value}", changed, Idea()
+        yield f"cont_accum-size={size}-queries=False", {"method": "passage_bank", "bank.size": size}, Idea()
     for value in (True, False):
         changed = {"method": "grad_cache", "loss.mask_false_negatives": value}
         yield f"grad_cache-mask_false_negatives={value}", changed, Idea()
 
 
 def age() -> Iterator[Case]:
-    """What a row's age and weight count for, at two bank sizes and all learning rates."""
+    """Yield age decays and row weights at two bank sizes and all learning rates."""
     for rate in RATES[1:]:
         for size in (64, 512):
             for changes in (
@@ -100,7 +101,7 @@ IDEAS = {
 
 
 def ideas() -> Iterator[Case]:
-    """Changes of cont_accum against stale rows (ideas.py), at two bank sizes and learning rates."""
+    """Yield changes of cont_accum against stale rows (ideas.py), at two bank sizes and learning rates."""
     for rate in ("3e-4", "1e-3"):
         for size in (64, 512):
             for name, idea in IDEAS.items():
@@ -109,7 +110,7 @@ def ideas() -> Iterator[Case]:
 
 
 def longer() -> Iterator[Case]:
-    """Four times the updates."""
+    """Yield runs with four times the updates."""
     aged = {"bank.age_decay": 1.0, "bank.row_weight": "current"}
     for rate in RATES[1:3]:
         base = {"optim.max_steps": 96, "optim.learning_rate": float(rate)}
@@ -123,7 +124,7 @@ def longer() -> Iterator[Case]:
 
 
 def drift() -> Iterator[Case]:
-    """Runs whose log says how vectors move: every run's does, these are named for their table."""
+    """Yield the runs of the drift table."""
     for rate in RATES[2:]:
         for method, size in (("grad_cache", 64), ("cont_accum", 64), ("cont_accum", 512), ("passage_bank", 512)):
             changed = {"method": method, "bank.size": size, "optim.learning_rate": float(rate)}
@@ -136,7 +137,7 @@ APART = 4
 
 
 class Towers(nn.Module):
-    """Two residual layers, (n, d) unit vectors -> (n, d) unit vectors; untrained they change nothing."""
+    """Two residual layers, (n, d) unit vectors -> (n, d) unit vectors; the identity before training."""
 
     def __init__(self, dim: int, dropout: float) -> None:
         super().__init__()
@@ -154,9 +155,10 @@ class Towers(nn.Module):
 
 
 class Engine:
-    """Implements contaccum.methods.step.Engine over rows of frozen vectors; a text's token is its row's number."""
+    """Engine over rows of frozen embeddings; the token of a text is its row number."""
 
-    ahead = 1
+    no_grad_group_size = 1
+    replay_share = 1.0
 
     def __init__(self, towers: Towers, vectors: tuple[Tensor, Tensor], seed: int) -> None:
         self.towers, self.vectors, self.seed, self.step = towers, vectors, seed, 0
@@ -189,12 +191,12 @@ class Engine:
 
 
 class Place:
-    """A cut data set with its vectors."""
+    """Reduced data set with its embeddings."""
 
     def __init__(self, data: Path, model: str, config: TrainConfig, cache: Path) -> None:
-        self.train: TrainSet = load_train_set(data / "train", repair=config.data.repair)
+        self.train: TrainSet = open_dataset(data / "train", "train", config.data.policy).train_set()
         self.sets = {
-            split: load_retrieval_set(data / split, split, repair=config.data.repair) for split in ("dev", "test")
+            split: open_dataset(data / split, split, config.data.policy).retrieval_set for split in ("dev", "test")
         }
         lengths = {
             "max_query_length": config.model.max_query_length,
@@ -244,7 +246,7 @@ class Place:
 
     @torch.no_grad()
     def score(self, towers: Towers, split: str) -> dict[str, dict[str, float]]:
-        """Measures of every query."""
+        """Return the metrics of every query."""
         towers.eval()
         queries, passages = (towers(side, vectors) for side, vectors in enumerate(self.scored[split]))
         best, places = (queries @ passages.T).topk(min(100, len(passages)))
@@ -254,21 +256,21 @@ class Place:
             for name, row, values in zip(names, places, best, strict=True)
         }
         towers.train()
-        return evaluate_run(self.sets[split].qrels, run, cuts=(1, 10, 20, 100))["per_query"]
+        return evaluate_run(self.sets[split].qrels, run, cutoffs=(1, 10, 20, 100))["per_query"]
 
 
 def train(place: Place, config: TrainConfig, idea: Idea) -> tuple[Towers, dict[str, list]]:
-    """Towers trained as the config says, and the log as columns."""
+    """Train towers with a config; return them and the log as columns."""
     torch.manual_seed(config.seed)
     towers = Towers(place.vectors[0].shape[1], config.model.dropout or 0.0)
     engine = Engine(towers, place.vectors, config.seed)
     loss = InfoNCE(config.model.temperature, config.loss.mask_false_negatives)
-    bank = Bank(
-        config.bank_size(), place.vectors[0].shape[1], loss, push=config.bank_push(1),
-        queries=config.bank.queries and config.traits.bank == "pairs", row_weight=config.bank.row_weight,
-        visibility=config.bank.visibility, keep=config.bank.keep,
+    options = BankOptions(
+        columns_only=config.spec.bank != "pairs", row_weight=config.bank.row_weight, keep=config.bank.keep,
         warmup_steps=config.bank.warmup_steps, age_decay=config.bank.age_decay,
     )  # fmt: skip
+    dim = place.vectors[0].shape[1]
+    bank = Bank(config.bank_size(), dim, loss.similarity, options, push=config.bank_push(1))
     variant = None if idea == Idea() else Variant(idea, config.bank.size, config.bank.row_weight)
     method = variant or METHODS[config.method]
     total = config.optim.max_steps or 1
@@ -305,8 +307,7 @@ def train(place: Place, config: TrainConfig, idea: Idea) -> tuple[Towers, dict[s
 
 
 def movement(engine: Engine, step: int, batch: MicroBatch, then: tuple[Tensor, Tensor]) -> dict[str, float]:
-    """Of the passages of a micro-batch encoded at ``step`` or before: mean cosine to what they are now, and the share of their
-    mean squared movement that is one shift of all."""
+    """Return mean cosine between old and current embeddings of passages, and the share of their shift that is common."""
     now = engine.encode_again(batch, step, 0)[1]
     moved = now - then[1]
     whole = moved.square().sum(1).mean()

@@ -1,8 +1,7 @@
-"""Ideas against stale bank rows, each a change of `cont_accum`, tried by benchmarks/study/heads.py and described in docs/log.md.
+"""Changes of `cont_accum` against stale bank rows, run by benchmarks/study/heads.py and described in docs/log.md.
 
-None is part of the package. The loss is taken by autograd over the full matrix of current and stored rows, without the kept
-sums of the package's bank, so that anything may change from one micro-batch to the next. ``Idea()`` changes nothing and gives
-what `cont_accum` gives (tests/study/test_study_scripts.py).
+None of them is part of the package. Autograd computes the loss over the full matrix of current and stored rows, without cached
+sums, so that anything may change between micro-batches. ``Idea()`` equals `cont_accum` (tests/experiments/test_study_scripts.py).
 """
 
 import copy
@@ -20,7 +19,7 @@ from contaccum.methods.loss import InfoNCE, LossValue
 
 @dataclass(frozen=True)
 class Idea:
-    """What is changed; ages are in optimizer steps. Fields left alone change nothing."""
+    """Options of a change; ages are in optimizer steps. Defaults change nothing."""
 
     decay: float = 0.0
     """Logits of a row and a column fall by this much for every step between their ages."""
@@ -50,7 +49,7 @@ class Idea:
 
 @dataclass
 class Stored:
-    """One micro-batch as it was pushed."""
+    """One pushed micro-batch."""
 
     step: int
     number: int
@@ -62,7 +61,7 @@ class Stored:
 
 @dataclass
 class Variant:
-    """A method with the signature of the others; holds its own bank. H = 0."""
+    """Method with a changed rule and its own bank. H = 0."""
 
     idea: Idea
     size: int
@@ -150,7 +149,7 @@ class Variant:
     # each micro-batch
 
     def _as_of_now(self, stored: Tensor, side: int, current: Tensor, steps: Tensor, now: int) -> Tensor:
-        """Stored vectors (n, d) of one tower, moved to where the tower is believed to put their texts now."""
+        """Extrapolate stored embeddings (n, d) of one tower to the current step."""
         if self.velocity:
             stored = stored + self.velocity[side] / self.smoothed * (now - steps).unsqueeze(1)
         if self.turn:
@@ -199,9 +198,9 @@ class Variant:
     def _logits(
         rows: Tensor, columns: Tensor, positives: Tensor, column_ids: Tensor, loss: InfoNCE, own: int | None = None
     ) -> Tensor:
-        """Similarities over the temperature, known positives masked; own = 0 keeps the diagonal."""
-        logits = rows @ columns.T / loss.temperature
-        if not loss.mask_false_negatives:
+        """Return similarities over the temperature with known positives masked; own = 0 keeps the diagonal."""
+        logits = rows @ columns.T / loss.similarity.temperature
+        if not loss.similarity.mask_false_negatives:
             return logits
         hidden = (positives.unsqueeze(2) == column_ids).any(1)
         if own is not None:

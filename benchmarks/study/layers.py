@@ -1,4 +1,4 @@
-"""Keeps an encoder's lowest layers: python benchmarks/study/layers.py MODEL OUT [--layers 3]"""
+"""Keep only an encoder's lowest layers: python benchmarks/study/layers.py MODEL OUT [--layers 3]"""
 
 import argparse
 

@@ -1,9 +1,9 @@
-"""Packs the runs of a study into one compact file: settings, means, ndcg@10 of every query, and the log.
+"""Pack the runs of a study into one compact file: settings, means, ndcg@10 of every query, and the log.
 
     python benchmarks/study/pack.py RUNS OUT.jsonl.gz
 
-RUNS is the folder that benchmarks/study/run.sh wrote, one comparison a folder. The first line of OUT holds the query ids of each
-test set, every other line a run. The log keeps every optimizer step, as columns; times in it are those of the machine that ran.
+RUNS is the output of benchmarks/study/run.sh, one comparison per folder. The first line of OUT lists the query ids of each
+test set, every other line is a run. The log has every optimizer step, as columns; its times depend on the machine.
 """
 
 import argparse
@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from contaccum.config import TrainConfig
-from contaccum.files import read_json
-from contaccum.study.runs import METRICS_FILE, TUNED_FILE, Run, read_run
-from contaccum.training.setup import flat
+from contaccum.experiments.run_records import METRICS_FILE, TUNED_FILE, RunRecord, load_run_record
+from contaccum.runtime.files import read_json
+from contaccum.training.run_folder import flat
 
 METRIC = "ndcg@10"
 COLUMNS = (
-    "step", "seconds", "waited", "loss", "learning_rate", "negatives", "masked", "row_weight", "grad_norm", "query_grad_norm",
+    "step", "seconds", "waited", "loss", "learning_rate", "negatives", "masked", "weight_per_row", "grad_norm", "query_grad_norm",
     "passage_grad_norm", "bank_fill", "bank_age_mean", "bank_age_max", "peak_memory", "drift_query_cosine",
     "drift_passage_cosine", "drift",
 )  # fmt: skip
@@ -29,8 +29,8 @@ PLACES = ("output_dir", "data.train", "data.dev", "model.name", "resume")
 """Settings that name folders of one machine."""
 
 
-def packed(run: Run, queries: dict[str, list[str]], study: str) -> dict[str, Any]:
-    """One run as a line; a trial on dev has no scores on test. queries: names of test sets -> query ids, filled on the way."""
+def packed(run: RunRecord, queries: dict[str, list[str]], study: str) -> dict[str, Any]:
+    """Return one run as a line; fill ``queries``, test set -> query ids. A trial on dev has no test scores."""
     test, values = "", {}
     if run.metrics is not None:
         test = f"{Path(run.metrics['data']).parent.name}/{run.metrics['split']}"
@@ -51,12 +51,12 @@ def packed(run: Run, queries: dict[str, list[str]], study: str) -> dict[str, Any
 
 
 def in_order(queries: dict[str, list[str]], test: str, values: dict[str, float]) -> list[float]:
-    """The values of all queries in the order that is kept once for the test set."""
+    """Return the values of all queries in the order saved for the test set."""
     return [values[name] for name in queries.setdefault(test, sorted(values))] if values else []
 
 
 def short(value: Any) -> Any:
-    """A number with five digits; lists and mappings number by number."""
+    """Round numbers to five digits, also inside lists and mappings."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, list):
@@ -77,7 +77,7 @@ def main() -> None:
             line["per_query"] = in_order(queries, line["test"], line["per_query"])
             lines.append(line)
         elif (file / METRICS_FILE).is_file() or (file / TUNED_FILE).is_file():
-            lines.append(packed(read_run(file), queries, file.parent.parent.name))
+            lines.append(packed(load_run_record(file), queries, file.parent.parent.name))
     with open(chosen.out, "wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", mtime=0) as file:
         for line in [queries, *lines]:
             file.write((json.dumps(line, separators=(",", ":")) + "\n").encode())

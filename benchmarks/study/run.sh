@@ -8,7 +8,7 @@
 # MODEL: encoder folder. SEEDS (5), RATES (1e-4,2e-4,4e-4,8e-4), METHODS of the first part, OUT (runs/study), DEVICE (cpu),
 # PRECISION (fp32).
 # FULL=1: configs/study/full.yaml and whole corpora instead of configs/study/short.yaml and cut ones; RATES are then
-# 2e-5,5e-5,1e-4,2e-4, DEVICE auto. Meant for a GPU (benchmarks/gpu_suite.sh 8).
+# 2e-5,5e-5,1e-4,2e-4, DEVICE auto. Meant for a GPU (docs/gpu-suite.md).
 # Afterwards: python benchmarks/study/pack.py OUT study.jsonl.gz && python benchmarks/study/tables.py study.jsonl.gz
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -66,29 +66,29 @@ for part in ${*:-medquad aged scifact bank switches all_methods tied n128 time h
     case $part in
         medquad)
             compare medquad medquad --methods "${METHODS:-grad_accum,grad_cache,cont_accum,cont_cache}" --seeds "$seeds" \
-                --tune_learning_rate "$rates" --baselines bm25,untrained
+                --rungs 1 --tune "optim.learning_rate=$rates" --baselines bm25,untrained
             ;;
         aged)
-            compare aged medquad --methods cont_accum "${aged[@]}" --seeds "$seeds" --tune_learning_rate "$rates"
+            compare aged medquad --methods cont_accum "${aged[@]}" --seeds "$seeds" --rungs 1 --tune "optim.learning_rate=$rates"
             ;;
         scifact)
             compare scifact scifact --methods grad_accum,grad_cache,cont_accum --seeds "$seeds" \
-                --tune_learning_rate "$rates" --baselines bm25,untrained
-            compare scifact-aged scifact --methods cont_accum "${aged[@]}" --seeds "$seeds" --tune_learning_rate "$rates"
+                --rungs 1 --tune "optim.learning_rate=$rates" --baselines bm25,untrained
+            compare scifact-aged scifact --methods cont_accum "${aged[@]}" --seeds "$seeds" --rungs 1 --tune "optim.learning_rate=$rates"
             ;;
         bank)
             compare bank medquad --methods cont_accum,cont_cache --bank.size $((8 * n)) --seeds "$seeds" \
-                --tune_learning_rate "$rates"
+                --rungs 1 --tune "optim.learning_rate=$rates"
             ;;
         switches)
             own=$(rate medquad cont_accum)
-            for switch in bank.row_weight=current bank.keep=false bank.visibility=on_step loss.mask_false_negatives=false; do
+            for switch in bank.row_weight=current bank.keep=false loss.mask_false_negatives=false; do
                 compare "switches-${switch#*.}" medquad --methods cont_accum --seeds "$seeds" --optim.learning_rate "$own" \
                     "--${switch%=*}" "${switch#*=}"
             done
             ;;
         all_methods)
-            compare all_methods medquad --methods passage_bank --seeds "$seeds" --tune_learning_rate "$rates"
+            compare all_methods medquad --methods passage_bank --seeds "$seeds" --rungs 1 --tune "optim.learning_rate=$rates"
             ;;
         n128) # at the rates that N = 64 chose
             [ "$n" != 128 ] || continue
@@ -138,7 +138,7 @@ for part in ${*:-medquad aged scifact bank switches all_methods tied n128 time h
             done
             ;;
         demo)
-            demo=(compare --config configs/demo.yaml --data.dev data/demo --run.device "$device" --seeds "$seeds" --tune_learning_rate 5e-4,1e-3,2e-3)
+            demo=(compare --config configs/demo.yaml --data.dev data/demo --run.device "$device" --seeds "$seeds" --rungs 1 --tune optim.learning_rate=5e-4,1e-3,2e-3)
             python -m contaccum "${demo[@]}" --methods grad_accum,grad_cache,cont_accum,cont_cache --bank.age_decay 0 \
                 --bank.row_weight all --output_dir "$out/demo"
             python -m contaccum "${demo[@]}" --methods cont_accum "${aged[@]}" --output_dir "$out/demo-aged" --baselines none

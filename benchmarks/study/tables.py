@@ -21,21 +21,22 @@ from pathlib import Path
 
 from contaccum.config import TrainConfig
 from contaccum.evaluation.significance import compare, holm
-from contaccum.study.runs import Group, Run, spread
-from contaccum.study.tables import Table, figure
-from contaccum.training.setup import flat
+from contaccum.experiments.page import Table, number
+from contaccum.experiments.run_records import RunGroup, RunRecord
+from contaccum.training.run_folder import flat
 
 METRIC = "ndcg@10"
 DEFAULTS = flat(asdict(TrainConfig()))
 RATE = "optim.learning_rate"
+SIZE = "batch.global_batch_size"
 PARTED = ("switches", "cut")
 
 
-def read_pack(path: Path) -> dict[str, list[Run]]:
-    """Runs by study."""
+def read_pack(path: Path) -> dict[str, list[RunRecord]]:
+    """Return runs by study."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         queries, *lines = map(json.loads, file)
-    studies: dict[str, list[Run]] = {}
+    studies: dict[str, list[RunRecord]] = {}
     for line in lines:
         names = queries[line["test"]] if line["per_query"] else []  # a trial on dev has no scores on test
         per_query = {name: {METRIC: value} for name, value in zip(names, line["per_query"], strict=True)}
@@ -46,7 +47,7 @@ def read_pack(path: Path) -> dict[str, list[Run]]:
             step["grad_norm_ratio"] = passage / query if query and passage else None
         config = {**DEFAULTS, **line["config"]} if line["config"] else {}
         metrics = {"mean": line["mean"], "per_query": per_query} if per_query else None
-        run = Run(Path(line["run"]), config, steps, line["dev"], metrics, line["environment"])
+        run = RunRecord(Path(line["run"]), config, steps, line["dev"], metrics, line["environment"])
         studies.setdefault(line["study"], []).append(run)
     for name in PARTED:  # the parts of one question: each is a study, and so are all together
         if found := [run for study, runs in studies.items() if study.startswith(f"{name}-") for run in runs]:
@@ -57,8 +58,8 @@ def read_pack(path: Path) -> dict[str, list[Run]]:
 NAME = re.compile(r"(?P<setting>.*?)(?:-learning_rate=(?P<rate>[0-9.]+(?:e-?[0-9]+)?))?(?:-seed[0-9]+)?")
 
 
-def label(run: Run, rate: bool = False) -> str:
-    """The run's name without its seed, and without its learning rate unless that is asked for."""
+def label(run: RunRecord, rate: bool = False) -> str:
+    """Return the run's name without seed, and with its learning rate if ``rate``."""
     found = NAME.fullmatch(run.name)
     assert found is not None
     setting = found["setting"].replace("-", " ")
@@ -73,11 +74,11 @@ def label(run: Run, rate: bool = False) -> str:
     return f"{setting} lr={found['rate']}" if rate and found["rate"] else setting
 
 
-def groups(runs: Sequence[Run], rate: bool = False) -> dict[str, Group]:
-    found: dict[str, Group] = {}
+def groups(runs: Sequence[RunRecord], rate: bool = False) -> dict[str, RunGroup]:
+    found: dict[str, RunGroup] = {}
     for run in sorted(runs, key=lambda run: (label(run, rate), run.seed)):
         name = label(run, rate)
-        group = found.setdefault(name, Group(name))
+        group = found.setdefault(name, RunGroup(name))
         if all(
             (run.seed, run.config) != (other.seed, other.config) for other in group.runs
         ):  # two parts may share a run
@@ -85,20 +86,20 @@ def groups(runs: Sequence[Run], rate: bool = False) -> dict[str, Group]:
     return found
 
 
-def same_seeds(found: dict[str, Group]) -> dict[str, Group]:
-    """The groups with the seeds that all of them have."""
+def same_seeds(found: dict[str, RunGroup]) -> dict[str, RunGroup]:
+    """Return the groups reduced to the seeds that all of them have."""
     shared = set.intersection(*({run.seed for run in group.runs} for group in found.values()))
-    return {name: Group(name, [run for run in group.runs if run.seed in shared]) for name, group in found.items()}
+    return {name: RunGroup(name, [run for run in group.runs if run.seed in shared]) for name, group in found.items()}
 
 
-def dev_score(runs: Sequence[Run]) -> float:
+def dev_score(runs: Sequence[RunRecord]) -> float:
     scores = [run.evaluations[-1][METRIC] for run in runs if run.evaluations]
     return statistics.mean(scores) if scores else float("nan")
 
 
-def best_rates(runs: Sequence[Run]) -> dict[str, Group]:
-    """Of each setting the learning rate that is best on dev, by the seeds that all its scored rates have."""
-    by_setting: dict[str, dict[str, Group]] = {}
+def best_rates(runs: Sequence[RunRecord]) -> dict[str, RunGroup]:
+    """Return each setting at the learning rate that is best on dev, over the seeds that all its rates have."""
+    by_setting: dict[str, dict[str, RunGroup]] = {}
     for name, group in groups(runs, rate=True).items():
         if group.per_query():
             by_setting.setdefault(label(group.runs[0]), {})[name] = group
@@ -109,8 +110,8 @@ def best_rates(runs: Sequence[Run]) -> dict[str, Group]:
     return chosen
 
 
-def against(chosen: dict[str, Group], reference: str, times: bool = False) -> Table:
-    """Every group against the reference: mean, spread; and of the seeds that both have, difference, effect size, p values."""
+def against(chosen: dict[str, RunGroup], reference: str, times: bool = False) -> Table:
+    """Compare every group with the reference over their common seeds: mean, sd, difference, effect size, p values."""
     base = chosen[reference]
     found = {}
     for name, group in chosen.items():
@@ -122,41 +123,40 @@ def against(chosen: dict[str, Group], reference: str, times: bool = False) -> Ta
     both = dict(zip(shared, holm(list(shared.values())), strict=True))
     heads = ["setting", "lr", "seeds", METRIC, "sd", f"less {reference}", "d", "p perm", "p both", "grad ratio"]
     rows = []
-    for name, group in sorted(chosen.items(), key=lambda item: -(spread(item[1].scores(METRIC))[0] or 0)):
-        mean, deviation = spread(group.scores(METRIC))
+    for name, group in sorted(chosen.items(), key=lambda item: -(item[1].score(METRIC)[0] or 0)):
+        mean, deviation = group.score(METRIC)
         one = found.get(name)
         row = [
             name, f"{group.setting(RATE):g}" if group.method else "-", str(len(group.runs)) if group.method else "-",
-            figure(mean), figure(deviation), "" if one is None else f"{one.difference:+.4f}",
+            number(mean), number(deviation), "" if one is None else f"{one.difference:+.4f}",
             "" if one is None else f"{one.effect:+.2f}", "" if one is None else p(perm[name]),
-            "" if one is None or name not in both else p(both[name]), figure(group.median("grad_norm_ratio"), ".2f"),
+            "" if one is None or name not in both else p(both[name]), number(group.median("grad_norm_ratio"), ".2f"),
         ]  # fmt: skip
         if times:
             seconds, own = quickest(group), quickest(base)
-            row += [figure(seconds, ".2f"), figure(seconds / own if seconds and own else None, ".2f"), memory(group)]
+            row += [number(seconds, ".2f"), number(seconds / own if seconds and own else None, ".2f"), memory(group)]
         rows.append(row)
     return Table([*heads, *(["s/step", f"time / {reference}", "peak MiB"] if times else [])], rows)
 
 
-def quickest(group: Group) -> float | None:
-    """Seconds of a step: the median of the run that was disturbed least, the machine being shared."""
+def quickest(group: RunGroup) -> float | None:
+    """Return the seconds per step of the least disturbed run, because other jobs shared the machine."""
     return min((median for run in group.runs if (median := run.median("seconds"))), default=None)
 
 
-def memory(group: Group) -> str:
-    peak = group.mean("peak_memory")
-    return figure(None if peak is None else peak / 2**20, ".0f")
+def memory(group: RunGroup) -> str:
+    return number(group.mean("peak_mib"), ".0f")
 
 
 def p(value: float) -> str:
     return "< 0.001" if value < 0.001 else f"{value:.3f}"
 
 
-def rates(runs: Sequence[Run]) -> Table:
-    """Mean on test of every setting at every learning rate; standard deviation and number of seeds in parentheses."""
+def rates(runs: Sequence[RunRecord]) -> Table:
+    """Return the test mean of every setting and learning rate, with standard deviation and seeds in parentheses."""
     table: dict[str, dict[float, str]] = {}
     for group in groups(runs, rate=True).values():
-        mean, deviation = spread(group.scores(METRIC))
+        mean, deviation = group.score(METRIC)
         text = f"{mean:.4f} ({'' if deviation is None else f'{deviation:.4f}, '}{len(group.runs)})"
         table.setdefault(label(group.runs[0]), {})[group.setting(RATE)] = text
     heads = sorted({rate for row in table.values() for rate in row})
@@ -164,27 +164,27 @@ def rates(runs: Sequence[Run]) -> Table:
     return Table(["setting", *(f"{rate:g}" for rate in heads)], rows)
 
 
-def tuning(runs: Sequence[Run]) -> Table:
-    """The first seed's score on dev at every learning rate."""
+def tuning(runs: Sequence[RunRecord]) -> Table:
+    """Return the first seed's dev score at every learning rate."""
     table: dict[str, dict[float, float]] = {}
     for run in runs:
         if run.method and run.seed == 0:
             table.setdefault(label(run), {})[run.config[RATE]] = dev_score([run])
     heads = sorted({rate for row in table.values() for rate in row})
-    rows = [[name, *(figure(row.get(rate)) for rate in heads)] for name, row in table.items()]
+    rows = [[name, *(number(row.get(rate)) for rate in heads)] for name, row in table.items()]
     return Table(["setting", *(f"{rate:g}" for rate in heads)], rows)
 
 
-Studies = dict[str, list[Run]]
+Studies = dict[str, list[RunRecord]]
 
 
-def some(runs: Iterable[Run], pattern: str) -> list[Run]:
-    """Runs whose label matches."""
+def some(runs: Iterable[RunRecord], pattern: str) -> list[RunRecord]:
+    """Return the runs whose label matches."""
     return [run for run in runs if re.fullmatch(pattern, label(run))]
 
 
-def encoders(studies: Studies, name: str) -> list[Run]:
-    """The runs of a set and, where they were made, those with age and of the other methods."""
+def encoders(studies: Studies, name: str) -> list[RunRecord]:
+    """Return the runs of a data set, including those with age decay and other methods."""
     further = ["aged", "all_methods"] if name == "medquad" else [f"{name}-aged"]
     return sum((studies.get(part, []) for part in further), studies[name])
 
@@ -194,12 +194,12 @@ def order(studies: Studies, name: str) -> Table:
 
 
 def quality(studies: Studies, name: str) -> Table:
-    """Without times: some of these runs had the machine to themselves and others had not."""
+    """Compare quality without times, because only some of these runs had the machine to themselves."""
     return against(best_rates(encoders(studies, name)), "grad_cache")
 
 
 def discounted(studies: Studies, name: str) -> Table:
-    """`cont_accum` with rows discounted by age against `cont_accum` as published, each at its own learning rate."""
+    """Compare `cont_accum` with age decay with `cont_accum` as published, each at its best learning rate."""
     chosen = best_rates(encoders(studies, name))
     return against(
         {setting: group for setting, group in chosen.items() if setting.startswith("cont_accum")}, "cont_accum"
@@ -211,7 +211,7 @@ def encoder_rates(studies: Studies, name: str) -> Table:
 
 
 def switches(studies: Studies, name: str) -> Table:
-    """One switch each, against the setting without, at its learning rate."""
+    """Compare settings with one change each with the unchanged setting."""
     switched = {part.removeprefix(f"{name}-"): runs for part, runs in studies.items() if part.startswith(f"{name}-")}
     rate = next(run.config[RATE] for runs in switched.values() for run in runs)
     runs = [run for run in studies["medquad"] if run.method == "cont_accum" and run.config[RATE] == rate]
@@ -221,22 +221,57 @@ def switches(studies: Studies, name: str) -> Table:
 
 
 def longer(studies: Studies, name: str) -> Table:
-    """As many updates as fit into the reference's time, beside as many as it takes."""
+    """Compare as many updates as fit into the reference's time with the reference."""
     chosen = best_rates(encoders(studies, "scifact" if "scifact" in name else "medquad"))
     found = {setting: group for setting, group in chosen.items() if setting == "grad_cache" or "age_decay" in setting}
     runs = [replace_name(run, f"max_steps={run.config['optim.max_steps']}", "-seed") for run in studies[name]]
     return against(found | groups(runs), "grad_cache")
 
 
+def chosen_on_dev(runs: Sequence[RunRecord]) -> dict[str, RunGroup]:
+    """Return each setting with the N and the learning rate that were trained with more than one seed, and the baselines."""
+    tried = {name: group for name, group in groups(runs, rate=True).items() if group.per_query()}
+    return {re.sub(r" (global_batch_size|lr)=\S+", "", name): group for name, group in tried.items()
+            if len(group.runs) > 1 or not group.method}  # fmt: skip
+
+
+def equal_time(studies: Studies, name: str) -> Table:
+    """Compare the methods after the same training time."""
+    return with_cost(chosen_on_dev(studies[name]))
+
+
+def less_time(studies: Studies, name: str) -> Table:
+    """Compare methods after 52 seconds of training with the reference after 75."""
+    short = {setting: group for setting, group in chosen_on_dev(studies[name]).items() if group.method}
+    return with_cost(short | {"grad_cache": chosen_on_dev(studies[name.replace("52s", "75s")])["grad_cache"]})
+
+
+def with_cost(found: dict[str, RunGroup]) -> Table:
+    """Compare every group with the reference, with N, updates, seconds and peak memory of a run."""
+    table = against(found, "grad_cache")
+    heads = [table.heads[0], "N", *table.heads[1:-1], "updates", "seconds", "peak MiB"]
+    rows = []
+    for row in table.rows:
+        group = found[row[0]]
+        size, spent = ("-", ["-"] * 3) if not group.method else (f"{group.setting(SIZE):g}", cost(group))
+        rows.append([row[0], size, *row[1:-1], *spent])
+    return Table(heads, rows)
+
+
+def cost(group: RunGroup) -> list[str]:
+    """Return the updates of a run, their seconds and the peak memory, as means over seeds."""
+    return [f"{group.setting('optim.max_steps'):g}", number(group.mean("train_seconds"), ".0f"), memory(group)]
+
+
 def hybrid(studies: Studies, name: str) -> Table:
-    """The hybrid with rows weighed by age, and without, beside the reference."""
+    """Compare the hybrid with and without age decay with the reference."""
     chosen = best_rates(encoders(studies, "medquad") + studies[name])
     wanted = {setting: group for setting, group in chosen.items() if setting.startswith(("grad_cache", "cont_cache"))}
     return against(same_seeds(wanted), "grad_cache")
 
 
 def cuts(studies: Studies, name: str) -> Table:
-    """Micro-batches by tokens against those by pairs, each method against itself."""
+    """Compare micro-batches by tokens with those by pairs, for each method."""
     tables = []
     for aged in ("", "-aged"):
         runs = [
@@ -260,7 +295,7 @@ def heads_rates(studies: Studies, name: str) -> Table:
 
 
 def heads_switches(studies: Studies, name: str) -> Table:
-    """One learning rate, that of configs/study/heads.yaml, in all rows; against the setting without a switch."""
+    """Compare one change each with the unchanged setting at the learning rate of configs/study/heads.yaml."""
     plain = {f"cont_accum-size={size}-learning_rate=3e-4" for size in (64, 512)}
     runs = [run for run in studies[name] if re.sub(r"-seed\d+$", "", run.name) in plain]
     runs += some(
@@ -283,7 +318,7 @@ def heads_longer(studies: Studies, name: str) -> Table:
 
 
 def heads_balance(studies: Studies, name: str) -> Table:
-    """Distance of the gradient norms from balance, |log ratio|, and quality: Spearman's rank correlation over settings."""
+    """Correlate |log ratio| of the gradient norms with quality: Spearman's rank correlation over settings."""
     from scipy import stats
 
     rows = []
@@ -291,17 +326,17 @@ def heads_balance(studies: Studies, name: str) -> Table:
     for rate in sorted({run.config[RATE] for run in chosen}):
         found = groups([run for run in chosen if run.config[RATE] == rate]).values()
         apart = [abs(math.log(group.median("grad_norm_ratio") or 1.0)) for group in found]
-        quality = [spread(group.scores(METRIC))[0] or 0.0 for group in found]
+        quality = [group.score(METRIC)[0] or 0.0 for group in found]
         result = stats.spearmanr(apart, quality)
         rows.append([f"{rate:g}", str(len(apart)), f"{result.statistic:+.2f}", p(float(result.pvalue))])
     return Table(["learning rate", "settings", "rank correlation of imbalance and quality", "p"], rows)
 
 
 def heads_drift(studies: Studies, name: str) -> Table:
-    """How passages move within four updates, median over the run, and how much of it is one shift of all."""
+    """Return how far passages move within four updates, and the share of the common shift."""
     rows = [
-        [label(run)[len("drift ") :], f"{run.config[RATE]:g}", figure(run.median("drift_passage_cosine"), ".3f"),
-         figure(run.median("drift_common_share"), ".2f"), figure(run.score(METRIC))]
+        [label(run)[len("drift ") :], f"{run.config[RATE]:g}", number(run.median("drift_passage_cosine"), ".3f"),
+         number(run.median("drift_common_share"), ".2f"), number(run.score(METRIC))]
         for run in some(studies[name], r"drift .*")
     ]  # fmt: skip
     return Table(["setting", "lr", "cosine after 4 updates", "share of one shift", METRIC], rows)
@@ -312,8 +347,8 @@ def real_tuning(studies: Studies, name: str) -> Table:
     return tuning([*encoders(studies, name), *larger])
 
 
-def replace_name(run: Run, word: str, before: str) -> Run:
-    """The run with a word in its setting."""
+def replace_name(run: RunRecord, word: str, before: str) -> RunRecord:
+    """Return the run with a word added to its setting."""
     return replace(run, folder=Path(run.name.replace(before, f"-{word}{before}")))
 
 
@@ -331,6 +366,8 @@ TABLES: dict[str, tuple[Callable[[Studies, str], Table], str]] = {
     "cut": (cuts, "cut"),
     "time": (longer, "time-aged"),
     "time-scifact": (longer, "time-scifact-aged"),
+    **{f"{study}-75s": (equal_time, f"{study}-75s") for study in ("medquad", "scifact")},
+    **{f"{study}-52s": (less_time, f"{study}-52s") for study in ("medquad", "scifact")},
     "cache-aged": (hybrid, "cache-aged"),
     **{
         f"{study}-{name}": (make, study)

@@ -1,5 +1,171 @@
-"""The command line: one subcommand per verb."""
+"""Command line: run a command, print an error as one sentence to stderr, and return the exit code.
 
-from contaccum.cli.main import main
+Large packages such as torch are imported only when a command runs.
+"""
 
-__all__ = ["main"]
+import errno
+import os
+import select
+import signal
+import sys
+import traceback
+import warnings
+from argparse import ArgumentError
+from contextlib import suppress
+from typing import Any
+
+from jsonargparse import Namespace
+
+from contaccum.cli.commands import COMMANDS
+from contaccum.cli.parser import check_arguments, command_in, explain, instances, make_parser
+from contaccum.errors import Failed, InputError, Interrupted
+from contaccum.runtime.launch import StopSignals, check_launch, is_main, process_place
+
+DISK_ERRORS = {
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENAMETOOLONG,
+    errno.ENOTDIR, errno.EISDIR,
+}  # fmt: skip
+"""Error numbers of a full, read-only or failing disk, or of an invalid path. They are shown without traceback."""
+BROKEN_PIPE = 128 + signal.SIGPIPE
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command and return the exit code.
+
+    0: done. 1: failed check or unexpected error. 2: bad input or disk error. 130: Ctrl-C. 143: SIGTERM. 141: the program that
+    reads stdout closed it. With `--debug`, an error also prints its traceback.
+    """
+    _prepare_streams()
+    warnings.showwarning = _show_warning
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in arguments
+    if debug:
+        arguments.remove("--debug")
+    try:
+        code = _reported(arguments, debug)
+    finally:
+        unwritten = _flush_stdout()
+    if unwritten is None or code:
+        return code
+    if isinstance(unwritten, BrokenPipeError):
+        return BROKEN_PIPE
+    return _say(f"standard output: cannot be written ({unwritten.strerror})", InputError.exit_code)
+
+
+def _reported(arguments: list[str], debug: bool) -> int:
+    """Run one command and return the exit code. Print an error as one sentence."""
+    try:
+        check_launch()
+        check_arguments(COMMANDS, arguments)
+        chosen = make_parser(COMMANDS, arguments).parse_args(arguments)
+        name, options = chosen.subcommand, chosen[chosen.subcommand]
+        if name == "data":
+            name, options = f"data {options.subcommand}", options[options.subcommand]
+        with StopSignals():
+            _start(name, options)
+        return 0
+    except (Exception, KeyboardInterrupt, Interrupted) as error:
+        if isinstance(error, BrokenPipeError) and _reader_left():
+            return BROKEN_PIPE
+        if debug:
+            traceback.print_exc()
+        if isinstance(error, Failed | InputError | Interrupted):
+            return _say(str(error), error.exit_code)
+        if isinstance(error, ArgumentError):
+            return _say(explain(COMMANDS, arguments, error), InputError.exit_code)
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+            found = f"{error.filename or 'a file or standard output'}: cannot be read or written ({error.strerror})"
+            return _say(found, InputError.exit_code)
+        if isinstance(error, KeyboardInterrupt):
+            return _say("interrupted", Interrupted.KEYBOARD)
+        found = " ".join(str(error).split())[:500] or "no message"
+        _say(f"{command_in(COMMANDS, arguments)[0]} failed: {type(error).__name__}: {found}")
+        hint = "Report the traceback above" if debug else "Run the command again with --debug and report its output"
+        return _say(f"this error was not expected and may be a bug. {hint}", 1)
+
+
+def _start(name: str, options: Namespace) -> None:
+    """Run a command. If the launch has several processes, record which process failed first."""
+    if process_place()[1] == 1:
+        return _run(name, options)
+    from contaccum.runtime.processes import recorded
+
+    return recorded(lambda: _run(name, options))
+
+
+def _run(name: str, options: Namespace) -> None:
+    """Check the options of a command, call the command with them, and print the result."""
+    from contaccum.config.declare import unused_options
+
+    command = COMMANDS[name]
+    given = instances(command, options)
+    for part in given:
+        if hasattr(part, "check_call"):
+            part.check_call()
+    own = [part for part in given if not hasattr(part, "method")]  # train() checks its config
+    for sentence in unused_options(own):
+        warnings.warn(sentence, stacklevel=2)
+    result = command.run(*given)
+    if result is not None and is_main():
+        print(result)
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    _say(f"warning: {message}")
+
+
+def _say(sentence: str, exit_code: int = 0) -> int:
+    """Print a sentence to stderr and return the exit code.
+
+    If several processes of a launch print the same sentence, it appears only once.
+    """
+    try:
+        first = check_launch() == 1
+    except InputError:  # the sentence is about the variables of the launcher
+        first = True
+    if not first:
+        from contaccum.runtime.processes import first_to_say
+
+        first = first_to_say(sentence)
+    with suppress(OSError, ValueError):  # nobody reads stderr
+        if first:
+            print(f"contaccum: {sentence}", file=sys.stderr)
+    return exit_code
+
+
+def _prepare_streams() -> None:
+    """Replace closed streams by the null device. Print a replacement for characters that the terminal cannot encode."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:  # the parent process closed it; open() uses the same file descriptor again
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - open until the process ends
+        elif mode == "w" and hasattr(stream, "reconfigure"):
+            if stream.errors == "strict" or "utf" not in stream.encoding.lower():
+                stream.reconfigure(errors="replace")
+            with suppress(OSError, ValueError):
+                os.set_blocking(stream.fileno(), True)  # else a slow reader raises BlockingIOError
+
+
+def _reader_left() -> bool:
+    """Return whether the program that reads our stdout or stderr has closed it, as `head` does."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            poll = select.poll()
+            poll.register(stream.fileno(), 0)
+            if any(event & select.POLLERR for _, event in poll.poll(0)):
+                return True
+    return False
+
+
+def _flush_stdout() -> OSError | None:
+    """Flush stdout and return the error, or None.
+
+    After an error, the unwritten text is discarded, because Python flushes stdout again when it exits.
+    """
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError) as error:
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return error if isinstance(error, OSError) else None
+    return None

@@ -1,96 +1,146 @@
-"""What can be wrong with a YAML file of settings before any setting is looked at. Imports no torch."""
+"""Read YAML files of settings, and refuse files that are too large or contain anything but settings.
 
-import re
-from collections.abc import Collection
+This module does not import torch.
+"""
+
+import os
+from collections.abc import Collection, Iterator
+from itertools import islice
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import yaml
 
+from contaccum.config.declare import MAX_DIGITS
+from contaccum.config.spellings import REMOVED, REMOVED_VALUES, refuse_removed, unknown
 from contaccum.errors import InputError
 
+MAX_BYTES = 1 << 20
+"""Maximum number of bytes in a file. A file with all settings has 5,000 bytes."""
 MAX_NODES = 10_000
-"""Values in a file, aliases counted as often as they stand: ten times what all settings need."""
-
+"""Maximum number of values in a file: ten times the number of all settings. Each use of a YAML alias counts all values of the
+alias."""
 MAX_DEPTH = 20
-_LEADING_OUT = (
-    "class_path",
-    "init_args",
-    "config",
-)  # by these jsonargparse imports what a file names, or reads another
+READY = Path(__file__).parent.parent / "configs"
+"""Folder of the ready-made configs."""
+CONFIG_VERSION = 1
+"""``format_version`` that a run writes into its config.yaml. This code reads this version and older versions."""
+_IMPORTING = {"class_path", "init_args", "config"}  # keys for which jsonargparse imports a class or reads another file
 
 
-def check_config_file(path: str | Path, groups: Collection[str]) -> None:
-    """Refuse a file that is not a mapping of settings, in a sentence that names file and line.
+class ConfigText(NamedTuple):
+    """Settings of a file, in the form that jsonargparse reads."""
 
-    Refused too: a key that stands twice (YAML would take the last), aliases that unfold to more than ``MAX_NODES`` values,
-    tags and keys that ask for anything but plain values, and a member of ``groups`` that is not itself a mapping.
+    text: str
+    """YAML text. Removed settings that change nothing are left out."""
+    places: dict[str, str]
+    """Setting -> ``file:line`` where it was read."""
+
+
+def config_path(name: str | Path) -> str:
+    """Return the path of a config file.
+
+    name: a path, which is returned unchanged, or the name of a ready-made config, such as ``finetune`` or ``presets/24gb``.
+    Raises InputError for an unknown name. The message lists the names of the ready-made configs.
     """
-    root = _parsed(path)
+    text = os.fspath(name)
+    ready = {path.relative_to(READY).with_suffix("").as_posix(): str(path) for path in sorted(READY.rglob("*.yaml"))}
+    if text in ready and Path(text).is_dir():  # such as the folder that `contaccum data demo demo` wrote
+        return ready[text]
+    if (
+        os.path.lexists(text) or Path(text).suffix or Path(text).is_absolute() or ":" in text
+    ):  # a path, maybe a wrong one
+        return text
+    if text not in ready:
+        raise InputError(
+            f"{text}: no such file, and no ready-made config has this name; the names are {', '.join(ready)}"
+        )
+    return ready[text]
+
+
+def check_version(found: Any, where: str) -> None:
+    """Raise InputError if this version of contaccum cannot read the ``format_version`` found in a config file."""
+    if str(found) not in map(str, range(1, CONFIG_VERSION + 1)):
+        raise InputError(f"{where}: format_version is {found}; this version of contaccum reads up to {CONFIG_VERSION}")
+
+
+def check_config_file(path: str | Path, text: str, known: Collection[str] | None) -> ConfigText:
+    """Check the text of a YAML file of settings.
+
+    known: names of the allowed settings. None allows any names.
+
+    Raises InputError for the first fault. The message names file and line. Faults are: a setting that is not in ``known``, a
+    setting that is given twice, a group that is not a mapping, a tag, a key that jsonargparse would interpret, too many values,
+    values that are nested too deeply, and a removed setting.
+    """
+    root = _parsed(path, text)
     if root is None:
         raise InputError(f"{path}: is empty, expected YAML with settings")
     if not isinstance(root, yaml.MappingNode):
         raise _error(path, root, f"found {_kind(root)}, expected settings, such as 'seed: 1'")
-    _Walk(path).size(root)
-    for key, value in root.value:
-        if key.value in groups and not isinstance(value, yaml.MappingNode):
-            raise _error(path, value, f"{key.value} is {_kind(value)}, expected a group of settings")
+    found = list(islice(_nodes(path, root), MAX_NODES + 1))
+    if len(found) > MAX_NODES:
+        raise _error(path, root, f"has more than {MAX_NODES} values, expected settings")
+    lines: dict[str, int] = {}
+    for name, parent, key, value in found:
+        if name in lines:
+            raise _error(path, key, f"duplicate setting {name!r} (first in line {lines[name]}); give each setting once")
+        lines[name] = key.start_mark.line + 1
+        if not isinstance(value, yaml.MappingNode) and any(each.startswith(f"{name}.") for each in known or ()):
+            raise _error(path, value, f"{name} is {_kind(value)}, expected a group of settings")
+        text = value.value if isinstance(value, yaml.ScalarNode) else _kind(value)
+        if name == "format_version":
+            check_version(text, f"{path}:{lines[name]}")
+            parent.value = [pair for pair in parent.value if pair[0] is not key]
+        elif name in REMOVED or (name, text) in REMOVED_VALUES:
+            plain = {"true": True, "false": False}.get(text.lower(), text)
+            if name not in REMOVED or plain != REMOVED[name][0]:
+                refuse_removed(f"{path}:{lines[name]}: ", name, plain)
+            parent.value = [pair for pair in parent.value if pair[0] is not key]
+        elif "[" in name or known is None:
+            continue
+        elif not any(each == name or each.startswith(f"{name}.") for each in known):
+            raise _error(path, key, f"{name}: no such setting{unknown(name, text, known)}")
+    return ConfigText(yaml.serialize(root), {name: f"{path}:{line}" for name, line in lines.items()})
 
 
-def _parsed(path: str | Path) -> yaml.Node | None:
+def _parsed(path: str | Path, text: str) -> yaml.Node | None:
     try:
-        return yaml.compose(Path(path).read_text(encoding="utf-8-sig"), Loader=yaml.SafeLoader)
-    except FileNotFoundError as error:
-        raise InputError(f"{path}: no such file, expected YAML with settings") from error
-    except IsADirectoryError as error:
-        raise InputError(f"{path}: is a folder, expected a file of YAML with settings") from error
-    except OSError as error:
-        raise InputError(f"{path}: could not be read ({error.strerror or error})") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: byte {error.start} is not UTF-8, expected UTF-8 text") from error
+        return yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise InputError(f"{path}, line {line}: not YAML ({error.problem}), expected YAML with settings") from error
+        raise InputError(f"{path}:{line}: not YAML ({error.problem}), expected YAML with settings") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not usable YAML ({_one_line(error)}), expected YAML with settings") from error
+        found = " ".join(str(error).split())
+        raise InputError(f"{path}: not usable YAML ({found}), expected YAML with settings") from error
 
 
-class _Walk:
-    def __init__(self, path: str | Path) -> None:
-        self.path = path
-        self.sizes: dict[int, int] = {}
-        self.open: set[int] = set()
+def _nodes(
+    path: str | Path, parent: yaml.Node, prefix: str = "", depth: int = 0
+) -> Iterator[tuple[str, Any, Any, Any]]:
+    """Yield (setting, parent, key, value) for every value below a mapping or list.
 
-    def size(self, node: yaml.Node) -> int:
-        """Values in a node, those behind aliases counted wherever they stand."""
-        if len(self.open) > MAX_DEPTH:
-            raise _error(self.path, node, f"values are nested deeper than {MAX_DEPTH} levels, expected settings")
-        if id(node) in self.open:
-            raise _error(self.path, node, "an alias stands inside what it names, expected plain values")
-        if id(node) not in self.sizes:
-            self.open.add(id(node))
-            self.sizes[id(node)] = 1 + sum(map(self.size, self._children(node)))
-            self.open.remove(id(node))
-        if self.sizes[id(node)] > MAX_NODES:
-            raise _error(self.path, node, f"holds more than {MAX_NODES} values, expected settings")
-        return self.sizes[id(node)]
-
-    def _children(self, node: yaml.Node) -> list[yaml.Node]:
-        if not node.tag.startswith("tag:yaml.org,2002:") or "python" in node.tag:
-            raise _error(self.path, node, f"found the tag {node.tag!r}, expected plain values")
-        if isinstance(node, yaml.SequenceNode):
-            return node.value
-        if isinstance(node, yaml.MappingNode):
-            seen = set()
-            for key, _ in node.value:
-                if not isinstance(key, yaml.ScalarNode):
-                    raise _error(self.path, key, f"found {_kind(key)} as a key, expected the name of a setting")
-                if key.value in seen:
-                    raise _error(self.path, key, f"{key.value!r} stands a second time, expected every setting once")
-                if key.value.rpartition(".")[2] in _LEADING_OUT:
-                    raise _error(self.path, key, f"found the key {key.value!r}, expected plain values")
-                seen.add(key.value)
-            return [value for _, value in node.value]
-        return []
+    Each use of an alias yields its values again.
+    """
+    items = parent.value if isinstance(parent, yaml.MappingNode) else [(each, each) for each in parent.value]
+    for number, (key, value) in enumerate(items):
+        name = f"{prefix}[{number}]"
+        if isinstance(parent, yaml.MappingNode):
+            if not isinstance(key, yaml.ScalarNode):
+                raise _error(path, key, f"found {_kind(key)} as a key, expected the name of a setting")
+            if (last := key.value.rpartition(".")[2]) in _IMPORTING or last.startswith("__"):
+                raise _error(path, key, f"found the key {key.value!r}, which is not a setting; remove it")
+            merged = key.tag == "tag:yaml.org,2002:merge"
+            name = f"{prefix}[<<]" if merged else f"{prefix}.{key.value}".lstrip(".")
+        if not value.tag.startswith("tag:yaml.org,2002:") or "python" in value.tag:
+            raise _error(path, value, f"found the tag {value.tag!r}, expected plain values")
+        if value.tag.endswith(":int") and len(value.value) > MAX_DIGITS:
+            raise _error(path, value, f"{name} has {len(value.value)} digits, expected at most {MAX_DIGITS}")
+        if depth > MAX_DEPTH:
+            raise _error(path, value, f"values are nested deeper than {MAX_DEPTH} levels, expected settings")
+        yield name, parent, key, value
+        if not isinstance(value, yaml.ScalarNode):
+            yield from _nodes(path, value, name, depth + 1)
 
 
 def _kind(node: yaml.Node) -> str:
@@ -100,8 +150,4 @@ def _kind(node: yaml.Node) -> str:
 
 
 def _error(path: str | Path, node: yaml.Node, sentence: str) -> InputError:
-    return InputError(f"{path}, line {node.start_mark.line + 1}: {sentence}")
-
-
-def _one_line(error: Exception) -> str:
-    return re.sub(r"\s+", " ", str(error))
+    return InputError(f"{path}:{node.start_mark.line + 1}: {sentence}")

@@ -1,1 +1,1 @@
-"""From text files to the micro-batches of a step: readers, tables, the order of examples, tokens, and the demo set."""
+"""Read data sets of every format, and make the micro-batches of a training step. The demo data set is here too."""

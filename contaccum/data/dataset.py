@@ -1,237 +1,169 @@
-"""What training trains on: one data set or several, as queries, passages and lists of their numbers."""
+"""Open data sets of every format, by path or by name. Other packages open data only through this module."""
 
-import hashlib
-import json
-import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import os
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
-import numpy as np
-from datasets import Dataset, concatenate_datasets
+from datasets import Dataset
 
-from contaccum.config import DataConfig
-from contaccum.data.arrow import Ragged
-from contaccum.data.examples import ExampleTable, Teacher, load_examples
-from contaccum.data.formats import kind_of_data
-from contaccum.data.sources import resolve
-from contaccum.data.tables import JudgedSplit, answerable_split
+from contaccum.catalog import fetch
+from contaccum.config import DataConfig, DataPolicy
+from contaccum.data.corpus import load_questions, open_corpus, open_queries
+from contaccum.data.examples import ExampleTable, load_examples
+from contaccum.data.retrieval_set import (
+    JudgedSplit,
+    Qrels,
+    RetrievalSet,
+    examples_as_retrieval,
+    judged_split,
+    keep_answerable,
+    qrels_file,
+    read_grades,
+    splits_of,
+)
+from contaccum.data.stream import StreamSet, open_stream
+from contaccum.data.tables import Ragged, report_rejected
+from contaccum.data.train_set import Member, TrainSet, check_hard_negatives, check_scores, from_examples, mixture_of
 from contaccum.errors import InputError
+from contaccum.formats.readers import Kind, kind_of_data
+from contaccum.formats.records import Question
+
+DEFAULT_POLICY = DataPolicy()
 
 
-@dataclass(frozen=True)
-class TrainSet:
-    """n queries and the passages that training can meet; the numbers in the lists are rows of ``passages``."""
+class RetrievalDataset:
+    """A data set of any format. Each property reads and checks its files when it is used for the first time.
 
-    queries: Dataset  # n rows, columns id and text
-    passages: Dataset  # columns id, title, text
-    positives: Ragged  # n lists, none empty
-    negatives: Ragged  # n lists of hard negatives; all empty where none were asked for
-    fingerprint: str  # of everything here, in hex; the same wherever the files lie
-    teacher: Teacher | None = (
-        None  # scores of positives and of negatives; None where none were asked for, or there are none
-    )
+    Published data sets have duplicate ids and passages without text. A BEIR folder that was downloaded by name (BEIR, MTEB,
+    MIRACL, Hub) is therefore always read with ``repair``. Invalid files raise InputError.
+    """
 
-    @property
-    def members(self) -> "tuple[Member, ...]":
-        """The sets that it consists of, in the order of its rows."""
-        return (Member(self),)
+    def __init__(self, name: str | Path, split: str, policy: DataPolicy) -> None:
+        self.name, self.split, self._policy = name, split, policy
+        self.left_out: dict[str, int] = {}
+        """File name -> number of rejected records, for the files read so far."""
 
-    def texts(self) -> list[str]:
-        """All queries, titles and texts, from which a vocabulary can be learned."""
-        return [*self.queries["text"], *self.passages["title"], *self.passages["text"]]
+    @cached_property
+    def path(self) -> Path:
+        """Local path of the folder or file. A data set that is opened by name is downloaded into the cache."""
+        return fetch(self.name, self.split)
 
-    def scores(self) -> Teacher:
-        """The teacher's scores, all NaN where there are none."""
-        lists = self.positives, self.negatives
-        return self.teacher or Teacher(*(np.full(len(part.values), np.nan, dtype=np.float32) for part in lists))
+    @cached_property
+    def policy(self) -> DataPolicy:
+        """Policy for invalid records. ``repair`` is always on for a BEIR folder that was downloaded by name."""
+        published = self.path.is_dir() and not os.path.exists(self.name)
+        return replace(self._policy, repair=True) if published else self._policy
+
+    @cached_property
+    def kind(self) -> Kind:
+        """Format of the data set, which is detected from the content of the files."""
+        return kind_of_data(self.path, self.policy.max_bad_records)
+
+    @cached_property
+    def corpus(self) -> Dataset:
+        """Table of passages with columns id, title and text, from a BEIR folder, a corpus.jsonl or a passage TSV."""
+        corpus = open_corpus(self.path, self.policy)
+        self._count(corpus.source.name, corpus.left_out)
+        return corpus.table
+
+    @cached_property
+    def queries(self) -> dict[str, str]:
+        """Dict from query id to text, from a BEIR folder or a file of queries."""
+        queries = open_queries(self.path, self.policy)
+        self._count(queries.source.name, queries.left_out)
+        return queries.texts
+
+    @cached_property
+    def questions(self) -> list[Question]:
+        """Questions and answers of a DPR question file."""
+        questions, left_out = load_questions(self.path, self.policy)
+        self._count(self.path.name, left_out)
+        return questions
+
+    @cached_property
+    def qrels(self) -> Qrels:
+        """Grades of a qrels file. Queries without a positive are left out."""
+        source = Path(self.name)
+        grades = read_grades(source, self._policy)
+        report_rejected(source, grades.rejected)
+        self._count(source.name, len(grades.rejected.entries))
+        return keep_answerable(source, grades.qrels, self._policy.strict)
+
+    @cached_property
+    def retrieval_set(self) -> RetrievalSet:
+        """Corpus, judged queries and qrels of a BEIR split or of training examples. Positives of examples have grade 1."""
+        found = self._judged if self.kind == "beir" else examples_as_retrieval(self.path, self.policy)
+        self.left_out |= found.left_out
+        return found
+
+    @cached_property
+    def searchable_set(self) -> RetrievalSet:
+        """Retrieval set for search. From a folder without qrels, or a file of passages, it has a corpus but no queries."""
+        has_queries = splits_of(self.path) if self.path.is_dir() else self.kind in ("dpr", "jsonl", "tevatron")
+        return self.retrieval_set if has_queries else RetrievalSet(self.corpus, {}, {})
+
+    @cached_property
+    def _judged(self) -> JudgedSplit:
+        judged = judged_split(self.path, self.split, self.policy)
+        kept = keep_answerable(qrels_file(self.path, self.split), judged.qrels, self.policy.strict)
+        return replace(judged, queries={query: judged.queries[query] for query in kept}, qrels=kept)
+
+    def examples(self, scores: bool = False) -> ExampleTable:
+        if self.kind != "beir":
+            return load_examples(self.path, self.policy, scores)
+        none: list[list[int]] = [[] for _ in self._judged.queries]
+        positives, negatives, others = (Ragged.of(rows) for rows in (*self._judged.graded_rows(), none))
+        queries = Dataset.from_dict({"id": list(self._judged.queries), "text": list(self._judged.queries.values())})
+        return ExampleTable(queries, self._judged.corpus, positives, negatives, others, self._judged.corpus_hash)
+
+    def train_set(self, hard_negatives: int = 0, scores: bool = False) -> TrainSet:
+        """Return the queries and passages for training.
+
+        In a BEIR folder, a passage with a grade above 0 is a positive; any other judged passage is a hard negative. If a query
+        has fewer than ``hard_negatives`` hard negatives, other negatives (DPR's ``negative_ctxs``) fill the gap, in file order.
+        """
+        return from_examples(self.examples(scores), hard_negatives)
+
+    def _count(self, file: str, left_out: int) -> None:
+        if left_out:
+            self.left_out[file] = left_out
 
 
-class Member(NamedTuple):
-    """One set of a mixture."""
+def open_dataset(name: str | Path, split: str = "test", policy: DataPolicy = DEFAULT_POLICY) -> RetrievalDataset:
+    """Open a data set by its path or by its name.
 
-    set: TrainSet
-    weight: float = 1.0
-    query_prefix: str | None = None  # None: the model's
-    passage_prefix: str | None = None
+    Examples of names: scifact, nanobeir/scifact, mteb/NFCorpus, miracl/sw, dpr/nq-train, hub:owner/name. ``split`` is the split
+    of a BEIR folder or of a Hub set. Files are downloaded and read only when a property of the result is used.
+    """
+    return RetrievalDataset(name, split, policy)
 
 
-@dataclass(frozen=True)
-class Mixture(TrainSet):
-    """Several sets as one: their queries and passages one behind the other, none merged."""
-
-    parts: tuple[Member, ...] = ()
-
-    @property
-    def members(self) -> tuple[Member, ...]:
-        return self.parts
+def open_training(data: DataConfig, scores: bool = False) -> TrainSet | StreamSet:
+    """Open the training data of a config: as a stream if ``data.streaming`` is set, otherwise as tables."""
+    return open_stream(data, scores) if data.streaming else load_training(data, scores)
 
 
 def load_training(data: DataConfig, scores: bool = False) -> TrainSet:
-    """What a config says to train on: one data set, or a mixture; with ``scores``, those of a teacher too.
+    """Load the training data of a config as tables. The data is one data set or a mixture of several.
 
-    Raises InputError as ``load_train_set``, where scores are asked for and no set has any, and for data that is to be streamed.
+    Raises InputError if ``data.streaming`` is set, if ``scores`` is true and no data set has teacher scores, or if a data set
+    without in-batch negatives has no hard negatives.
     """
     if data.streaming:
-        raise InputError("data.streaming is true, expected false: only training reads its data as a stream")
-    how = data.hard_negatives, data.strict, data.repair, data.max_bad_records, scores
+        raise InputError("data.streaming is true, but this command cannot read a stream; set it to false")
     named = [(each.train, each.split) for each in data.mixture] or [(data.train, data.split)]
-    sets = [load_train_set(path, split, *how) for path, split in named]
+    sets = [open_dataset(path, split, data.policy).train_set(data.hard_negatives, scores) for path, split in named]
     if scores:
-        _check_scores([name for name, _ in named], sets)
-    if not data.mixture:
+        check_scores([name for name, _ in named], sets)
+    if len(sets) == 1 and all(
+        each.query_prefix is each.passage_prefix is None and each.in_batch_negatives for each in data.mixture
+    ):
         return sets[0]
-    only = data.mixture[0]
-    if len(sets) == 1 and only.query_prefix is None and only.passage_prefix is None:
-        return sets[0]
-    return mixture_of(
-        [
-            Member(loaded, each.weight or len(loaded.queries), each.query_prefix, each.passage_prefix)
-            for loaded, each in zip(sets, data.mixture, strict=True)
-        ]
-    )
-
-
-def _check_scores(names: Sequence[str], sets: Sequence[TrainSet]) -> None:
-    """InputError where no query has scores to compare; a warning for each set of which some have none."""
-    compared = [_compared(each) for each in sets]
-    if not any(found.any() for found in compared):
-        raise no_scores(", ".join(names))
-    for name, found in zip(names, compared, strict=True):
-        if without := int((~found).sum()):
-            warnings.warn(
-                f"{name}: {without} of {len(found)} queries have no scores of a teacher for a positive and a negative; they "
-                "learn by InfoNCE alone",
-                stacklevel=3,
-            )
-
-
-def no_scores(names: str, where: str = "") -> InputError:
-    """What is said where distillation finds no scores; ``where`` begins with a space."""
-    return InputError(
-        f"{names}: no scores of a teacher were found{where}, which loss.distillation learns, expected pos_scores and "
-        "neg_scores in lines of query, pos and neg, or a score with each of Tevatron's passages"
-    )
-
-
-def _compared(examples: TrainSet) -> np.ndarray:
-    """Which queries have a teacher's score for a positive and for a hard negative, (n,) bool."""
-    scores = examples.scores()
-    return _any_known(scores.positives, examples.positives) & _any_known(scores.negatives, examples.negatives)
-
-
-def _any_known(values: np.ndarray, lists: Ragged) -> np.ndarray:
-    known = np.concatenate([[0], np.cumsum(~np.isnan(values))])
-    return known[lists.offsets[1:]] > known[lists.offsets[:-1]]
-
-
-def mixture_of(members: Sequence[Member]) -> Mixture:
-    """Several sets as one; a passage that stands in two of them stays two, since its prefix may differ."""
-    sets = [member.set for member in members]
-    starts = np.cumsum([0, *(len(each.passages) for each in sets)])
-    positives, negatives = (
-        Ragged.of(
-            row + start for each, start in zip(sets, starts, strict=False) for row in _rows_of(getattr(each, name))
-        )
-        for name in ("positives", "negatives")
-    )
-    queries, passages = (
-        concatenate_datasets([getattr(each, name) for each in sets]) for name in ("queries", "passages")
-    )
-    digest = hashlib.blake2b(" ".join(each.fingerprint for each in sets).encode(), digest_size=16).hexdigest()
-    teacher = None
-    if any(each.teacher is not None for each in sets):
-        teacher = Teacher(*(np.concatenate(parts) for parts in zip(*(each.scores() for each in sets), strict=True)))
-    return Mixture(queries, passages, positives, negatives, digest, teacher, tuple(members))
-
-
-def _rows_of(lists: Ragged) -> Iterator[np.ndarray]:
-    return (lists.row(number) for number in range(len(lists)))
-
-
-def load_train_set(
-    path: str | Path,
-    split: str = "train",
-    hard_negatives: int = 0,
-    strict: bool = False,
-    repair: bool = False,
-    max_bad_records: int = 0,
-    scores: bool = False,
-) -> TrainSet:
-    """Open a BEIR folder's split, a file of training examples, which has no splits, or a set by its name (sources.py).
-
-    In a BEIR folder a grade above 0 makes a positive, any other a hard negative. Hard negatives are kept where
-    ``hard_negatives``, the number a step will draw per query, is above 0; a query with fewer is filled up from its
-    ``further`` negatives, first come first taken. A passage that is a positive of a query is never its negative.
-
-    Queries without a positive are left out with a warning that counts them, and refused when ``strict``; ``repair`` as
-    in ``load_corpus``; ``max_bad_records`` as in ``judged_split`` and ``load_examples``; ``scores`` as in the latter, without
-    effect on a BEIR folder. Raises InputError for whatever else is wrong with the files.
-    """
-    path, repair = resolve(path, split, repair)
-    if kind_of_data(path, max_bad_records) == "beir":
-        return _from_judgements(answerable_split(path, split, strict, repair, max_bad_records), hard_negatives)
-    return _from_examples(load_examples(path, strict, repair, max_bad_records, scores), hard_negatives)
-
-
-def _from_judgements(judged: JudgedSplit, hard_negatives: int) -> TrainSet:
-    positives, negatives = judged.graded_rows()
-    queries = Dataset.from_dict({"id": list(judged.queries), "text": list(judged.queries.values())})
-    kept = negatives if hard_negatives else [[] for _ in negatives]
-    return _train_set(queries, judged.corpus, positives, kept, judged.fingerprint)
-
-
-def _from_examples(examples: ExampleTable, hard_negatives: int) -> TrainSet:
-    kept = np.flatnonzero(examples.positives.lengths)
-    positives = [examples.positives.row(number).tolist() for number in kept]
-    negatives: list[list[int]] = [[] for _ in kept]
-    sources: list[np.ndarray] = [
-        np.empty(0, dtype=np.int64)
-    ]  # which of the table's negatives each is, -1 for a further one
-    if hard_negatives:
-        for number, hard in zip(kept, negatives, strict=True):
-            hard += examples.negatives.row(number).tolist()
-            further = examples.further.row(number)[: max(0, hard_negatives - len(hard))].tolist()
-            sources += [np.arange(*examples.negatives.offsets[number : number + 2]), np.full(len(further), -1)]
-            hard += further
-    teacher = None
-    if examples.teacher is not None:
-        places = np.concatenate(sources)
-        given = np.append(examples.teacher.negatives, np.float32(np.nan))[places]
-        teacher = Teacher(np.array(examples.teacher.positives), given)  # queries left out have no positives
-    return _train_set(
-        examples.queries.select(kept), examples.passages, positives, negatives, examples.fingerprint, teacher
-    )
-
-
-def _train_set(
-    queries: Dataset,
-    corpus: Dataset,
-    positives: list[list[int]],
-    negatives: list[list[int]],
-    source: str,
-    teacher: Teacher | None = None,
-) -> TrainSet:
-    """Keep the passages that occur, renumber the lists, and take the fingerprint."""
-    lists = Ragged.of(positives), Ragged.of(negatives)
-    used = np.unique(np.concatenate([ragged.values for ragged in lists]))
-    lists = lists[0].renumbered(used), lists[1].renumbered(used)
-    digest = hashlib.blake2b(json.dumps([source, queries["id"][:], queries["text"][:]]).encode(), digest_size=16)
-    for numbers in (used, *(part for ragged in lists for part in (ragged.offsets, ragged.values)), *(teacher or ())):
-        digest.update(np.array(len(numbers)).tobytes())
-        digest.update(numbers.tobytes())
-    return TrainSet(queries, corpus.select(used), *lists, fingerprint=digest.hexdigest(), teacher=teacher)
-
-
-def narrowed(train_set: TrainSet, queries: np.ndarray) -> TrainSet:
-    """The training set of some of its queries, given as rows, in that order; passages that no longer occur are left out."""
-    lists = train_set.positives, train_set.negatives
-    positives, negatives = ([ragged.row(query).tolist() for query in queries] for ragged in lists)
-    teacher = None
-    if train_set.teacher is not None:
-        places = [np.concatenate([np.arange(*part.offsets[query : query + 2]) for query in queries]) for part in lists]
-        teacher = Teacher(*(scores[own] for scores, own in zip(train_set.teacher, places, strict=True)))
-    return _train_set(
-        train_set.queries.select(queries), train_set.passages, positives, negatives, train_set.fingerprint, teacher
-    )
+    members = []
+    for loaded, each in zip(sets, data.mixture, strict=True):
+        if not each.in_batch_negatives:
+            check_hard_negatives(each.train, loaded)
+        rules = each.query_prefix, each.passage_prefix, each.in_batch_negatives
+        members.append(Member(loaded, each.weight or len(loaded.queries), *rules))
+    return mixture_of(members)

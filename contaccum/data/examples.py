@@ -1,205 +1,261 @@
-"""Files of training examples as tables: each passage once, each query with the numbers of its passages.
+"""Tables of training examples: a table of passages, a table of queries, and the passages of each query.
 
-The first reading checks the file and writes the tables into the cache; later readings map them.
+Every passage is stored once. The passages of a query are row numbers. The first call for a file checks the file and writes the
+tables into the cache. Later calls map these tables into memory.
 """
 
 import math
 import os
 import warnings
 from array import array
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from itertools import islice, repeat
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 from datasets import Dataset
 from tqdm import tqdm
 
-from contaccum.data.arrow import (
+from contaccum.config import DataPolicy
+from contaccum.data.corpus import duplicate_id
+from contaccum.data.tables import (
     PASSAGE_COLUMNS,
     QUERY_COLUMNS,
     Ragged,
     TableWriter,
-    cached_folder,
-    file_key,
+    load_array,
     open_table,
+    read_about,
+    warn_of_rejected,
+    write_about,
+    write_rejected,
 )
-from contaccum.data.bad_records import BadRecords, Place
-from contaccum.data.formats import numbered_examples
-from contaccum.data.quarantine import warn_of, write_quarantine
-from contaccum.data.records import Example, Passage, is_blank
 from contaccum.errors import InputError
-from contaccum.files import read_json, write_json
+from contaccum.formats.readers import numbered_examples
+from contaccum.formats.records import Example, Passage, Query, RejectedRecords, SourceLocation, TeacherScores, is_blank
+from contaccum.runtime.locks import cached_folder, file_key
 
-_LISTS = ("positives", "negatives", "further")
+_BATCH = 1000  # number of queries that are read at a time
+_LISTS = ("positives", "negatives", "others")
 _SCORED = ("positives", "negatives")
 
 
-class Teacher(NamedTuple):
-    """A teacher's scores, float32, in the order of the values of two Ragged lists; NaN where it gave none."""
+class FlatTeacherScores(NamedTuple):
+    """Teacher scores of all examples, float32. A missing score is NaN.
+
+    ``positives[i]`` is the score of ``positives.values[i]`` of an ExampleTable or a TrainSet; the same holds for ``negatives``.
+    """
 
     positives: np.ndarray
     negatives: np.ndarray
 
 
+class _Tolerated(TypedDict):
+    text: str
+    count: int
+    first: str
+
+
+class _LaterAbout(TypedDict, total=False):
+    scored: int
+    bytes: dict[str, int]
+
+
+class _About(_LaterAbout):
+    fingerprint: str
+    examples: int
+    answerable: int
+    problems: list[_Tolerated]
+    bad: int
+
+
 @dataclass(frozen=True)
 class ExampleTable:
-    """The examples of one file; the numbers in the lists are rows of ``passages``."""
+    """Training examples as tables.
+
+    ``positives``, ``negatives`` and ``others`` have one list for each query. List i has the row numbers of the passages of query
+    i in the table ``passages``. ``others`` are DPR's ``negative_ctxs``. A loop over an ExampleTable reads the passages from disk
+    and yields the examples that have a positive, in file order.
+    """
 
     queries: Dataset  # columns id, text
-    passages: Dataset  # columns id, title, text; every passage that any example names, once
-    positives: Ragged  # one list a query, any of which may be empty; a query's lists share no passage
+    passages: Dataset  # columns id, title, text
+    positives: Ragged  # a list may be empty; no passage is in two lists of the same query
     negatives: Ragged
-    further: Ragged
-    fingerprint: str
-    left_out: int  # bad records
-    teacher: Teacher | None = None  # None: not asked for, or not a single score was found
+    others: Ragged
+    fingerprint: str = ""
+    left_out: int = 0  # number of rejected records
+    teacher: FlatTeacherScores | None = None  # None: scores were not requested, or the file has none
+
+    def __len__(self) -> int:
+        return int(np.count_nonzero(self.positives.lengths))
+
+    def __iter__(self) -> Iterator[Example]:
+        return self.part(0, len(self))
+
+    def part(self, start: int, stop: int) -> Iterator[Example]:
+        """Yield examples ``start`` to ``stop - 1``, counting only examples with a positive."""
+        kept = np.flatnonzero(self.positives.lengths)[start:stop]
+        for first in range(0, len(kept), _BATCH):
+            numbers = kept[first : first + _BATCH]
+            batch = self.queries[numbers]
+            for number, *query in zip(numbers, batch["id"], batch["text"], strict=True):
+                lists = (self.positives, self.negatives, self.others)
+                positives, negatives, others = (self._read(ragged.row(number)) for ragged in lists)
+                yield Example(Query(*query), positives, negatives, others, self._scores(number))
+
+    def _read(self, rows: np.ndarray) -> list[Passage]:
+        batch = self.passages[rows.tolist()]
+        return [Passage(*row) for row in zip(*(batch[column] for column in PASSAGE_COLUMNS), strict=True)]
+
+    def _scores(self, number: int) -> TeacherScores | None:
+        """Return the teacher scores of an example, or None. Each float is the shortest decimal of its float32."""
+        if self.teacher is None:
+            return None
+        lists = zip((self.positives, self.negatives), self.teacher, strict=True)
+        found = [scores[ragged.offsets[number] : ragged.offsets[number + 1]] for ragged, scores in lists]
+        if np.isnan(found[0][0]):
+            return None
+        return TeacherScores(*([float(str(score)) for score in part] for part in found))
 
 
-def load_examples(
-    path: str | Path, strict: bool = False, repair: bool = False, max_bad_records: int = 0, scores: bool = False
-) -> ExampleTable:
-    """Open a DPR JSON, a JSONL of query, pos and neg, or a Tevatron JSONL.
+def load_examples(path: str | Path, policy: DataPolicy, scores: bool = False) -> ExampleTable:
+    """Open a file of training examples: DPR JSON, JSONL of query, pos and neg, or Tevatron JSONL.
 
-    A positive of a query is never its negative, and none of its hard negatives is among the further ones.
-
-    Raises InputError, naming line and record, for an empty text and for a query id that stands twice. Warns, with
-    their number, of queries without a positive and of passages whose id stood already with another text (the first
-    text is kept); both are refused when ``strict``. ``repair``, which is for BEIR folders, has no effect but a warning.
-    Up to ``max_bad_records`` records that would be refused are left out whole, listed in a quarantine file that a warning
-    names. With ``scores`` those of a teacher are read too, and refused where they are not one finite number for each passage.
+    An empty text or a duplicate query id raises InputError. Two problems cause a warning, or InputError with ``strict``: queries
+    without a positive, and passages with the same id but different texts (the first text is used). ``repair`` has no effect on a
+    file of examples and causes a warning. With ``scores``, teacher scores are read. In each example, either all positives and
+    negatives have a finite score, or none has one.
     """
     path = Path(path)
     if not os.path.isfile(path):
         raise InputError(f"{path}: no such file or folder")
-    if repair:
+    if policy.repair:
         warnings.warn(f"{path}: repair has no effect on a file of examples", stacklevel=4)
-    bad = BadRecords(max_bad_records)
-    key = [file_key(path), max_bad_records, *(["scores"] if scores else [])]
-    folder = cached_folder("examples", key, lambda folder: _Builder(path, folder, bad, scores).build())
-    about = read_json(folder / "about.json")
-    warn_of(path, about["bad"], folder)
+    rejected = RejectedRecords.of(policy)
+    key = [file_key(path), policy.max_bad_records, *(["scores"] if scores else [])]
+    folder = cached_folder("examples", key, lambda folder: _Builder(path, folder, rejected, scores).build())
+    about = read_about(folder, _About)
+    warn_of_rejected(path, about["bad"], folder)
     for problem in about["problems"]:
-        if strict:
+        if policy.strict:
             raise InputError(problem["first"])
         warnings.warn(f"{path}: {problem['count']} {problem['text']}", stacklevel=4)
     if not about["examples"]:
-        raise InputError(f"{path}: is empty, expected at least one example")
+        raise InputError(f"{path}: is empty; it needs at least one example")
     if not about["answerable"]:
-        raise InputError(f"{path}: no query has a positive, expected at least one")
-    lists = {name: Ragged(*(_load(folder, f"{name}_{part}") for part in ("offsets", "values"))) for name in _LISTS}
+        raise InputError(f"{path}: no query has a positive; at least one query needs a positive")
+    lists = {
+        name: Ragged(*(load_array(folder / f"{name}_{part}.npy") for part in ("offsets", "values"))) for name in _LISTS
+    }
     tables = open_table(folder / "queries.arrow"), open_table(folder / "passages.arrow")
-    teacher = Teacher(*(_load(folder, f"{name}_scores") for name in _SCORED)) if about.get("scored") else None
+    teacher = None
+    if about.get("scored"):
+        teacher = FlatTeacherScores(*(load_array(folder / f"{name}_scores.npy") for name in _SCORED))
     return ExampleTable(*tables, **lists, fingerprint=about["fingerprint"], left_out=about["bad"], teacher=teacher)
-
-
-def _load(folder: Path, name: str) -> np.ndarray:
-    return np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
 
 
 def _save(folder: Path, name: str, numbers: array, dtype: type = np.int64) -> None:
     np.save(folder / f"{name}.npy", np.array(numbers, dtype=dtype), allow_pickle=False)
 
 
-def check_texts(place: Place, example: Example, known: Container[str] = ()) -> None:
-    """Refuse an empty query, and an empty passage whose id did not stand before, in ``known`` or in the example, with a text."""
+def check_texts(location: SourceLocation, example: Example, known: Container[str] = ()) -> None:
+    """Raise InputError if the query or a passage of an example has an empty text.
+
+    A passage is not checked if its id is in ``known``, or if an earlier passage of the example has the same id.
+    """
     query = example.query
     if is_blank(query.text):
-        raise place.error(f"the text of query {query.id!r} is empty, expected a query")
+        raise location.error(f"query {query.id!r} has an empty text; every query needs a text")
     first = {passage.id: passage for name in reversed(_LISTS) for passage in reversed(getattr(example, name))}
     for name in _LISTS:
         for passage in getattr(example, name):
             if is_blank(passage.text) and passage.id not in known and passage is first[passage.id]:
-                raise place.error(f"the text of passage {passage.id!r} is empty, expected some text")
+                raise location.error(f"passage {passage.id!r} has an empty text; every passage needs a text")
 
 
 class _Problem:
-    """Counts what is no reason to stop, and keeps the sentence of the first case."""
+    """Problem that causes a warning: the number of its cases, and the message of the first case."""
 
     def __init__(self, text: str) -> None:
         self.text, self.count, self.first = text, 0, ""
 
-    def add(self, place: Place, sentence: str) -> None:
+    def add(self, location: SourceLocation, message: str) -> None:
         self.count += 1
-        self.first = self.first or str(place.error(sentence))
+        self.first = self.first or str(location.error(message))
 
 
 class _Builder:
-    def __init__(self, path: Path, folder: Path, bad: BadRecords, scores: bool) -> None:
-        self.path, self.folder, self.bad = path, folder, bad
-        self.asked = scores
-        self.scored = 0  # examples with scores
+    def __init__(self, path: Path, folder: Path, rejected: RejectedRecords, scores: bool) -> None:
+        self.path, self.folder, self.rejected, self.with_scores = path, folder, rejected, scores
+        self.scored = 0  # number of examples with scores
         self.scores: dict[str, array] = {name: array("f") for name in _SCORED}
         self.queries = TableWriter(folder / "queries.arrow", QUERY_COLUMNS)
         self.passages = TableWriter(folder / "passages.arrow", PASSAGE_COLUMNS)
-        self.rows: dict[str, int] = {}  # passage id -> row
-        self.contents = array("q")  # hash of each row's title and text
-        self.places: dict[str, Place] = {}  # query id -> where it stands
-        self.unanswerable = _Problem("queries without a positive are left out")
-        self.conflicts = _Problem("passages have an id that stood already with another text; the first text is kept")
+        self.rows: dict[str, int] = {}  # passage id -> row number
+        self.contents = array("q")  # hash of title and text of each passage
+        self.locations: dict[str, SourceLocation] = {}  # query id -> location
+        self.unanswerable = _Problem("queries without a positive are skipped")
+        self.conflicts = _Problem("passages repeat an id with another text; the first text is used")
         self.ends: dict[str, array] = {name: array("q", [0]) for name in _LISTS}
         self.values: dict[str, array] = {name: array("q") for name in _LISTS}
 
     def build(self) -> None:
-        examples = numbered_examples(self.path, self.bad, self.asked)
-        for place, example in tqdm(examples, desc=f"reading {self.path.name}", unit=" examples", disable=None):
+        examples = numbered_examples(self.path, self.rejected, self.with_scores)
+        for location, example in tqdm(examples, desc=f"reading {self.path.name}", unit=" examples", disable=None):
             try:
-                self._check(place, example)
+                check_texts(location, example, self.rows)
+                if first := self.locations.get(example.query.id):
+                    where = f"record {first.record}" if first.record else f"line {first.line}"
+                    raise location.error(duplicate_id("query", example.query.id, where, repairable=False))
             except InputError as error:
-                self.bad.leave_out(error)
+                self.rejected.reject(error)
             else:
-                self._add(place, example)
+                self._add(location, example)
         for name in _LISTS:
             _save(self.folder, f"{name}_offsets", self.ends[name])
             _save(self.folder, f"{name}_values", self.values[name])
         for name in _SCORED if self.scored else ():
             _save(self.folder, f"{name}_scores", self.scores[name], np.float32)
-        problems = [problem for problem in (self.unanswerable, self.conflicts) if problem.count]
         about = {
             "fingerprint": self.queries.close() + self.passages.close(),
-            "examples": len(self.places),
-            "answerable": len(self.places) - self.unanswerable.count,
-            "problems": [vars(problem) for problem in problems],
-            "bad": len(self.bad.found),
+            "examples": len(self.locations),
+            "answerable": len(self.locations) - self.unanswerable.count,
+            "problems": [vars(problem) for problem in (self.unanswerable, self.conflicts) if problem.count],
+            "bad": len(self.rejected.entries),
             "scored": self.scored,
         }
-        write_quarantine(self.folder, self.bad)
-        write_json(self.folder / "about.json", about)
+        write_rejected(self.folder, self.rejected)
+        write_about(self.folder, about)
 
-    def _check(self, place: Place, example: Example) -> None:
-        """Refuse an example before anything of it is written."""
-        check_texts(place, example, self.rows)
+    def _add(self, location: SourceLocation, example: Example) -> None:
         query = example.query
-        if query.id in self.places:
-            where = str(self.places[query.id]).removeprefix(f"{self.path}, ")
-            raise place.error(f"query id {query.id!r} stood already in {where}, expected every id once")
-
-    def _add(self, place: Place, example: Example) -> None:
-        query = example.query
-        self.places[query.id] = place
+        self.locations[query.id] = location
         if not example.positives:
-            self.unanswerable.add(place, f"query {query.id!r} has no positive, expected at least one")
+            self.unanswerable.add(location, f"query {query.id!r} has no positive; every query needs a positive")
         self.queries.add(query)
-        rows: dict[int, float] = {}  # in order, each once, with its first score
+        rows: dict[int, float] = {}  # row number of each passage -> first score of the passage
         self.scored += example.scores is not None
         for name in _LISTS:
             known, passages = len(rows), getattr(example, name)
             scores = getattr(example.scores, name, None) or repeat(math.nan, len(passages))
             for passage, score in zip(passages, scores, strict=True):
-                rows.setdefault(self._row_of(passage, place), score)
+                rows.setdefault(self._row_of(passage, location), score)
             self.values[name].extend(islice(rows, known, None))
             self.ends[name].append(len(self.values[name]))
-            if self.asked and name in _SCORED:
+            if self.with_scores and name in _SCORED:
                 self.scores[name].extend(islice(rows.values(), known, None))
 
-    def _row_of(self, passage: Passage, place: Place) -> int:
+    def _row_of(self, passage: Passage, location: SourceLocation) -> int:
         content = hash((passage.title, passage.text))
         row = self.rows.get(passage.id)
         if row is None:
             row = self.rows[passage.id] = self.passages.add(passage)
             self.contents.append(content)
         elif self.contents[row] != content:
-            self.conflicts.add(place, f"passage id {passage.id!r} stood already with another text, expected one text")
+            self.conflicts.add(
+                location, f"passage id {passage.id!r} occurs with two texts; an id must always have the same text"
+            )
         return row

@@ -1,50 +1,81 @@
-"""In which order training meets its examples: the rows of a step are a pure function of (seed, step)."""
+"""Choose the training examples of each step. The choice depends only on the seed and the step number."""
 
 import warnings
 from typing import NamedTuple
 
 import numpy as np
 
-from contaccum.batch import NO_PASSAGE
-from contaccum.data.dataset import Mixture, TrainSet
-from contaccum.data.draws import MEMBER, NEGATIVES, ORDER, POSITIVES, SETS, SHUFFLE, random_stream
+from contaccum.batch import MISSING, NO_PASSAGE
+from contaccum.data.near import near_order, rounded
+from contaccum.data.train_set import Mixture, TrainSet
 from contaccum.errors import InputError
+
+# Each constant gives an independent random stream, so the number of hard negatives does not affect the choice of positives.
+ORDER, POSITIVES, NEGATIVES, SETS, SHUFFLE, MEMBER = range(6)
+
+
+def random_stream(*key: int) -> np.random.Generator:
+    """Return the random generator for ``key``: a seed, one of the constants above, and the number of a step or an epoch."""
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
 
 
 class StepRows(NamedTuple):
-    """One optimizer step in numbers: N queries, each with its positive and H hard negatives."""
+    """Row numbers of the examples of one optimizer step: N queries, each with one positive and H hard negatives."""
 
-    queries: np.ndarray  # (N,) int64, rows of TrainSet.queries
-    passages: np.ndarray  # (N, 1 + H) int64, rows of TrainSet.passages, the positive first
-    positives: np.ndarray  # (N, P) int64, every known positive, padded with NO_PASSAGE
-    teacher: np.ndarray | None = None  # (N, 1 + H) float32, its scores of the passages, NaN where it gave none
+    queries: np.ndarray  # (N,) int64, row numbers in TrainSet.queries
+    passages: np.ndarray  # (N, 1 + H) int64, row numbers in TrainSet.passages or MISSING, the positive first
+    positives: np.ndarray  # (N, P) int64, all known positives of each query, padded with NO_PASSAGE
+    teacher: np.ndarray | None = None  # (N, 1 + H) float32, teacher score of each passage, NaN if missing
+
+    @property
+    def columns(self) -> np.ndarray:
+        """Ids of the passages, (N, 1 + H): here the row numbers. StreamRows has an attribute with the same name."""
+        return self.passages
+
+    @property
+    def query_numbers(self) -> np.ndarray | None:
+        """Row numbers of the queries, (N,). StreamRows has an attribute with the same name; there it is None."""
+        return self.queries
 
 
 class StepSampler:
-    """Says which rows make up a step; a pure function of (seed, step), so nothing needs saving but the step's number.
+    """Chooses the examples of each step from one training set.
 
-    The examples come as one endless stream, in a fresh order each epoch (a function of the seed and the epoch alone);
-    step s takes the N places from s * N on, so that a step may straddle two epochs and no example is ever dropped. Each
-    query gets one of its positives, all equally likely, and H different hard negatives; what is missing of those is
-    drawn from the other passages of the set that are not its positives.
+    The choice depends only on the seed and the step number, so a checkpoint stores only the step number. The examples are
+    repeated without end. ``order`` is the order of each epoch: random (``shuffled``), that of the training set (``file``), or
+    similar queries in each step (``near``, see ``near_order``). Step s takes examples s * N to (s + 1) * N - 1. A step may have
+    examples of two epochs, and no example is dropped. Each query gets one of its positives at random. Each query gets H different
+    hard negatives. If a query has fewer than H hard negatives, ``fill`` decides: ``random`` adds random other passages of the set
+    that are not positives of the query, ``none`` adds MISSING.
     """
 
     def __init__(
-        self, train_set: TrainSet, seed: int, global_batch_size: int, hard_negatives: int, member: int | None = None
+        self,
+        train_set: TrainSet,
+        seed: int,
+        global_batch_size: int,
+        hard_negatives: int,
+        member: int | None = None,
+        fill: str = "random",
+        order: str = "shuffled",
+        vectors: np.ndarray | None = None,
     ) -> None:
-        """member: its number in a mixture, whose sets have random streams of their own."""
+        """Prepare the sampler. In a mixture, ``member`` is the number of the set; each set has separate random streams.
+
+        vectors: one vector for each query, (n, d), for the order ``near``.
+        """
+        self._in_file_order, self._vectors = order == "file", None if vectors is None else rounded(vectors)
         self._positives, self._negatives, self._teacher = train_set.positives, train_set.negatives, train_set.teacher
         self._passages = len(train_set.passages)
         self._seed = [seed] if member is None else [seed, MEMBER, member]
-        self.size, self.hard_negatives = global_batch_size, hard_negatives
-        self._epoch = -1
-        self._order = np.empty(0, dtype=np.int64)
+        self.size, self.hard_negatives, self._fill = global_batch_size, hard_negatives, fill
+        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
         short = int(np.count_nonzero(self._negatives.lengths < hard_negatives))
-        if short:
+        if short and fill == "random":
             self._refuse_too_few(train_set)
             warnings.warn(
                 f"{short} of {len(self._negatives)} queries have fewer than {hard_negatives} hard negatives; random"
-                " passages take the missing places",
+                " passages are added",
                 stacklevel=2,
             )
 
@@ -54,63 +85,70 @@ class StepSampler:
         if others < self.hard_negatives:
             query = train_set.queries[most]["id"]
             raise InputError(
-                f"query {query!r} has {others} passages in the training set that are not its positives, expected at"
-                f" least the {self.hard_negatives} of hard_negatives"
+                f"query {query!r}: the training set has only {others} possible negatives for it, but "
+                f"data.hard_negatives is {self.hard_negatives}. Lower data.hard_negatives."
             )
 
     def __call__(self, step: int) -> StepRows:
-        """The rows of optimizer step ``step``, counted from 0."""
+        """Return the row numbers of optimizer step ``step``. Steps count from 0."""
         return self.rows(step, step * self.size, self.size)
 
     def rows(self, step: int, start: int, count: int) -> StepRows:
-        """Places [start, start + count) of the stream, with what step ``step`` draws for them."""
+        """Return the row numbers of query, positive and hard negatives of the examples ``start`` to ``start + count - 1``.
+
+        The random generators of step ``step`` choose the positive and the hard negatives.
+        """
         queries = self._stream(start, count)
         known = [self._positives.row(query) for query in queries]
-        draw = self._random(POSITIVES, step).random(len(queries))
+        draw = random_stream(*self._seed, POSITIVES, step).random(len(queries))
         chosen = [int(share * len(rows)) for rows, share in zip(known, draw, strict=True)]
         passages = np.empty((len(queries), 1 + self.hard_negatives), dtype=np.int64)  # (N, 1 + H)
-        passages[:, 0] = [rows[place] for rows, place in zip(known, chosen, strict=True)]
+        passages[:, 0] = [rows[index] for rows, index in zip(known, chosen, strict=True)]
         teacher = np.full(passages.shape, np.nan, dtype=np.float32)  # (N, 1 + H)
         if self._teacher is not None:
             teacher[:, 0] = self._teacher.positives[self._positives.offsets[queries] + chosen]
         if self.hard_negatives:
-            random = self._random(NEGATIVES, step)
+            random = random_stream(*self._seed, NEGATIVES, step)
             for number, query in enumerate(queries):
                 hard = random.permutation(len(self._negatives.row(query)))[: self.hard_negatives]
                 passages[number, 1:] = self._filled_up(self._negatives.row(query)[hard], known[number], random)
                 if self._teacher is not None:
-                    own = self._teacher.negatives[self._negatives.offsets[query] + hard]
-                    teacher[number, 1 : 1 + len(hard)] = own
+                    rows = self._negatives.offsets[query] + hard
+                    teacher[number, 1 : 1 + len(hard)] = self._teacher.negatives[rows]
         positives = np.full((len(queries), max(map(len, known))), NO_PASSAGE, dtype=np.int64)  # (N, P)
         for number, rows in enumerate(known):
             positives[number, : len(rows)] = rows
         return StepRows(queries, passages, positives, None if self._teacher is None else teacher)
 
-    def _random(self, *key: int) -> np.random.Generator:
-        return random_stream(*self._seed, *key)
-
     def _stream(self, start: int, count: int) -> np.ndarray:
-        """Places [start, start + count) of the endless stream of queries, (count,) int64."""
+        """Return the query row numbers of the examples ``start`` to ``start + count - 1``, (count,) int64."""
         parts = []
         while count:
-            epoch, place = divmod(start, len(self._positives))
-            part = self._permutation(epoch)[place : place + count]
+            epoch, offset = divmod(start, len(self._positives))
+            part = self._permutation(epoch)[offset : offset + count]
             parts.append(part)
             start, count = start + len(part), count - len(part)
         return np.concatenate(parts)
 
     def _permutation(self, epoch: int) -> np.ndarray:
         if epoch != self._epoch:
-            self._order = self._random(ORDER, epoch).permutation(len(self._positives))
-            self._epoch = epoch
+            self._order, self._epoch = self._ordered(epoch), epoch
         return self._order
 
+    def _ordered(self, epoch: int) -> np.ndarray:
+        count, random = len(self._positives), random_stream(*self._seed, ORDER, epoch)
+        if self._in_file_order:
+            return np.arange(count)
+        if self._vectors is None:
+            return random.permutation(count)
+        return near_order(self._vectors, random, self.size, -epoch * count % self.size)
+
     def _filled_up(self, hard: np.ndarray, known: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        """The hard negatives of a query, and behind them what is missing of H, drawn from the passages of the set."""
-        if len(hard) == self.hard_negatives:
-            return hard
-        taken = {*known.tolist(), *hard.tolist()}
+        """Add random passages, or MISSING, to ``hard`` until there are H entries. Never add a positive (``known``)."""
+        if self._fill == "none":
+            return np.pad(hard, (0, self.hard_negatives - len(hard)), constant_values=MISSING)
         drawn = hard.tolist()
+        taken = {*known.tolist(), *drawn}
         while len(drawn) < self.hard_negatives:
             row = int(random.integers(self._passages))
             if row not in taken:
@@ -120,15 +158,25 @@ class StepSampler:
 
 
 class MixtureSampler:
-    """Says which rows make up a step of a mixture; as StepSampler, a pure function of (seed, step).
+    """Chooses the examples of each step from a mixture. The choice depends only on the seed and the step number.
 
-    A step draws how many of its N examples each set gives, by weight (``mixed``), or which set gives all (``one_set``). Each set
-    has an endless stream of its own, read on where the steps before have left it: that is their draws, taken once more.
+    With ``mixed``, each of the N examples of a step comes from a random set. With ``one_set``, all N examples of a step come from
+    the same random set. The probability of a set is proportional to the weight of the set. Each set has a separate sampler. To
+    find its position in each set, the sampler draws the numbers of examples of all earlier steps again.
     """
 
-    def __init__(self, mixture: Mixture, seed: int, global_batch_size: int, hard_negatives: int, batches: str) -> None:
+    def __init__(
+        self,
+        mixture: Mixture,
+        seed: int,
+        global_batch_size: int,
+        hard_negatives: int,
+        batches: str,
+        fill: str,
+        order: str,
+    ) -> None:
         self._samplers = [
-            StepSampler(member.set, seed, global_batch_size, hard_negatives, number)
+            StepSampler(member.set, seed, global_batch_size, hard_negatives, number, fill, order)
             for number, member in enumerate(mixture.members)
         ]
         weights = np.array([member.weight for member in mixture.members], dtype=np.float64)
@@ -137,14 +185,13 @@ class MixtureSampler:
         self._scored = mixture.teacher is not None
         self._seed, self.size, self.hard_negatives = seed, global_batch_size, hard_negatives
         sizes = [(len(member.set.queries), len(member.set.passages)) for member in mixture.members]
-        self._starts = np.cumsum([(0, 0), *sizes], axis=0)  # (sets + 1, 2), first row of queries and of passages
-        self._drawn = (
-            0,
-            np.zeros(len(self._shares), dtype=np.int64),
-        )  # a step, and what the ones before it took of each set
+        # row numbers of the first query and of the first passage of each set, (sets + 1, 2)
+        self._starts = np.cumsum([(0, 0), *sizes], axis=0)
+        # a step number, and the number of examples of each set in all steps before that step
+        self._drawn = (0, np.zeros(len(self._shares), dtype=np.int64))
 
     def __call__(self, step: int) -> StepRows:
-        """The rows of optimizer step ``step``, counted from 0."""
+        """Return the row numbers of optimizer step ``step``. Steps count from 0."""
         before, counts = self._before(step), self.counts(step)
         parts = [
             _moved(sampler.rows(step, int(start), int(count)), *offsets)
@@ -156,7 +203,7 @@ class MixtureSampler:
             np.pad(part.positives, ((0, 0), (0, width - part.positives.shape[1])), constant_values=NO_PASSAGE)
             for part in parts
         ]
-        order = self._random(SHUFFLE, step).permutation(self.size)
+        order = random_stream(self._seed, SHUFFLE, step).permutation(self.size)
         rows = [[part.queries for part in parts], [part.passages for part in parts], padded]
         if self._scored:
             none = np.float32(np.nan)
@@ -164,14 +211,14 @@ class MixtureSampler:
         return StepRows(*(np.concatenate(each)[order] for each in rows))
 
     def counts(self, step: int) -> np.ndarray:
-        """How many examples of each set step ``step`` takes, (sets,) int64; their sum is N."""
-        random = self._random(SETS, step)
+        """Return the number of examples of each set in step ``step``, (sets,) int64. The sum is N."""
+        random = random_stream(self._seed, SETS, step)
         if self._one_set:
             return random.multinomial(1, self._shares) * self.size
         return random.multinomial(self.size, self._shares)
 
     def _before(self, step: int) -> np.ndarray:
-        """How many examples of each set the steps before ``step`` took, (sets,)."""
+        """Return the number of examples of each set in all steps before ``step``, (sets,)."""
         known, taken = self._drawn
         if step < known:
             known, taken = 0, np.zeros_like(taken)
@@ -180,20 +227,28 @@ class MixtureSampler:
         self._drawn = step, taken
         return taken
 
-    def _random(self, *key: int) -> np.random.Generator:
-        return random_stream(self._seed, *key)
-
 
 def _moved(rows: StepRows, queries: int, passages: int) -> StepRows:
-    """The rows of one set as rows of the mixture."""
+    """Add ``queries`` to the row numbers of queries, and ``passages`` to the row numbers of passages."""
     known = np.where(rows.positives == NO_PASSAGE, NO_PASSAGE, rows.positives + passages)
-    return StepRows(rows.queries + queries, rows.passages + passages, known, rows.teacher)
+    columns = np.where(rows.passages == MISSING, MISSING, rows.passages + passages)
+    return StepRows(rows.queries + queries, columns, known, rows.teacher)
 
 
 def make_sampler(
-    train_set: TrainSet, seed: int, global_batch_size: int, hard_negatives: int, batches: str = "mixed"
+    train_set: TrainSet,
+    seed: int,
+    global_batch_size: int,
+    hard_negatives: int,
+    batches: str = "mixed",
+    fill: str = "random",
+    order: str = "shuffled",
+    vectors: np.ndarray | None = None,
 ) -> StepSampler | MixtureSampler:
-    """The order of a training set or of a mixture, whose steps are ``mixed`` or of ``one_set``."""
+    """Return the sampler for a training set or a mixture.
+
+    batches: ``mixed`` or ``one_set``, see MixtureSampler. All other arguments: see StepSampler. A mixture has no ``vectors``.
+    """
     if isinstance(train_set, Mixture):
-        return MixtureSampler(train_set, seed, global_batch_size, hard_negatives, batches)
-    return StepSampler(train_set, seed, global_batch_size, hard_negatives)
+        return MixtureSampler(train_set, seed, global_batch_size, hard_negatives, batches, fill, order)
+    return StepSampler(train_set, seed, global_batch_size, hard_negatives, None, fill, order, vectors)

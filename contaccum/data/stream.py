@@ -1,7 +1,8 @@
-"""Training examples that are read as they are needed: for sets that neither disk nor cache can hold.
+"""Streams of training examples, for data sets that are too large for the cache.
 
-A stream is read in its order through a shuffle buffer, again from its start when it ends. What a step holds is a function of
-the seed, the buffer's size and the step, as for any other data set; to find it, everything before it is read.
+The examples pass in order through a shuffle buffer. After the last example, the stream starts again. The examples of a step
+depend only on the seed, the size of the shuffle buffer and the step number. To reach a step, the stream reads all earlier
+examples.
 """
 
 import hashlib
@@ -18,34 +19,36 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from contaccum.batch import NO_PASSAGE
+from contaccum.batch import MISSING, NO_PASSAGE
+from contaccum.catalog import HUB_PREFIX, fetch
+from contaccum.catalog.hub import HubLines
 from contaccum.config import DataConfig
-from contaccum.data.bad_records import BadRecords, Place
-from contaccum.data.dataset import TrainSet, load_training, no_scores
-from contaccum.data.draws import NEGATIVES, ORDER, POSITIVES, random_stream
 from contaccum.data.examples import check_texts
-from contaccum.data.formats import kind_of_data, kind_of_record, line_examples, numbered_examples
-from contaccum.data.hub import PREFIX, HubLines
-from contaccum.data.records import Example, Passage, Query, Scores
-from contaccum.data.sources import resolve
+from contaccum.data.sampler import NEGATIVES, ORDER, POSITIVES, random_stream
+from contaccum.data.train_set import no_scores
 from contaccum.errors import InputError
+from contaccum.formats.readers import kind_of_data, kind_of_record, line_examples, numbered_examples
+from contaccum.formats.records import Example, Passage, Query, RejectedRecords, SourceLocation, TeacherScores
+from contaccum.runtime.files import sha256_of
 
-Reader = Callable[[BadRecords], Iterator[tuple[Place, Example]]]
-_ENDS = 1 << 20  # bytes at either end of a file that tell it from another
+Reader = Callable[[RejectedRecords], Iterator[tuple[SourceLocation, Example]]]
+_ENDS = 1 << 20  # number of bytes at the start and at the end of a file; older checkpoints have a hash of only these
 
 
 class StreamSet:
-    """A file of examples, or a set of the Hub, that is read from its start to its end, time and again."""
+    """Examples of a file or of a Hub set. The examples are read again, in order, each time they are needed."""
 
     def __init__(self, name: str, read: Reader, fingerprint: str, data: DataConfig, scores: bool = False) -> None:
-        """read: all examples anew, with their places, leaving out bad records. data: what of them is wanted; with ``scores``,
-        those of a teacher too, which ``read`` then reads."""
+        """Prepare a stream. ``read`` yields all examples with their locations. scores: the examples need teacher scores."""
         self.name, self.fingerprint, self.data, self.scores = name, fingerprint, data, scores
         self._read = read
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
     def texts(self) -> list[str]:
-        """Queries, titles and texts of as many examples as the shuffle buffer holds."""
+        """Return the texts of queries and the titles and texts of passages in the first examples.
+
+        The number of these examples is the size of the shuffle buffer.
+        """
         first = list(islice(self.examples(), self.data.shuffle_buffer))
         parts = [
             part for example in first for passage in (*example.positives, *example.negatives) for part in passage[1:]
@@ -53,116 +56,110 @@ class StreamSet:
         return [*(example.query.text for example in first), *parts]
 
     def examples(self) -> Iterator[Example]:
-        """Those that have a positive, in their order; each names a passage once, and has its negatives all in one list.
+        """Yield the examples that have a positive, in order.
 
-        What another reader counts in one warning is said when it is met, once. That an id stands twice, with two queries or
-        two texts, is not seen: nobody remembers what went by.
+        If an example has too few hard negatives, its other negatives (DPR's ``negative_ctxs``) are appended to ``negatives``.
+        Each kind of problem causes one warning. Duplicate ids are not detected, because that would need the ids of all earlier
+        examples.
         """
-        bad, found, answerable = BadRecords(self.data.max_bad_records), False, 0
-        told, compared = 0, not self.scores
-        for place, example in self._read(bad):
+        rejected, scored = RejectedRecords.of(self.data), not self.scores
+        found = answerable = reported = 0
+        for location, example in self._read(rejected):
             try:
-                check_texts(place, example)
+                check_texts(location, example)
             except InputError as error:
-                bad.leave_out(error)
+                rejected.reject(error)
                 continue
-            told = self._say_bad(bad, told)
-            found = True
+            reported = self._warn_rejected(rejected, reported)
+            found += 1
             if not example.positives:
-                self._unanswerable(place, example)
+                problem = location.error(f"query {example.query.id!r} has no positive; every query needs a positive")
+                if self.data.strict:
+                    raise problem
+                self._warn("unanswerable", f"{problem}. Such queries are skipped")
                 continue
             answerable += 1
             merged = self._merged(example)
-            compared = (self.scores and self._compared(merged)) or compared
-            if not compared and answerable == self.data.shuffle_buffer:
+            scored = (self.scores and self._has_scores(merged)) or scored
+            if not scored and answerable == self.data.shuffle_buffer:
                 break
             yield merged
-        self._say_bad(bad, told)
+        self._warn_rejected(rejected, reported)
         if not answerable:
-            what = (
-                "no query has a positive, expected at least one" if found else "is empty, expected at least one example"
-            )
-            raise InputError(f"{self.name}: {what}")
-        if not compared:
+            what = "no query has a positive; at least one query needs a positive"
+            raise InputError(f"{self.name}: {what if found else 'is empty; it needs at least one example'}")
+        if not scored:
             raise no_scores(self.name, f" in its first {answerable} examples")
 
     def _merged(self, example: Example) -> Example:
-        known: dict[str, tuple[Passage, float]] = {}  # in order, each once, with its first score
+        known: dict[str, tuple[Passage, float]] = {}  # passage id -> passage and its first score
         parts = []
-        for name in ("positives", "negatives", "further"):
+        for name in ("positives", "negatives", "others"):
             before, passages = len(known), getattr(example, name)
             scores = getattr(example.scores, name, None) or repeat(math.nan, len(passages))
             for passage, score in zip(passages, scores, strict=True):
                 known.setdefault(passage.id, (passage, score))
             parts.append(list(islice(known.values(), before, None)))
-        positives, negatives, further = parts
+        positives, negatives, others = parts
         wanted = self.data.hard_negatives
-        kept = [*negatives, *further[: max(0, wanted - len(negatives))]] if wanted else []
-        if len(kept) < wanted:
-            self._say(
+        kept = [*negatives, *others[: max(0, wanted - len(negatives))]] if wanted else []
+        if len(kept) < wanted and self.data.fill_negatives == "random":
+            self._warn(
                 "few",
-                f"query {example.query.id!r} has {len(kept)} hard negatives of {wanted}; where they are missing, passages of"
-                " other examples of the step or the shuffle buffer take their places",
+                f"query {example.query.id!r} has {len(kept)} hard negatives, fewer than {wanted}; passages of other examples"
+                " in the step or the shuffle buffer are added",
             )
         own, hard = ([passage for passage, _ in part] for part in (positives, kept))
-        given = Scores(*([score for _, score in part] for part in (positives, kept))) if self.scores else None
+        given = TeacherScores(*([score for _, score in part] for part in (positives, kept))) if self.scores else None
         return Example(example.query, own, hard, scores=given)
 
-    def _compared(self, example: Example) -> bool:
-        """Whether a teacher scored one of an example's positives and one of its negatives; the first that it did not is told."""
+    def _has_scores(self, example: Example) -> bool:
+        """Return whether a positive and a negative have teacher scores. Warn about the first example without them."""
         found = all(any(not math.isnan(score) for score in part) for part in example.scores or ())
         if not found:
-            self._say(
+            self._warn(
                 "unscored",
-                f"query {example.query.id!r} has no scores of a teacher for a positive and a negative; such queries learn by "
-                "InfoNCE alone",
+                f"query {example.query.id!r} has no teacher scores for a positive and a negative; the loss of such "
+                "queries is InfoNCE only",
             )
         return found
 
-    def _unanswerable(self, place: Place, example: Example) -> None:
-        sentence = str(place.error(f"query {example.query.id!r} has no positive, expected at least one"))
-        if self.data.strict:
-            raise InputError(sentence)
-        self._say("unanswerable", f"{sentence}; such queries are left out")
+    def _warn_rejected(self, rejected: RejectedRecords, reported: int) -> int:
+        for entry in rejected.entries[reported:]:
+            self._warn(f"{entry['line']}/{entry.get('record')}", f"{entry['error'].rstrip('.')}. The record is skipped")
+        return len(rejected.entries)
 
-    def _say_bad(self, bad: BadRecords, told: int) -> int:
-        for entry in bad.found[told:]:
-            self._say(f"{entry['line']}/{entry.get('record')}", f"{entry['error']}; the record is left out")
-        return len(bad.found)
-
-    def _say(self, what: str, sentence: str) -> None:
-        """Warn, of each thing once however often it is read."""
-        if what not in self._said:
-            self._said.add(what)
+    def _warn(self, what: str, sentence: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
             warnings.warn(f"{self.name}: {sentence}" if self.name not in sentence else sentence, stacklevel=2)
 
 
-def open_training(data: DataConfig, scores: bool = False) -> TrainSet | StreamSet:
-    """What a config says to train on, tables or a stream; InputError as ``load_training`` and ``open_stream``."""
-    return open_stream(data, scores) if data.streaming else load_training(data, scores)
-
-
 def open_stream(data: DataConfig, scores: bool = False) -> StreamSet:
-    """The stream of ``data.train``: a file of examples of any form, or a set of the Hub; with ``scores``, those of a teacher too.
+    """Open ``data.train`` as a stream. scores: the examples need teacher scores.
 
-    The fingerprint is of a file's size and both its ends, or of the Hub's version. Raises InputError for a BEIR folder, and
-    whatever else holds no examples.
+    ``data.train`` is a file of examples or a Hub set. The fingerprint is a hash of all bytes of the file (about one second for
+    each GB), or of the version of the Hub set. Raises InputError for a BEIR folder and for every other format without examples.
     """
-    if data.train.startswith(PREFIX) and not os.path.exists(data.train):
+    if data.train.startswith(HUB_PREFIX) and not os.path.exists(data.train):
         rows = HubLines(data.train, data.split)
-        kind = kind_of_record(dict.fromkeys(rows.columns()), Place(rows.path, 1))
+        kind = kind_of_record(dict.fromkeys(rows.columns()), SourceLocation(rows.path, 1))
         return StreamSet(
             data.train,
-            lambda bad: line_examples(rows.path, rows.lines(bad), kind, bad, scores),
+            lambda rejected: line_examples(rows.path, rows.lines(rejected), kind, rejected, scores),
             _hash([rows.version(), data.split]),
             data,
             scores,
         )
-    path, _ = resolve(data.train, data.split)
+    path = fetch(data.train, data.split)
     if kind_of_data(path, data.max_bad_records) == "beir":
-        raise InputError(f"{path}: is a BEIR folder, expected a file of examples: data.streaming joins nothing")
-    numbered_examples(path, BadRecords(data.max_bad_records))  # refuses what holds no examples
-    return StreamSet(str(path), lambda bad: numbered_examples(path, bad, scores), _file_hash(path), data, scores)
+        raise InputError(
+            f"{path}: is a BEIR folder, but data.streaming reads one file of examples. Set data.streaming to false."
+        )
+    numbered_examples(path, RejectedRecords.of(data))  # raises an error for a file of another format
+    return StreamSet(
+        str(path), lambda rejected: numbered_examples(path, rejected, scores), _file_hash(path), data, scores
+    )
 
 
 def _hash(key: object) -> str:
@@ -174,37 +171,47 @@ def _file_hash(path: Path) -> str:
         size = os.fstat(file.fileno()).st_size
         first = file.read(_ENDS)
         file.seek(max(0, size - _ENDS))
-        return _hash([size, *(hashlib.sha256(part).hexdigest() for part in (first, file.read(_ENDS)))])
+        ends = _hash([size, *(hashlib.sha256(part).hexdigest() for part in (first, file.read(_ENDS)))])
+    return f"{ends}-{sha256_of(path)[:32]}"
 
 
 class StreamRows(NamedTuple):
-    """One optimizer step of a stream: N queries, each with its positive and H hard negatives."""
+    """Examples of one optimizer step: N queries, each with one positive and H hard negatives."""
 
     queries: list[Query]
-    passages: list[list[Passage]]  # N lists of 1 + H, the positive first
-    columns: np.ndarray  # (N, 1 + H) int64, the numbers of these passages
-    positives: np.ndarray  # (N, P) int64, every known positive, padded with NO_PASSAGE
-    teacher: np.ndarray | None = None  # (N, 1 + H) float32, its scores of the passages, NaN where it gave none
+    passages: list[list[Passage]]  # N lists of at most 1 + H passages, the positive first
+    columns: np.ndarray  # (N, 1 + H) int64, ``passage_number`` of each passage, or MISSING
+    positives: np.ndarray  # (N, P) int64, all known positives of each query, padded with NO_PASSAGE
+    teacher: np.ndarray | None = None  # (N, 1 + H) float32, teacher score of each passage, NaN if missing
+    query_numbers: np.ndarray | None = None  # always None, because a stream has no table of queries
 
 
 def passage_number(key: str) -> int:
-    """63 bits of a hash of a passage's id: the same passage has the same number whenever it comes by."""
+    """Return a 63-bit hash of a passage id, so that a passage has the same number in every step."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1
 
 
 class StreamSampler:
-    """Says which examples make up a step; a pure function of (seed, step), found by reading on from the last one asked for.
+    """Chooses the examples of each step from a stream.
 
-    Examples pass through the shuffle buffer: one that is drawn from it at random gives its place to the next one of the
-    stream; at the end of an epoch it empties. Positives and hard negatives are drawn as by StepSampler. What is missing of the
-    latter comes from the passages of the step's other examples and of the buffer as the step leaves it.
+    The choice depends only on the seed, the size of the shuffle buffer and the step number. After a step, reading continues where
+    it stopped. The shuffle buffer yields a random example, which the next example of the stream replaces. At the end of an epoch,
+    the buffer yields all its remaining examples. Positives and hard negatives are drawn as in StepSampler. If a query has too few
+    hard negatives, random passages of other examples in the step and in the shuffle buffer are added; with
+    ``data.fill_negatives`` none, its other columns are MISSING.
     """
 
     def __init__(
-        self, source: StreamSet, seed: int, global_batch_size: int, hard_negatives: int, shuffle_buffer: int, kept: int
+        self,
+        source: StreamSet,
+        seed: int,
+        global_batch_size: int,
+        hard_negatives: int,
+        shuffle_buffer: int,
+        cached_steps: int,
     ) -> None:
-        """kept: how many of the last steps can be asked for again without reading the stream from its start."""
-        self._source, self._seed, self._capacity, self._keep = source, seed, shuffle_buffer, kept
+        """Start the stream. The last ``cached_steps`` steps stay in memory, so they can be read again."""
+        self._source, self._seed, self._capacity, self._keep = source, seed, shuffle_buffer, cached_steps
         self.size, self.hard_negatives = global_batch_size, hard_negatives
         self._lock = threading.Lock()
         self._start()
@@ -216,15 +223,15 @@ class StreamSampler:
         self._examples = self._endless()
 
     def __call__(self, step: int) -> StreamRows:
-        """The examples of optimizer step ``step``, counted from 0; from any thread."""
+        """Return the examples of optimizer step ``step``. Steps count from 0. Threads may call this at the same time."""
         with self._lock:
             if step < self._next and step not in self._steps:
                 self._start()
-            ahead = range(self._next, step + 1)
-            far = len(ahead) > self._keep  # a resumed run reads what the broken one has read
-            for _ in tqdm(ahead, desc="reading on", unit=" steps", disable=None if far else True):
+            missing = range(self._next, step + 1)
+            far = len(missing) > self._keep  # a resumed run skips the examples of the earlier steps
+            for _ in tqdm(missing, desc="skipping", unit=" steps", disable=None if far else True):
                 examples = list(islice(self._examples, self.size))
-                assert len(examples) == self.size, "a stream that failed is not read on"
+                assert len(examples) == self.size, "the stream has no end, unless an error ended it"
                 if self._next > step - self._keep:
                     self._steps[self._next] = self._draw(self._next, examples)
                 self._steps.pop(self._next - self._keep, None)
@@ -246,10 +253,11 @@ class StreamSampler:
                 yield self._buffer.pop()
 
     def _draw(self, step: int, examples: list[Example]) -> StreamRows:
-        """One positive and H negatives for each of a step's examples."""
+        """Draw one positive and H hard negatives for each example of a step."""
         shares = random_stream(self._seed, POSITIVES, step).random(len(examples))
         random = random_stream(self._seed, NEGATIVES, step)
-        pool = [*examples, *self._buffer] if self.hard_negatives else []
+        fill = self._source.data.fill_negatives == "random"
+        pool = [*examples, *self._buffer] if self.hard_negatives and fill else []
         passages = []
         teacher = np.full((len(examples), 1 + self.hard_negatives), np.nan, dtype=np.float32)
         for scores, example, share in zip(teacher, examples, shares, strict=True):
@@ -261,9 +269,12 @@ class StreamSampler:
                 places = random.permutation(len(example.negatives))[: self.hard_negatives]
                 if example.scores:
                     scores[1 : 1 + len(places)] = [example.scores.negatives[place] for place in places]
-                own += self._filled_up([example.negatives[place] for place in places], example, pool, random)
+                hard = [example.negatives[place] for place in places]
+                own += self._filled_up(hard, example, pool, random) if fill else hard
             passages.append(own)
-        columns = np.array([[passage_number(passage.id) for passage in own] for own in passages], dtype=np.int64)
+        columns = np.full(teacher.shape, MISSING, dtype=np.int64)
+        for row, own in zip(columns, passages, strict=True):
+            row[: len(own)] = [passage_number(passage.id) for passage in own]
         width = max(len(example.positives) for example in examples)
         positives = np.full((len(examples), width), NO_PASSAGE, dtype=np.int64)  # (N, P)
         for row, example in zip(positives, examples, strict=True):
@@ -274,7 +285,7 @@ class StreamSampler:
     def _filled_up(
         self, hard: list[Passage], example: Example, pool: Sequence[Example], random: np.random.Generator
     ) -> list[Passage]:
-        """The hard negatives of a query, and behind them what is missing of H, each from an example drawn at random."""
+        """Add random passages of the examples in ``pool`` to ``hard`` until there are H hard negatives."""
         taken = {passage.id for passage in (*example.positives, *hard)}
         while len(hard) < self.hard_negatives:
             before = len(hard)
@@ -287,7 +298,7 @@ class StreamSampler:
                     return hard
             if len(hard) == before:
                 raise InputError(
-                    f"query {example.query.id!r} finds {before} passages in its step and the shuffle buffer that are not its"
-                    f" positives, expected at least the {self.hard_negatives} of hard_negatives"
+                    f"query {example.query.id!r}: its step and the shuffle buffer have only {before} possible "
+                    f"negatives for it, but data.hard_negatives is {self.hard_negatives}. Lower data.hard_negatives."
                 )
         return hard

@@ -1,242 +1,336 @@
-"""Judged splits and retrieval sets: corpora as tables, what is judged in plain dictionaries."""
+"""Tables of texts and of token ids in the cache. Each table is written once and then mapped into memory."""
 
+import copy
 import hashlib
 import json
 import warnings
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, SupportsIndex
 
+import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 from datasets import Dataset
+from tqdm import tqdm
 
-from contaccum.data.bad_records import BadRecords, Place
-from contaccum.data.corpus import find_rows, load_corpus, open_corpus, open_queries
-from contaccum.data.examples import load_examples
-from contaccum.data.formats import beir_file, kind_of_data, read_qrels
-from contaccum.data.quarantine import keep_quarantine
-from contaccum.data.records import Judgement
-from contaccum.data.sources import resolve
 from contaccum.errors import InputError
+from contaccum.formats.records import RejectedRecords
+from contaccum.runtime.checks import require_utf8
+from contaccum.runtime.files import read_json, remove_folder, sha256_of, write_json
+from contaccum.runtime.locks import cached_folder, file_key
 
-LeftOut = dict[str, int]
-"""Bad records that were left out, by file; and the judgements that name one of them."""
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-
-@dataclass(frozen=True)
-class RetrievalSet:
-    """What an evaluation needs; every query has at least one passage of grade above 0."""
-
-    corpus: Dataset  # columns id, title, text
-    queries: dict[str, str]  # id -> text, the judged queries alone
-    qrels: dict[str, dict[str, int]]  # query id -> passage id -> grade
-    left_out: LeftOut = field(default_factory=dict)
-
-    def fingerprint(self) -> str:
-        """Hash of queries, judgements and the number of passages, whose texts are not read."""
-        content = json.dumps([self.queries, self.qrels, len(self.corpus)], sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()
+PASSAGE_COLUMNS = ("id", "title", "text")
+QUERY_COLUMNS = ("id", "text")
+REJECTED_FILE = "quarantine.jsonl"
+ABOUT_FILE, ABOUT_VERSION = "about.json", 1
+_ROWS = 5000  # number of rows in one Arrow record batch: about 4 MB of passages
+_OFFSETS = 1 << 20  # number of offsets that are read at a time
+_TEXTS = 2000  # number of texts per tokenizer call; the tokenizer divides them between threads
 
 
 @dataclass(frozen=True)
-class JudgedSplit:
-    """One split of a BEIR folder, its ids known to exist. ``rows`` finds each judged passage in ``corpus``."""
+class Ragged:
+    """n lists of integers, stored in one array. List i is ``values[offsets[i]:offsets[i + 1]]``."""
 
-    corpus: Dataset
-    fingerprint: str  # of the corpus
-    queries: dict[str, str]
-    qrels: dict[str, dict[str, int]]
-    rows: dict[str, int]
-    judgements: int  # lines, those that repeat another counted too
-    left_out: LeftOut
+    offsets: np.ndarray  # (n + 1,) int64
+    values: np.ndarray  # (offsets[n],) int64
 
-    def graded_rows(self) -> tuple[list[list[int]], list[list[int]]]:
-        """For each query the rows of its passages of grade above 0, and those of the others."""
-        grades = self.qrels.values()
-        positives = [[self.rows[key] for key, grade in judged.items() if grade > 0] for judged in grades]
-        return positives, [[self.rows[key] for key, grade in judged.items() if grade <= 0] for judged in grades]
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def row(self, index: SupportsIndex) -> np.ndarray:
+        """Return list ``index`` as a view of ``values``, int64."""
+        number = index.__index__()
+        return self.values[self.offsets[number] : self.offsets[number + 1]]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Length of every list, (n,) int64."""
+        return np.diff(self.offsets)
+
+    def take(self, rows: np.ndarray) -> tuple["Ragged", np.ndarray]:
+        """Select the lists with the numbers ``rows``. Also return the index in ``values`` of each selected value."""
+        indices = [np.empty(0, dtype=np.int64), *(np.arange(*self.offsets[row : row + 2]) for row in rows)]
+        used = np.concatenate(indices)
+        return Ragged(np.cumsum([0, *self.lengths[rows]], dtype=np.int64), self.values[used]), used
+
+    def renumbered(self, used: np.ndarray) -> "Ragged":
+        """Replace each value by its index in ``used``. ``used`` is sorted and contains every value."""
+        return Ragged(self.offsets, np.searchsorted(used, self.values))
+
+    @classmethod
+    def of(cls, rows: Iterable[Iterable[int]]) -> "Ragged":
+        values: list[int] = []
+        ends = [0]
+        for row in rows:
+            values.extend(row)
+            ends.append(len(values))
+        return cls(np.array(ends, dtype=np.int64), np.array(values, dtype=np.int64))
+
+    @classmethod
+    def concatenated(cls, parts: Sequence["Ragged"], sizes: Sequence[int]) -> "Ragged":
+        """Concatenate lists of row numbers of tables that are concatenated too.
+
+        ``parts[i]`` has row numbers of table i, which has ``sizes[i]`` rows. The result has row numbers of the concatenated
+        table.
+        """
+        starts = np.cumsum([0, *sizes])
+        values = [part.values + start for part, start in zip(parts, starts, strict=False)]
+        ends = np.cumsum([0, *(length for part in parts for length in part.lengths)])
+        return cls(ends, np.concatenate(values))
 
 
-def qrels_file(folder: str | Path, split: str) -> Path:
-    """The judgements of a split; InputError that lists the splits there are."""
-    splits = splits_of(folder)
-    if split not in splits:
-        raise InputError(f"{folder}: holds no split {split!r}, found {', '.join(splits) or 'no qrels/<split>.tsv'}")
-    return beir_file(folder, f"qrels/{split}.tsv")
+class TableWriter:
+    """Writes an Arrow file of strings and computes a hash of all rows."""
+
+    def __init__(self, path: Path, columns: tuple[str, ...]) -> None:
+        self._schema = pa.schema([(name, pa.string()) for name in columns])
+        self._sink = pa.OSFile(str(path), "wb")
+        self._stream = pa.ipc.new_stream(self._sink, self._schema)
+        self._digest = hashlib.blake2b(digest_size=16)
+        self._rows: list[tuple[str, ...]] = []
+        self.rows = 0
+
+    def add(self, row: tuple[str, ...]) -> int:
+        """Add a row with one string per column. Return the number of the row, counted from 0."""
+        self._rows.append(row)
+        self.rows += 1
+        if len(self._rows) == _ROWS:
+            self._flush()
+        return self.rows - 1
+
+    def _flush(self) -> None:
+        columns = zip(*self._rows, strict=True)
+        batch = pa.record_batch([pa.array(column, pa.string()) for column in columns], schema=self._schema)
+        for column in batch.columns:
+            for buffer in column.buffers():
+                if buffer is not None:
+                    self._digest.update(buffer)
+        self._stream.write_batch(batch)
+        self._rows.clear()
+
+    def close(self) -> str:
+        """Finish the file. Return the hash of all rows in hexadecimal."""
+        if self._rows:
+            self._flush()
+        self._stream.close()
+        self._sink.close()
+        return self._digest.hexdigest()
 
 
-def splits_of(folder: str | Path) -> list[str]:
-    """The names of a BEIR folder's splits, sorted."""
-    files = [path.name for path in (Path(folder) / "qrels").glob("*") if path.name.endswith((".tsv", ".tsv.gz"))]
-    return sorted({name.removesuffix(".gz").removesuffix(".tsv") for name in files})
+def open_table(path: Path) -> Dataset:
+    return Dataset.from_file(str(path))
 
 
-def judged_split(path: str | Path, split: str, repair: bool = False, max_bad_records: int = 0) -> JudgedSplit:
-    """A split of a BEIR folder with everything it refers to; queries come in the order in which they are judged.
+def write_about(folder: Path, about: Mapping[str, Any]) -> None:
+    """Write about.json into a finished cache folder. The file contains ``about`` and the size of each file in the folder."""
+    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    write_json(folder / ABOUT_FILE, {"format_version": ABOUT_VERSION, **about, "bytes": sizes})
 
-    ``max_bad_records`` as in ``load_corpus``, for each of the three files; a judgement that names what was left out of the
-    other two is left out too, and is not counted as bad.
+
+def read_about(folder: Path, type_: Any) -> Any:
+    """Read about.json of a cache folder as ``type_``. Raise InputError if a file does not have the size that about.json gives.
+
+    In older cache folders, about.json contains no sizes; then no size is checked.
     """
-    source = qrels_file(path, split)
-    grades = read_grades(source, max_bad_records)
-    queries = open_queries(path, grades.queries.keys(), repair, max_bad_records)
-    known = [_Known("query", grades.queries, queries.texts, queries.source, queries.left_out)]
-    if known[0].missing:
-        grades = read_grades(source, max_bad_records, known)
-    corpus = open_corpus(path, repair, max_bad_records)
-    rows = find_rows(corpus.table, grades.passages)
-    known.append(_Known("passage", grades.passages, rows, corpus.source, corpus.left_out))
-    if known[1].missing:
-        grades = read_grades(source, max_bad_records, known)
-    keep_quarantine(source, grades.bad)
-    if grades.without:
-        warnings.warn(
-            f"{source}: {grades.without} judgements are left out, which name a passage or a query that is left out",
-            stacklevel=2,
-        )
-    counts = {
-        corpus.source.name: corpus.left_out,
-        queries.source.name: queries.left_out,
-        f"qrels/{source.name}": len(grades.bad.found),
-        "judgements of what is left out": grades.without,
-    }
-    left_out = {name: count for name, count in counts.items() if count}
-    judged = {query: queries.texts[query] for query in grades.qrels}
-    return JudgedSplit(corpus.table, corpus.fingerprint, judged, grades.qrels, rows, grades.judgements, left_out)
+    about = read_json(folder / ABOUT_FILE, type_, version=ABOUT_VERSION)
+    for name, size in about.get("bytes", {}).items():
+        path = folder / name
+        found = path.stat().st_size if path.is_file() else 0
+        if found != size:
+            raise InputError(
+                f"{path}: has {found} bytes instead of {size}. Delete {folder}; the next call builds it again."
+            )
+    return about
 
 
-def open_grades(path: str | Path, max_bad_records: int) -> tuple[dict[str, dict[str, int]], LeftOut]:
-    """Grades by query id and passage id of a qrels file that stands alone, and what is left out of it.
+def column_batches(table: Dataset, columns: Iterable[str], size: int = 10_000) -> Iterator[dict[str, list[str]]]:
+    selected = table.select_columns(list(columns))
+    for start in range(0, len(selected), size):
+        yield selected[start : start + size]
 
-    A pair with two grades is refused; ``max_bad_records`` as in ``load_corpus``.
+
+def write_rejected(folder: Path, rejected: RejectedRecords) -> None:
+    if rejected.entries:
+        with open(folder / REJECTED_FILE, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
+            entries = sorted(rejected.entries, key=lambda entry: (entry["line"], entry.get("record", 0)))
+            file.writelines(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries)
+
+
+def report_rejected(source: Path, rejected: RejectedRecords) -> None:
+    """Write rejected records to a file in the cache and warn about them. For sources that have no table in the cache."""
+    if rejected.entries:
+        key = [file_key(source), rejected.entries]
+        folder = cached_folder("quarantine", key, lambda folder: write_rejected(folder, rejected))
+        warn_of_rejected(source, len(rejected.entries), folder)
+
+
+def warn_of_rejected(source: Path, count: int, folder: Path) -> None:
+    if count:
+        what = "1 invalid record is skipped" if count == 1 else f"{count} invalid records are skipped"
+        warnings.warn(f"{source}: {what}, listed in {folder / REJECTED_FILE}", stacklevel=2)
+
+
+def load_array(path: Path) -> np.ndarray:
+    """Map a .npy file of a cache folder into memory."""
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise InputError(
+            f"{path}: cannot be read ({error}). Delete {path.parent}; the next call builds it again."
+        ) from error
+
+
+class TokenTable:
+    """Token ids of n texts, special tokens included, in two memory-mapped files.
+
+    tokens.npy has the token ids of all texts, int32. offsets.npy has the start index of each text in tokens.npy, (n + 1,) int64.
     """
-    source = Path(path)
-    grades = read_grades(source, max_bad_records)
-    keep_quarantine(source, grades.bad)
-    return grades.qrels, {source.name: len(grades.bad.found)} if grades.bad.found else {}
+
+    def __init__(self, folder: Path) -> None:
+        self._tokens, self._offsets = load_array(folder / "tokens.npy"), load_array(folder / "offsets.npy")
+        if self._offsets[-1] != len(self._tokens):
+            raise InputError(
+                f"{folder}: token ids and offsets do not match. Delete this folder; the next call builds it again."
+            )
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def rows(self, indices: Sequence[int] | np.ndarray) -> list[np.ndarray]:
+        """Return the token ids of the texts with the numbers ``indices``: one int32 array for each text."""
+        return [self._tokens[self._offsets[index] : self._offsets[index + 1]] for index in indices]
+
+    def longest(self) -> int:
+        """Return the number of tokens of the longest text. The table is read in pieces, because it may exceed memory."""
+        starts = range(0, len(self), _OFFSETS)
+        return max(int(np.diff(self._offsets[start : start + _OFFSETS + 1]).max()) for start in starts)
 
 
-class Grades(NamedTuple):
-    """A qrels file as it was read."""
+class TextTokens:
+    """Tokenizer for one thread, with a separate copy of the given tokenizer."""
 
-    qrels: dict[str, dict[str, int]]  # query id -> passage id -> grade
-    queries: dict[str, int]  # id -> line at which it is first judged
-    passages: dict[str, int]
-    judgements: int  # lines that count
-    without: int  # lines that name what is left out of the data set
-    bad: BadRecords
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", max_length: int, prefix: str) -> None:
+        """Copy the tokenizer. A slow tokenizer raises InputError.
 
+        ``prefix`` is put before each text. A text with more than ``max_length`` tokens is truncated.
+        """
+        _require_fast(tokenizer)
+        self._tokenizer, self._prefix = copy.deepcopy(tokenizer), require_utf8(prefix, f"prefix {prefix!a}")
+        self.max_length = max_length
+        """Maximum number of tokens of a text, including special tokens."""
 
-class _Known:
-    """What a data set holds of the ids that its judgements name."""
+    def rows(self, texts: Iterable[tuple[str, ...]]) -> list[np.ndarray]:
+        """Return the token ids of each text as an int32 array. A text is a tuple of columns, such as title and text."""
+        contents = [self._prefix + " ".join(columns).strip() for columns in texts]
+        encoded = self._tokenizer(contents, truncation=True, max_length=self.max_length, return_attention_mask=False)
+        return [np.array(row, dtype="<i4") for row in encoded["input_ids"]]
 
-    def __init__(self, what: str, named: Collection[str], held: Collection[str], file: Path, left_out: int) -> None:
-        self.what, self.file = what, file
-        self.missing = [key for key in named if key not in held]
-        # a record that was left out stands for one id, which often cannot be read from it
-        self.gone = frozenset(self.missing[:left_out])
-        self.unknown = frozenset(self.missing[left_out:])
-
-
-def read_grades(source: Path, max_bad_records: int, known: Sequence[_Known] = ()) -> Grades:
-    """The judgements of a file. One that names an id which is missing is bad, unless a record that is left out explains it."""
-    qrels: dict[str, dict[str, int]] = {}
-    lines: tuple[dict[str, int], dict[str, int]] = ({}, {})
-    judgements = without = 0
-    bad = BadRecords(max_bad_records)
-    for judgement in read_qrels(source, bad):
-        ids = judgement.query_id, judgement.passage_id
-        if any(key in each.gone for key, each in zip(ids, known, strict=False)):
-            without += 1
-            continue
-        try:
-            _refuse(source, judgement, known, qrels)
-        except InputError as error:
-            bad.leave_out(error)
-            continue
-        judgements += 1
-        qrels.setdefault(ids[0], {})[ids[1]] = judgement.grade
-        for key, first in zip(ids, lines, strict=True):
-            first.setdefault(key, judgement.line)
-    if not qrels:
-        found = "no judgement is left" if without or bad.found else "is empty"
-        raise InputError(f"{source}: {found}, expected at least one judgement")
-    return Grades(qrels, *lines, judgements, without, bad)
+    def clone(self) -> "TextTokens":
+        """Return a copy that another thread can use."""
+        return TextTokens(self._tokenizer, self.max_length, self._prefix)
 
 
-def _refuse(source: Path, judgement: Judgement, known: Sequence[_Known], qrels: dict[str, dict[str, int]]) -> None:
-    """InputError for an id that the data set does not hold, and for a pair that was judged otherwise above."""
-    query, passage, grade, line = judgement
-    for key, each in zip((query, passage), known, strict=False):
-        if key in each.unknown:
-            expected = f"one that {each.file.name} holds"
-            raise Place(source, line).error(f"found the {each.what} id {key!r}, expected {expected}")
-    before = qrels.get(query, {}).get(passage, grade)
-    if before != grade:
-        found = f"query {query!r} and passage {passage!r} have grade {grade} here and {before} above"
-        raise Place(source, line).error(f"{found}, expected one grade")
+class JoinedTokens:
+    def __init__(self, tables: Sequence[TokenTable]) -> None:
+        self._tables = tables
+        self._starts = np.cumsum([0, *map(len, tables)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def rows(self, indices: Sequence[int] | np.ndarray) -> list[np.ndarray]:
+        """Return the token ids of the texts with the numbers ``indices``: one int32 array for each text."""
+        numbers = np.searchsorted(self._starts, indices, side="right") - 1
+        return [
+            self._tables[number].rows([index - self._starts[number]])[0]
+            for index, number in zip(indices, numbers, strict=True)
+        ]
+
+    def longest(self) -> int:
+        """Return the number of tokens of the longest text."""
+        return max(table.longest() for table in self._tables)
 
 
-def load_retrieval_set(
-    path: str | Path, split: str = "test", strict: bool = False, repair: bool = False, max_bad_records: int = 0
-) -> RetrievalSet:
-    """The corpus, judged queries and judgements of a BEIR folder's split, or of a file of training examples.
+def build_token_table(
+    texts: Dataset,
+    columns: Sequence[str],
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    max_length: int,
+    prefix: str = "",
+    fingerprint: str,
+) -> TokenTable:
+    """Open the token table of ``texts``. Build the token table if it is not in the cache.
 
-    Of examples the corpus is the union of their passages, and their positives have grade 1 (``split`` means nothing
-    there). Queries without a positive are left out with a warning that counts them, and refused when ``strict``.
-    ``repair`` as in ``load_corpus`` and ``load_queries``; it has no effect on examples. ``max_bad_records`` as in
-    ``judged_split`` and ``load_examples``.
+    A text is ``prefix`` + the columns joined by a space and stripped. Title and text give ``Passage.content``. A text has at
+    most ``max_length`` tokens, including special tokens; a longer text is truncated. ``fingerprint`` is the hash of ``texts``. A
+    slow tokenizer raises InputError.
     """
-    path, repair = resolve(path, split, repair)
-    if kind_of_data(path, max_bad_records) != "beir":
-        return _examples_as_retrieval(path, strict, repair, max_bad_records)
-    judged = answerable_split(path, split, strict, repair, max_bad_records)
-    return RetrievalSet(judged.corpus, judged.queries, judged.qrels, judged.left_out)
+    _require_fast(tokenizer)
+    key = [fingerprint, list(columns), tokenizer_hash(tokenizer), max_length, prefix]
+
+    def build(folder: Path) -> None:
+        with open(folder / "tokens.npy", "wb") as file:
+            offsets = _write_tokens(file, texts, columns, TextTokens(tokenizer, max_length, prefix))
+        np.save(folder / "offsets.npy", offsets, allow_pickle=False)
+        write_about(folder, {"sha256": {path.name: sha256_of(path) for path in sorted(folder.iterdir())}})
+
+    folder = cached_folder("tokens", key, build)
+    if _is_damaged(folder):
+        warnings.warn(f"{folder}: the token ids are damaged; the texts are tokenized again", stacklevel=2)
+        with suppress(OSError):  # another process may remove the folder at the same time
+            remove_folder(folder)
+        folder = cached_folder("tokens", key, build)
+    return TokenTable(folder)
 
 
-def load_searchable(
-    path: str | Path, split: str = "test", repair: bool = False, max_bad_records: int = 0
-) -> RetrievalSet:
-    """As ``load_retrieval_set``, or a corpus alone, without queries, where nothing is judged: a folder without qrels, or a file
-    of passages."""
-    path, repair = resolve(path, split, repair)
-    judged = splits_of(path) if path.is_dir() else kind_of_data(path, max_bad_records) in ("dpr", "jsonl", "tevatron")
-    if judged:
-        return load_retrieval_set(path, split, repair=repair, max_bad_records=max_bad_records)
-    return RetrievalSet(load_corpus(path, repair, max_bad_records), {}, {})
+def _is_damaged(folder: Path) -> bool:
+    """Return whether a file of a token table differs from its saved hash. Tables of earlier versions have no hashes."""
+    if not (folder / ABOUT_FILE).is_file():
+        return False
+    hashes = read_json(folder / ABOUT_FILE, dict[str, Any], version=ABOUT_VERSION).get("sha256", {})
+    if not isinstance(hashes, dict):
+        return True
+    return any(not (folder / name).is_file() or sha256_of(folder / name) != hashed for name, hashed in hashes.items())
 
 
-def answerable_split(
-    path: str | Path, split: str, strict: bool = False, repair: bool = False, max_bad_records: int = 0
-) -> JudgedSplit:
-    """As ``judged_split``, without the queries that have no positive: counted in a warning, or refused when strict."""
-    judged = judged_split(path, split, repair, max_bad_records)
-    kept = keep_answerable(qrels_file(path, split), judged.qrels, strict)
-    return replace(judged, queries={query: judged.queries[query] for query in kept}, qrels=kept)
+def _require_fast(tokenizer: "PreTrainedTokenizerBase") -> None:
+    if not tokenizer.is_fast:
+        raise InputError(f"the tokenizer of {tokenizer.name_or_path!r} is slow; contaccum needs a fast tokenizer")
 
 
-def keep_answerable(source: Path, qrels: dict[str, dict[str, int]], strict: bool) -> dict[str, dict[str, int]]:
-    """The queries that have a passage of grade above 0; the others are counted in a warning, or refused when strict."""
-    kept = {query: grades for query, grades in qrels.items() if max(grades.values()) > 0}
-    without = [query for query in qrels if query not in kept]
-    if without and strict:
-        raise InputError(f"{source}: query {without[0]!r} has no positive, expected a passage of grade above 0")
-    if not kept:
-        raise InputError(f"{source}: no query has a positive, expected grades above 0")
-    if without:
-        warnings.warn(f"{source}: {len(without)} queries without a positive are left out", stacklevel=4)
-    return kept
+def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    # a call changes the tokenizer's truncation and padding settings, so the hash does not include them
+    state.pop("truncation", None)
+    state.pop("padding", None)
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
-def _examples_as_retrieval(path: Path, strict: bool, repair: bool, max_bad_records: int) -> RetrievalSet:
-    examples = load_examples(path, strict, repair, max_bad_records)
-    ids = examples.passages.data.column("id").take(pa.array(examples.positives.values)).to_pylist()
-    ends = examples.positives.offsets.tolist()
-    queries, qrels = {}, {}
-    for number, (key, text) in enumerate(zip(examples.queries["id"], examples.queries["text"], strict=True)):
-        if positives := ids[ends[number] : ends[number + 1]]:
-            queries[key] = text
-            qrels[key] = dict.fromkeys(positives, 1)
-    left_out = {path.name: examples.left_out} if examples.left_out else {}
-    return RetrievalSet(examples.passages, queries, qrels, left_out)
+def _write_tokens(file: BinaryIO, texts: Dataset, columns: Sequence[str], tokens: TextTokens) -> np.ndarray:
+    """Tokenize the texts and write all token ids as a .npy file. Return the offsets of the texts, (n + 1,) int64."""
+    _write_header(file, 0)
+    data_start = file.tell()
+    lengths = [np.zeros(1, dtype=np.int64)]
+    with tqdm(total=len(texts), desc=f"tokenizing {columns[-1]}", unit=" texts", disable=None) as progress:
+        for batch in column_batches(texts, columns, _TEXTS):
+            ids = tokens.rows(zip(*(batch[column] for column in columns), strict=True))
+            file.write(np.concatenate(ids).tobytes())
+            lengths.append(np.array([len(row) for row in ids], dtype=np.int64))
+            progress.update(len(ids))
+    offsets = np.cumsum(np.concatenate(lengths))
+    file.seek(0)
+    _write_header(file, int(offsets[-1]))
+    assert file.tell() == data_start, "numpy pads the header so that the length fits"
+    return offsets
+
+
+def _write_header(file: BinaryIO, count: int) -> None:
+    header = {"descr": "<i4", "fortran_order": False, "shape": (count,)}
+    np.lib.format.write_array_header_1_0(file, header)

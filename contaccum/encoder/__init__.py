@@ -1,10 +1,50 @@
-"""The encoders: two towers, pooling, similarity, and the folders that they are loaded from and saved to."""
+"""DualEncoder and its two towers: loading, encoding and saving."""
 
+from pathlib import Path
+
+from contaccum.config import ENCODER_SETTINGS, EncoderConfig
 from contaccum.encoder.adapters import Adapters
 from contaccum.encoder.dual import DualEncoder
-from contaccum.encoder.loading import load_tower
-from contaccum.encoder.settings import EncoderSettings, make_settings
-from contaccum.encoder.sources import Source
+from contaccum.encoder.folders import SETTINGS_FILE, TOWERS, EncoderSettings, make_settings, model_folder
+from contaccum.encoder.loading import tiny_tower
+from contaccum.encoder.tokenizer import wordpiece_tokenizer
 from contaccum.encoder.tower import Tower, pool
+from contaccum.errors import InputError
+from contaccum.runtime.devices import encoding_device, torch_dtype
 
-__all__ = ["Adapters", "DualEncoder", "EncoderSettings", "Source", "Tower", "load_tower", "make_settings", "pool"]
+__all__ = [
+    "SETTINGS_FILE",
+    "TOWERS",
+    "Adapters",
+    "DualEncoder",
+    "EncoderSettings",
+    "Tower",
+    "load_encoder",
+    "make_settings",
+    "merge",
+    "model_folder",
+    "pool",
+    "tiny_tower",
+    "wordpiece_tokenizer",
+]
+
+
+def load_encoder(choice: EncoderConfig) -> DualEncoder:
+    """Load an encoder for computing vectors. ``choice`` has the name, the device and the precision of the encoder."""
+    if choice.model == "bm25":
+        raise InputError("--model bm25 has no vectors; this command needs an encoder")
+    options = {name: getattr(choice, name) for name in (*ENCODER_SETTINGS, "truncate_dim", "trust_remote_code")}
+    dtype, device = torch_dtype(choice.precision), encoding_device(choice.device)
+    return DualEncoder.load(choice.model, dtype=dtype, device=device, **options)
+
+
+def merge(model: str, output: str, trust_remote_code: bool = False) -> str:
+    """Add the LoRA adapters of a model to the weights of the model, and save the result in the new folder ``output``.
+
+    model: folder or Hub name. A 4-bit or 8-bit base is converted to float32 first. The saved model computes the same vectors,
+    except for rounding errors. Returns ``output``.
+    """
+    if Path(output).exists():
+        raise InputError(f"{output}: exists already; choose a new folder")
+    DualEncoder.load(model, trust_remote_code=trust_remote_code, merge=True).save(output)
+    return output

@@ -1,8 +1,9 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685) on a frozen base, in 4 or 8 bits if wanted (QLoRA, Dettmers et al.
-2023, arXiv 2305.14314). peft makes the layers, transformers loads and saves them, bitsandbytes holds few bits.
+"""LoRA adapters for an encoder with frozen weights. The frozen encoder is called the base.
 
-A folder with an adapter has adapter_config.json, which names the base, adapter_model.safetensors, and BASE_FILE of ours, which
-says what the base was: the hash of its files, and the bits that it was held in.
+LoRA is described by Hu et al. 2021, arXiv 2106.09685. The base may be quantized (QLoRA, arXiv 2305.14314).
+
+The folder of an adapter contains three special files. adapter_model.safetensors has the weights of the adapter.
+adapter_config.json has the name of the base. base.json has the hash and the quantization of the base.
 """
 
 import copy
@@ -10,10 +11,10 @@ import hashlib
 import importlib.util
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
@@ -21,69 +22,107 @@ from transformers import AutoModel, BitsAndBytesConfig
 from transformers.utils import cached_file
 
 from contaccum.config import AdapterConfig
-from contaccum.encoder.sources import ADAPTER_FILE, BASE_FILE, Base, optional_json
+from contaccum.encoder.folders import ADAPTER_FILE, BASE_FILE, Base, loading, optional_json
 from contaccum.errors import InputError
-from contaccum.files import read_json, sha256_of, write_json
+from contaccum.runtime.files import read_json, sha256_of, write_json
 
-WEIGHTS = "model.safetensors"
-ALL_LINEAR = "all-linear"
-"""peft's word for every linear layer of a backbone."""
-POOLER = r"(.*\.)?pooler\..*"
-"""Layers that take no part in a forward pass of ours."""
+WEIGHTS, ADAPTER_WEIGHTS = "model.safetensors", "adapter_model.safetensors"
+ALL_LINEAR = "all-linear"  # peft's name for all linear layers of a backbone
+LAYER = re.compile(r"(^|\.)(layers?|h|blocks?)\.\d+\.")
+POOLER = r"(.*\.)?pooler\..*"  # matches the names of pooler layers, which contaccum does not use
 
-# it remarks on kernels that it could fetch, and at every layer in 8 bits on how activations are multiplied
+# bitsandbytes warns about optional kernels, and about the activation type of every 8-bit layer
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
+
+class WeightIndex(TypedDict):
+    """Content of model.safetensors.index.json: the file of each weight, if the weights are in several files."""
+
+    weight_map: dict[str, str]
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """Adapters that are to be trained."""
+    """Options for adding new LoRA adapters to an encoder."""
 
     config: AdapterConfig
-    quantize: str = "none"
-    """The bits that their base is held in: none (all), 4bit or 8bit."""
+    quantize: str = "none"  # quantization of the base: none, 4bit or 8bit
 
 
 def require(package: str, extra: str, what: str) -> None:
+    """Raise InputError if ``package`` is not installed.
+
+    extra: optional dependencies of contaccum that contain the package, for the error message. what: feature that needs the
+    package, for the error message.
+    """
     if importlib.util.find_spec(package) is None:
-        raise InputError(f"{what} needs an extra: pip install 'contaccum[{extra}]'")
+        raise InputError(f"{what}: package {package} is missing. Install it with pip install 'contaccum[{extra}]'.")
 
 
 def load_backbone(
     name: str, dtype: torch.dtype, quantize: str = "none", device: torch.device | str | None = None, **where: Any
 ) -> Any:
-    """A backbone without adapter. One in few bits is made on ``device``, which it cannot leave; others are on the CPU."""
+    """Load the backbone of an encoder, without an adapter.
+
+    name: folder or Hub name. quantize: none, 4bit or 8bit. device: device of a quantized backbone, which must stay there. Other
+    backbones are loaded on the CPU. where: more arguments of ``AutoModel.from_pretrained``, such as the subfolder.
+    """
+    options = {"dtype": dtype, "use_safetensors": True, "output_loading_info": True, **where}
     if quantize == "none":
-        return AutoModel.from_pretrained(name, dtype=dtype, use_safetensors=True, **where)
-    require("bitsandbytes", "bitsandbytes", f"an encoder in {quantize}")
-    nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
-    bits = BitsAndBytesConfig(load_in_8bit=True) if quantize == "8bit" else BitsAndBytesConfig(load_in_4bit=True, **nf4)
-    place = {"": str(torch.device(device or "cpu"))}
-    backbone = AutoModel.from_pretrained(
-        name, dtype=dtype, use_safetensors=True, quantization_config=bits, device_map=place, **where
-    )
-    vars(backbone).pop("hf_device_map", None)  # one on the CPU alone would be saved as if it lay on several devices
+        options["ignore_mismatched_sizes"] = True  # refuse_incomplete then names the tensors with a wrong shape
+    else:
+        require("bitsandbytes", "bitsandbytes", f"{quantize} quantization")
+        nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
+        bits = {"load_in_8bit": True} if quantize == "8bit" else {"load_in_4bit": True, **nf4}
+        options |= {"quantization_config": BitsAndBytesConfig(**bits), "device_map": {"": str(device or "cpu")}}
+    backbone, info = AutoModel.from_pretrained(name, **options)
+    refuse_incomplete(name, info["missing_keys"], info["mismatched_keys"], info["unexpected_keys"])
+    vars(backbone).pop("hf_device_map", None)  # otherwise save_pretrained splits the weights into several files
     for part in backbone.modules():
         if hasattr(part, "support_avx512bf16_for_cpu"):
-            part.support_avx512bf16_for_cpu = False  # the first evaluation would repack the weights, for training too
+            part.support_avx512bf16_for_cpu = False  # otherwise the first evaluation repacks the weights permanently
         elif hasattr(part, "init_8bit_state"):
-            part.init_8bit_state()  # else the first of two layers with the same weights would take their scales away
+            part.init_8bit_state()  # otherwise, of two layers that share weights, the first removes the scales of both
     return backbone
 
 
-def sharing(backbone: Any) -> Any:
-    """A second backbone whose parameters and buffers are those of the first, in the same memory."""
+def refuse_incomplete(
+    name: str, missing: Iterable[str], mismatched: Iterable[Any], unexpected: Iterable[str] = ()
+) -> None:
+    """Raise InputError if the weights of a model do not match its configuration.
+
+    missing: weights that the file lacks. mismatched: weights with a wrong shape. unexpected: weights that only the file has. Only
+    unexpected weights of layers are an error. Weights of a pooler may be missing, because contaccum does not use poolers.
+    """
+    wrong = {
+        "are missing": sorted(key for key in missing if not re.fullmatch(POOLER, key)),
+        "have the wrong shape": sorted(key if isinstance(key, str) else key[0] for key in mismatched),
+        "belong to layers that the configuration does not have": sorted(filter(LAYER.search, unexpected)),
+    }
+    for problem, keys in wrong.items():
+        if keys:
+            examples = ", ".join([*keys[:3], *["..."] * (len(keys) > 3)])
+            raise InputError(
+                f"{name}: {len(keys)} tensors {problem} ({examples}); the file must have the weights of every layer in the "
+                "configuration"
+            )
+
+
+def clone_sharing_weights(backbone: Any) -> Any:
+    """Clone a backbone. The clone and the original use the same memory for their parameters and buffers."""
     shared = [*backbone.parameters(), *backbone.buffers()]
-    for part in backbone.modules():  # what bitsandbytes keeps beside the weights: scales of 4 bits, both of 8 bits
+    for part in backbone.modules():  # bitsandbytes: scales of 4-bit weights; weights and scales of 8-bit layers
         shared += [getattr(part, "quant_state", None)]
         shared += [getattr(getattr(part, "state", None), name, None) for name in ("CB", "SCB")]
     return copy.deepcopy(backbone, {id(each): each for each in shared if each is not None})
 
 
 def add_adapter(backbone: Any, base: Base, config: AdapterConfig) -> None:
-    """Freeze the backbone and put an adapter beside its linear layers, which changes no vector until it is trained.
+    """Freeze the weights of a backbone and add a new LoRA adapter to the backbone.
 
-    Its first weights come from torch's random numbers. Raises InputError where no layer has such a name.
+    Before training, the adapter does not change the vectors. The initial weights of the adapter come from the global random
+    generator of torch. base: description of the backbone, which is saved with the adapter. Raises InputError if
+    ``config.target_modules`` match no layer.
     """
     require("peft", "lora", "lora.rank above 0")
     from peft import LoraConfig
@@ -100,31 +139,42 @@ def add_adapter(backbone: Any, base: Base, config: AdapterConfig) -> None:
         backbone.add_adapter(settings)
     except ValueError as error:
         linear = {name.rpartition(".")[2] for name, part in backbone.named_modules() if isinstance(part, nn.Linear)}
-        reason = f"expected names of its linear layers, such as {', '.join(sorted(linear)[:8])}"
-        raise InputError(f"lora.target_modules {wanted} cannot be had of {base.place}: {reason}") from error
-    settings.base_model_name_or_path = base.place
+        names = ", ".join(sorted(linear)[:8])
+        raise InputError(
+            f"lora.target_modules: {wanted} not found in {base.name}; use names of the encoder's linear layers, such as {names}"
+        ) from error
+    settings.base_model_name_or_path = base.name
     _widen(backbone)
 
 
 def load_adapter(backbone: Any, folder: str, subfolder: str) -> None:
-    """Put the adapter of a folder, or of a hub name's subfolder, beside the layers of its base; it can be trained further."""
-    require("peft", "lora", f"the adapter in {folder}")
-    own_names = getattr(backbone, "_weight_conversions", None)
-    backbone.load_adapter(folder, adapter_kwargs={"subfolder": subfolder}, is_trainable=True)
-    backbone._weight_conversions = own_names  # the adapter's would be given to the base's weights when they are saved
+    """Add a saved adapter to ``backbone``, which is its base. Training can continue.
+
+    folder: local folder or Hub repository with the adapter. subfolder: folder of the adapter inside ``folder``.
+    """
+    require("peft", "lora", f"{folder}: adapter")
+    if cached_file(folder, ADAPTER_WEIGHTS, subfolder=subfolder, _raise_exceptions_for_missing_entries=False) is None:
+        where = f"{folder}/{subfolder}".rstrip("/")  # transformers would unpickle adapter_model.bin instead
+        raise InputError(f"{where}: {ADAPTER_WEIGHTS} is missing; pickled adapter weights (.bin) are never loaded")
+    conversions = getattr(backbone, "_weight_conversions", None)
+    info = backbone.load_adapter(
+        folder, adapter_kwargs={"subfolder": subfolder}, is_trainable=True, ignore_mismatched_sizes=True
+    )
+    refuse_incomplete(f"{folder}: adapter", info.missing_keys, info.mismatched_keys)
+    backbone._weight_conversions = conversions  # otherwise saving applies the conversions of the adapter to the base
     _widen(backbone)
 
 
 def _widen(backbone: Any) -> None:
-    """Adapters in float32 beside a base of fewer bits; of a base in half precision they keep its own, to encode with."""
+    """Convert the weights of the adapter to float32 if the base is quantized. Otherwise change nothing."""
     if getattr(backbone, "is_quantized", False):
         for parameter in backbone.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
 
 
-def merge(backbone: Any) -> Any:
-    """Add the adapter to the weights beside it and drop it; the backbone is then a plain one."""
+def merge(backbone: Any) -> None:
+    """Add the weights of the adapter to the weights of the base, then remove the layers of the adapter."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [(name, part) for name, part in backbone.named_modules() if isinstance(part, BaseTunerLayer)]
@@ -134,66 +184,60 @@ def merge(backbone: Any) -> Any:
         setattr(backbone.get_submodule(parent), child, layer.get_base_layer())
     del backbone.peft_config
     backbone._hf_peft_config_loaded = False
-    return backbone.requires_grad_(True)
+    backbone.requires_grad_(True)
 
 
 def save_base(base: Base, folder: Path) -> None:
-    """Beside an adapter that transformers saved: what its base is. Lists stand in one order, which in peft's file they do not."""
-    config = read_json(folder / ADAPTER_FILE)
-    ordered = {key: sorted(value) if _names(value) else value for key, value in config.items()}
-    write_json(folder / ADAPTER_FILE, {**ordered, "base_model_name_or_path": base.place})
+    """Write base.json into the folder of an adapter, and the name of the base into adapter_config.json.
+
+    The lists of texts in adapter_config.json are also sorted, so that equal adapters have equal files.
+    """
+    config = {**read_json(folder / ADAPTER_FILE, dict[str, Any]), "base_model_name_or_path": base.name}
+    of_texts = [
+        key for key, value in config.items() if isinstance(value, list) and all(isinstance(v, str) for v in value)
+    ]
+    write_json(folder / ADAPTER_FILE, config | {key: sorted(config[key]) for key in of_texts})
     write_json(folder / BASE_FILE, {"sha256": base.sha256, "quantize": base.quantize})
 
 
-def _names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
-
-
 def base_of(name: str, subfolder: str, quantize: str) -> Base:
-    """The encoder of a folder or hub name as the base of a new adapter; a folder by its whole path."""
+    """Describe an encoder as the base of a new adapter.
+
+    name: folder or Hub name of the encoder. The result has the absolute path of a local folder. quantize: none, 4bit or 8bit.
+    Raises InputError for a subfolder of a Hub repository.
+    """
     folder = Path(name) / subfolder
     if folder.is_dir():
-        place = str(folder.resolve())
+        name = str(folder.resolve())
     elif subfolder:
         raise InputError(
-            f"{name}: its encoder is in {subfolder}, expected a local folder, since an adapter names one place"
+            f"{name}: an adapter cannot refer to a subfolder ({subfolder}) of a Hub repository. Download the encoder and use "
+            "its local folder."
         )
-    else:
-        place = name
-    return Base(place, hash_of(place), quantize)
+    return Base(name, hash_of(name), quantize)
 
 
 def check_base(base: Base, name: str) -> None:
-    """Refuse a base with other files than the adapter in ``name`` was trained beside."""
-    found = hash_of(base.place) if base.sha256 else None
-    if found != base.sha256:
+    """Raise InputError if the files of ``base`` have changed since the adapter in the folder ``name`` was trained."""
+    if base.sha256 and (found := hash_of(base.name)) != base.sha256:
         raise InputError(
-            f"{name}: the base {base.place} has SHA-256 {found}, expected {base.sha256}, beside which the adapter was trained"
+            f"{name}: base {base.name} has SHA-256 {found}; the adapter was trained on a base with SHA-256 {base.sha256}. "
+            "Restore that base."
         )
 
 
-def hash_of(place: str) -> str:
-    """Hash of the configuration and the weights of an encoder."""
-    index = optional_json(place, f"{WEIGHTS}.index.json")
+def hash_of(name: str) -> str:
+    """Return one SHA-256 for all files with the configuration and the weights of an encoder.
+
+    name: folder or Hub name of the encoder.
+    """
+    index = optional_json(name, f"{WEIGHTS}.index.json", WeightIndex)
     files = sorted(set(index["weight_map"].values())) if index else [WEIGHTS]
     digest = hashlib.sha256()
-    for name in ("config.json", *files):
-        path = cached_file(place, name, _raise_exceptions_for_missing_entries=False)
+    for file in ("config.json", *files):
+        with loading(name):
+            path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
         if path is None:
-            raise InputError(f"{place}: has no {name}, expected an encoder with weights in safetensors")
-        digest.update(f"{name} {sha256_of(path)}\n".encode())
+            raise InputError(f"{name}: {file} is missing; an encoder with weights in safetensors format has this file")
+        digest.update(f"{file} {sha256_of(path)}\n".encode())
     return digest.hexdigest()
-
-
-def own_dropouts(module: nn.Module) -> list[nn.Dropout]:
-    """The dropout layers of a backbone itself, without those of an adapter."""
-    return [
-        part
-        for name, part in module.named_modules()
-        if isinstance(part, nn.Dropout) and not re.search(r"(^|\.)lora_dropout\.", name)
-    ]
-
-
-def few_bits(module: nn.Module) -> Iterator[Any]:
-    """The layers that hold their weights in 4 bits and widen them to multiply."""
-    return (part for part in module.modules() if hasattr(part, "compute_dtype"))

@@ -1,14 +1,15 @@
-"""Two towers and their similarity: DualEncoder, loaded from and saved as plain encoder folders.
+"""DualEncoder, a model with a query tower and a passage tower.
 
-Each tower's folder is what ``AutoModel.from_pretrained`` and ``SentenceTransformer`` read: weights in safetensors, tokenizer,
-pooling, normalisation, prefix. ``contaccum.json`` beside the two folders holds what belongs to the pair.
+Each tower is saved in its own folder. ``AutoModel.from_pretrained`` and ``SentenceTransformer`` can load each of these
+folders. The file ``contaccum.json``, next to the two folders, has the settings of both towers.
 """
 
 import hashlib
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import fields, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -17,126 +18,171 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm.auto import tqdm
-from transformers.utils import is_flash_attn_2_available
 
-from contaccum.batch import MicroBatch, Tokens
-from contaccum.encoder.adapters import Adapters, few_bits, own_dropouts
-from contaccum.encoder.folder import save_encoder
-from contaccum.encoder.inference import PACK_FROM, WINDOW, default_batch_tokens, token_batches
-from contaccum.encoder.loading import Loading
-from contaccum.encoder.packed import pack_linears, packed_linears, weights_changed
-from contaccum.encoder.settings import EncoderSettings, make_settings
-from contaccum.encoder.sources import read_encoder
-from contaccum.encoder.tower import Tower, check_length, check_unpad, position_limit, set_attention
-from contaccum.encoder.unpadded import ATTENTION
+from contaccum.batch import ONE_TOKEN, MicroBatch, Tokens
+from contaccum.encoder.adapters import Adapters
+from contaccum.encoder.folders import EncoderSettings, check_hashes, make_settings, model_folder, read_encoder
+from contaccum.encoder.kernels import ATTENTION, packed_linears
+from contaccum.encoder.loading import TowerLoader
+from contaccum.encoder.saving import save_encoder, send_weights
+from contaccum.encoder.tokenizer import default_batch_tokens, tokenized
+from contaccum.encoder.tower import Tower, check_flash_attention, check_unpad, set_attention
 from contaccum.errors import InputError
-from contaccum.files import whole_folder
-from contaccum.prefetch import Prefetch
+from contaccum.runtime.checks import require_utf8
+from contaccum.runtime.files import whole_folder
+from contaccum.runtime.prefetch import Prefetch
+from contaccum.runtime.processes import Processes
 
-BUCKET = 32
-"""Tokens between the lengths for which graphs are recorded."""
-
-
+BUCKET = 32  # with CUDA graphs, text lengths are rounded up to a multiple of this number of tokens
+PACK_FROM = 64  # minimum number of texts for packed linear layers; with fewer texts, packing takes longer than it saves
+# names of module attributes that hold a dropout probability as a number
 DROPOUT_NUMBERS = ("attention_dropout", "activation_dropout", "hidden_dropout", "dropout", "dropout_prob")
-"""Under these names some families' modules hold a dropout probability as a plain number."""
 
 
 class DualEncoder(nn.Module):
-    """Query tower and passage tower; scores are inner products of their vectors (unit vectors when similarity is cosine)."""
+    """Query tower and passage tower. The score of a query and a passage is the inner product of their vectors.
+
+    If the similarity is cosine, all vectors have the L2 norm 1.
+    """
 
     def __init__(self, query_tower: Tower, passage_tower: Tower, settings: EncoderSettings) -> None:
         super().__init__()
-        if query_tower.dim != passage_tower.dim:
-            raise InputError(
-                f"query tower is {query_tower.dim} wide and passage tower {passage_tower.dim}, expected the same width"
-            )
-        self.query_tower = query_tower
-        self.passage_tower = passage_tower
-        self.settings = settings
+        widths = (query_tower.dim, passage_tower.dim)
+        if widths[0] != widths[1]:
+            raise InputError(f"query tower has width {widths[0]}, passage tower {widths[1]}; both widths must be equal")
+        self.query_tower, self.passage_tower, self.settings = query_tower, passage_tower, settings
+        # whether training replays CUDA graphs; each replay overwrites the output of the replay before
         self.graphs = False
-        """Whether training replays CUDA graphs, which own the memory that they write to."""
-        self.recomputes = False
-        """Whether activations are recomputed in the backward pass."""
+        self.recomputes = False  # whether the backward pass recomputes activations
+        self.group: Processes | None = None  # processes among which the weights are divided
         if self.dim > query_tower.dim:
-            raise InputError(f"truncate_dim is {self.dim}, expected at most the encoder's {query_tower.dim}")
-        for side, length in (("query", settings.max_query_length), ("passage", settings.max_passage_length)):
-            check_length(getattr(self, f"{side}_tower").backbone.config, side, length)
+            raise InputError(
+                f"truncate_dim is {self.dim}; expected at most {query_tower.dim}, the width of the encoder"
+            )
+        for key, tower in (("max_query_length", query_tower), ("max_passage_length", passage_tower)):
+            length, limit = getattr(settings, key), tower.position_limit
+            if limit is not None and not 2 < length <= limit:
+                raise InputError(f"{key} is {length}; expected 3 to {limit}, the maximum length of the encoder")
 
     @property
     def dim(self) -> int:
-        """Width of the embeddings."""
-        kept = self.settings.truncate_dim
-        return self.query_tower.dim if kept is None else kept
+        """Number of dimensions of each embedding."""
+        truncated = self.settings.truncate_dim
+        return self.query_tower.dim if truncated is None else truncated
 
     @property
     def towers(self) -> list[Tower]:
-        """Both towers, or the one that both sides share."""
+        """List of the query tower and the passage tower. If the towers are tied, the list has one tower."""
         return list(dict.fromkeys((self.query_tower, self.passage_tower)))
 
     @property
     def adapted(self) -> bool:
-        """Whether a tower is an adapter beside a frozen base."""
+        """Whether the towers have LoRA adapters on a frozen base."""
         return any(tower.base is not None for tower in self.towers)
 
-    @property
-    def similarity(self) -> str:
-        return self.settings.similarity
+    def units(self) -> list[nn.Module]:
+        """Return the modules whose weights are gathered together: word embeddings, each layer, and the rest of each tower."""
+        levels = zip_longest(
+            *(tower.units() for tower in self.towers)
+        )  # LoRA towers share memory until both are sharded
+        return [*(unit for level in levels for unit in level if unit is not None), *self.towers]
 
     @property
     def device(self) -> torch.device:
-        return next(self.query_tower.parameters()).device
+        """Device of the forward passes. Sharded weights can be on the CPU meanwhile."""
+        return next(self.query_tower.parameters()).device if self.group is None else self.group.device
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Embeddings of one micro-batch: queries (B, d) and passages (B, 1 + H, d), in float32."""
+        """Return the float32 embeddings of a micro-batch: queries (B, d) and passages (B, 1 + H, d).
+
+        B: number of queries. 1 + H: number of passages of each query. d: number of dimensions.
+        """
         queries = self.embed(self.query_tower, batch.queries)  # (B, d)
         passages = self.embed(self.passage_tower, batch.passages)  # (B * (1 + H), d)
         return queries, passages.view(len(queries), -1, passages.shape[-1])
 
     def embed(self, tower: Tower, tokens: Tokens) -> Tensor:
-        """Vectors of tokenised texts, (n, d) float32; of length 1 when similarity is cosine."""
+        """Return the float32 embeddings of n tokenized texts, with shape (n, d).
+
+        If the similarity is cosine, the embeddings have the L2 norm 1.
+        """
         vectors = tower(tokens).float()[:, : self.dim]
         return F.normalize(vectors, dim=-1) if self.settings.similarity == "cosine" else vectors
 
-    def encode_queries(self, texts: list[str], batch_tokens: int | None = None, progress: bool = False) -> np.ndarray:
-        """Embeddings of query texts, float32 of shape (n, d); the prefix is put before each text.
+    @contextmanager
+    def without_dropout(self) -> Iterator[None]:
+        """Switch the encoder to evaluation mode inside the ``with`` block."""
+        training = self.training
+        self.eval()
+        try:
+            yield
+        finally:
+            self.train(training)
 
-        batch_tokens: tokens in one forward pass, padding counted; not given, 1024 for each thread on a CPU and
-        16384 elsewhere.
+    def encode_queries(self, texts: list[str], batch_tokens: int | None = None, progress: bool = False) -> np.ndarray:
+        """Return the float32 embeddings of n queries, with shape (n, d). The query prefix is added to each text first.
+
+        batch_tokens: maximum number of tokens in one forward pass, including padding. Default on a CPU: 1024 per thread, but
+        at most 16384. Default on other devices: 16384. progress: whether to show a progress bar. Raises
+        InputError for text that is not valid UTF-8.
         """
-        texts = [self.settings.query_prefix + text for text in texts]
-        return self._encode(self.query_tower, texts, self.settings.max_query_length, batch_tokens, progress)
+        return self._encode("query", texts, batch_tokens, progress)
 
     def encode_passages(self, texts: list[str], batch_tokens: int | None = None, progress: bool = False) -> np.ndarray:
-        """Embeddings of passage texts, float32 of shape (n, d); the prefix is put before each text.
+        """Return the float32 embeddings of n passages, with shape (n, d). The passage prefix is added to each text first.
 
-        batch_tokens: as for queries.
+        The arguments are the same as in ``encode_queries``.
         """
-        texts = [self.settings.passage_prefix + text for text in texts]
-        return self._encode(self.passage_tower, texts, self.settings.max_passage_length, batch_tokens, progress)
+        return self._encode("passage", texts, batch_tokens, progress)
 
-    @torch.inference_mode()
-    def _encode(
-        self, tower: Tower, texts: list[str], max_length: int, batch_tokens: int | None, progress: bool
-    ) -> np.ndarray:
+    @contextmanager
+    def in_step(self, kind: str) -> Iterator[None]:
+        """Encode texts inside the ``with`` block. With sharded weights, make empty passes until every process has finished.
+
+        kind: ``query`` or ``passage``.
+        """
+        yield
+        while self.group is not None and self.group.largest(0):
+            with torch.no_grad(), self.without_dropout():
+                self.embed(getattr(self, f"{kind}_tower"), ONE_TOKEN.to(self.device))
+
+    def _encode(self, side: str, texts: list[str], batch_tokens: int | None, progress: bool) -> np.ndarray:
+        tower = getattr(self, f"{side}_tower")
+        max_length, prefix = (getattr(self.settings, name) for name in (f"max_{side}_length", f"{side}_prefix"))
+        texts = [require_utf8(prefix + text, f"{side} {number}") for number, text in enumerate(texts)]
         budget = default_batch_tokens(self.device) if batch_tokens is None else batch_tokens
         if budget < 1:
-            raise InputError(f"batch_tokens is {budget}, expected at least 1")
-        was_training = self.training
-        self.eval()
+            raise InputError(f"batch_tokens is {budget}; expected at least 1")
         vectors = np.empty((len(texts), self.dim), dtype=np.float32)
         with ExitStack() as stack:
-            stack.callback(self.train, was_training)
-            if len(texts) >= PACK_FROM:
+            # weights that are gathered in inference mode cannot be trained
+            stack.enter_context(torch.inference_mode() if self.group is None else torch.no_grad())
+            stack.enter_context(self.without_dropout())
+            if len(texts) >= PACK_FROM and self.group is None:
                 stack.enter_context(packed_linears(tower.backbone))
             bar = stack.enter_context(tqdm(total=len(texts), unit="text", disable=None if progress else True))
-            batches = stack.enter_context(Prefetch(_tokenised(tower.tokenizer, texts, max_length, budget), depth=16))
-            for places, tokens in batches:
-                vectors[places] = self.embed(tower, tokens.to(self.device)).cpu().numpy()
-                bar.update(len(places))
+            batches = stack.enter_context(Prefetch(tokenized(tower.tokenizer, texts, max_length, budget), depth=16))
+            cuda = self.device.type == "cuda"
+            previous: list[tuple[np.ndarray, Tensor, torch.cuda.Event | None]] = []
+            for indices, tokens in batches:
+                if self.group is not None:
+                    self.group.largest(1)  # see in_step
+                found = self.embed(tower, tokens.to(self.device)).to("cpu", non_blocking=cuda)
+                previous.append(
+                    (indices, found, torch.cuda.current_stream(self.device).record_event() if cuda else None)
+                )
+                if len(previous) > 1:  # copy the vectors of a batch to the CPU while the GPU computes the next batch
+                    _store(vectors, *previous.pop(0))
+                bar.update(len(indices))
+            for batch in previous:
+                _store(vectors, *batch)
         return vectors
 
     def fingerprint(self, kind: str) -> str:
-        """Hash of all that decides the vectors of one side, ``query`` or ``passage``: weights, vocabulary, settings."""
+        """Return a hash of the weights, the vocabulary and the settings of one tower.
+
+        Towers with the same hash compute the same vectors. kind: ``query`` or ``passage``.
+        """
         tower: Tower = getattr(self, f"{kind}_tower")
         digest = hashlib.sha256()
         weights = {**tower.backbone.state_dict(), **tower.dense.state_dict(prefix="dense.")}
@@ -144,68 +190,54 @@ class DualEncoder(nn.Module):
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
             digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         tokenizer = json.loads(tower.tokenizer.backend_tokenizer.to_str())
-        # these two change with every call of the tokenizer and say nothing of the texts' tokens
+        # every call of the tokenizer changes its truncation and padding settings, which do not affect the tokens of a text
         digest.update(json.dumps({**tokenizer, "truncation": None, "padding": None}, sort_keys=True).encode())
         names = ("pooling", "similarity", f"max_{kind}_length", f"{kind}_prefix")
-        values = [getattr(self.settings, name) for name in names]
-        if self.settings.truncate_dim is not None:
-            values.append(self.settings.truncate_dim)
-        digest.update(json.dumps(values).encode())
+        truncated = [] if self.settings.truncate_dim is None else [self.settings.truncate_dim]
+        digest.update(json.dumps([*(getattr(self.settings, name) for name in names), *truncated]).encode())
         return digest.hexdigest()
 
-    def set_dropout(self, share: float) -> None:
-        """Replace every dropout probability of both backbones; what is saved keeps the encoder's own."""
-        for tower in self.towers:
-            for dropout in own_dropouts(tower):
-                dropout.p = share
-        for module in self.modules():
+    def set_dropout(self, probability: float) -> None:
+        """Set all dropout probabilities of both towers, except the dropout of LoRA adapters.
+
+        The configuration files that ``save`` writes keep the old probabilities.
+        """
+        for path, module in self.named_modules():
+            if isinstance(module, nn.Dropout) and ".lora_dropout." not in path:
+                module.p = probability
             for name in DROPOUT_NUMBERS:
                 if isinstance(getattr(module, name, None), (int, float)):
-                    setattr(module, name, share)
+                    setattr(module, name, probability)
 
     def set_attention(self, name: str, unpad: bool = False) -> None:
-        """Choose the attention of both backbones: ``eager``, ``sdpa``, ``flash_attention_2``, or ``auto`` (what transformers
-        chose: SDPA where the family has it). With ``unpad`` no padding is computed on. Raises InputError where it cannot be.
+        """Choose the implementation of attention in both backbones.
+
+        name: ``eager``, ``sdpa``, ``flash_attention_2``, or ``auto`` (transformers chooses). unpad: whether to compute without
+        padding. Raises InputError if the model type or the device does not support ``name`` or ``unpad``.
         """
         if name == "flash_attention_2":
-            self._check_flash_attention()
+            check_flash_attention(self.device)
         for tower in self.towers:
             if unpad:
                 check_unpad(tower)
             tower.unpad = unpad
-            # unpadded passes take FlashAttention from its package when it is asked for, else PyTorch's own
+            # unpadded passes use PyTorch's FlashAttention unless the package flash-attn is requested
             chosen = ATTENTION if unpad and name != "flash_attention_2" else name
             if chosen != "auto":
                 set_attention(tower.backbone, chosen)
 
-    def _check_flash_attention(self) -> None:
-        if not is_flash_attn_2_available():
-            raise InputError(
-                "model.attention is flash_attention_2, which needs the package flash-attn and a CUDA device (pip install "
-                "flash-attn --no-build-isolation); model.attention auto uses the FlashAttention that comes with PyTorch"
-            )
-        if self.device.type != "cuda":
-            raise InputError(f"model.attention is flash_attention_2 on {self.device.type}, expected a CUDA device")
-
-    def pack_linears(self) -> int:
-        """Let the linear layers of both backbones run packed on a CPU (contaccum.encoder.packed); returns how many do."""
-        return sum(len(pack_linears(tower.backbone)) for tower in self.towers)
-
-    def weights_changed(self) -> None:
-        """To be called after each step of an optimizer: packed layers take their weights anew."""
-        for tower in self.towers:
-            weights_changed(tower.backbone)
-
     def set_compute_dtype(self, dtype: torch.dtype) -> None:
-        """Multiply in this precision where a base is held in 4 bits; the rest is autocast's to say."""
-        for layer in few_bits(self):
-            layer.compute_dtype = dtype
+        """Set the precision of the matrix products in 4-bit layers. In other layers, autocast sets the precision."""
+        for layer in self.modules():
+            if hasattr(layer, "compute_dtype"):
+                layer.compute_dtype = dtype  # type: ignore[assignment]
 
     def compile_backbones(self, graphs: bool = False) -> None:
-        """Compile both backbones for training; with ``graphs`` the kernels of each length are replayed as one CUDA graph.
+        """Compile both backbones with torch.compile. Only training uses the compiled backbones.
 
-        Lengths are dynamic, so that one compilation serves all. A graph is recorded per length, so with ``graphs`` lengths are
-        padded to multiples of BUCKET tokens. The weights keep their names; evaluation is not compiled.
+        One compilation works for all text lengths. The names of the weights do not change. graphs: whether to record CUDA
+        graphs, one for each text length. Texts are then padded to multiples of BUCKET tokens, which limits the number of
+        graphs.
         """
         self.graphs = graphs
         for tower in self.towers:
@@ -214,28 +246,48 @@ class DualEncoder(nn.Module):
             tower.compiled = torch.compile(tower.backbone.forward, dynamic=True, mode=mode)
 
     def has_dropout(self) -> bool:
-        """Whether two passes over one text in training may differ: any dropout is above 0, plain numbers of layers included."""
+        """Return whether any dropout probability is above 0, so that two training passes over a text may differ."""
         return any(
             (isinstance(module, nn.Dropout) and module.p > 0)
             or any("drop" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items())
             for module in self.modules()
         )
 
+    def no_grad_group_size(self, dropout: bool = True) -> int:
+        """Return how many micro-batches can be encoded at once without gradients.
+
+        This number of micro-batches needs at most the memory of one training pass over one micro-batch. A training pass stores
+        the activations of every layer. A pass without gradients stores the activations of one layer at a time.
+
+        The result is 1 if the passes use dropout, because each micro-batch has its own dropout noise. The result is also 1
+        with gradient checkpointing, because a training pass then stores little more than one layer. dropout: whether passes
+        without gradients use the dropout of the encoder.
+        """
+        if (dropout and self.has_dropout()) or self.recomputes:
+            return 1
+        return max(1, min(tower.backbone.config.num_hidden_layers for tower in self.towers))
+
     def gradient_checkpointing_enable(self) -> None:
-        """Trade time for memory: activations inside the backbones are recomputed in the backward pass, dropout replayed."""
+        """Save memory in training: compute the activations of the backbones again in the backward pass.
+
+        The dropout noise is the same both times.
+        """
         for tower in self.towers:
-            backbone = tower.backbone  # transformers 5 renamed the switch
+            backbone = tower.backbone  # transformers 5 renamed the method
             enable = getattr(backbone, "activation_checkpointing_enable", backbone.gradient_checkpointing_enable)
             enable({"use_reentrant": False})
         self.recomputes = True
 
     def save(self, folder: str | Path) -> None:
-        """Write ``query_encoder/``, ``passage_encoder/`` and what makes one of them for us and for sentence-transformers.
+        """Save both towers as one model in ``folder``. contaccum and sentence-transformers can load the model.
 
-        The folder appears whole or not at all.
+        If an error occurs, no file is written. With sharded weights, all processes call this function, and process 0 writes.
         """
-        with whole_folder(folder) as part:
-            save_encoder(self.query_tower, self.passage_tower, self.settings, part)
+        if self.group is not None and not self.group.is_main:
+            send_weights(self.towers)
+            return
+        with whole_folder(folder) as unfinished:
+            save_encoder(self.query_tower, self.passage_tower, self.settings, unfinished)
 
     @classmethod
     def load(
@@ -252,47 +304,44 @@ class DualEncoder(nn.Module):
         merge: bool = False,
         **overrides: Any,
     ) -> "DualEncoder":
-        """Load what we saved, any sentence-transformers model, or any encoder, from a folder or by hub name.
+        """Load an encoder from a folder or from the Hub.
 
-        ``overrides`` are fields of EncoderSettings; one that is None keeps what the folder says. With ``tie_towers`` both
-        sides share their weights; without it they start equal and part in training. Where the folder does not say otherwise
-        one encoder for both sides is tied, since nothing can tell its towers apart before training.
-
-        append_eos: whether texts end with the end-of-text token where the tokenizer sets none; not given, as
-        ``contaccum.config.ModelConfig`` says. adapters: what is trained beside the encoders, which are then frozen; towers from
-        one encoder share it in memory. merge: add adapters that the folder holds to the weights; those of a base in few bits are
-        widened first.
+        name: a run, a saved DualEncoder, a sentence-transformers model or a plain encoder. passage_name: encoder for the passage
+        tower. None: the encoder in ``name``.
+        tie_towers: whether queries and passages use the same tower. None: False with ``passage_name``, else as saved, else
+        True.
+        dtype, device: precision of the weights, and device of both towers. append_eos: whether texts end with the end-of-text
+        token. None: see ``contaccum.config.ModelConfig``.
+        adapters: options of new LoRA adapters. The other weights are then frozen. None: no new adapters. merge: whether to add
+        the saved adapters to the weights of their base. A quantized base is dequantized first.
+        overrides: values for fields of EncoderSettings. A value of None changes nothing.
         """
-        unknown = set(overrides) - {field.name for field in fields(EncoderSettings)}
-        assert not unknown, f"no such encoder setting: {unknown}"
-        found, query_source, passage_source = read_encoder(str(name))
+        name = model_folder(name)
+        found, query_files, passage_files, hashes = read_encoder(name)
         if passage_name is not None:
-            passage_source = read_encoder(str(passage_name)).passage
+            _, _, passage_files, passage_hashes = read_encoder(passage_name := model_folder(passage_name))
+            check_hashes(passage_name, passage_hashes)
         given = {key: value for key, value in overrides.items() if value is not None}
         tied = tie_towers if tie_towers is not None else passage_name is None and found.get("tie_towers", True)
-        settings = make_settings({**found, **given, "tie_towers": tied}, str(name))
+        settings = make_settings({**found, **given, "tie_towers": tied}, name)
         if tied and passage_name is not None:
-            raise InputError(f"passage_name {passage_name} was given with tied towers, expected one or the other")
-        if tied and passage_source != query_source:
-            raise InputError(f"{name}: holds two towers, expected one to be tied")
-        loading = Loading(settings.pooling, trust_remote_code, dtype, append_eos, adapters, merge, device)
-        query_tower, passage_tower = loading.towers(query_source, query_source if tied else passage_source, tied)
+            raise InputError(
+                f"passage_name is {passage_name}, but the towers are tied. Remove passage_name, or set tie_towers to false."
+            )
+        if tied and passage_files != query_files:
+            raise InputError(f"{name}: has two different encoders, which cannot be tied. Set tie_towers to false.")
+        loader = TowerLoader(settings.pooling, trust_remote_code, dtype, append_eos, adapters, merge, device)
+        query_tower, passage_tower = loader.load_pair(query_files, query_files if tied else passage_files, tied)
         for key, tower in (("max_query_length", query_tower), ("max_passage_length", passage_tower)):
-            limit = position_limit(tower.backbone.config)
-            if (
-                key in found and key not in given and limit is not None
-            ):  # some folders promise more than their weights have
+            limit = tower.position_limit
+            # some folders state a length that the backbone does not support
+            if limit is not None and key in found and key not in given:
                 settings = replace(settings, **{key: min(getattr(settings, key), limit)})
+        check_hashes(name, hashes)
         return cls(query_tower, passage_tower, settings).to(device).eval()
 
 
-def _tokenised(tokenizer: Any, texts: list[str], max_length: int, budget: int) -> Iterator[tuple[np.ndarray, Tokens]]:
-    """Batches of at most ``budget`` tokens with the texts' places; texts are sorted by length, a window of them at a time."""
-    for start in range(0, len(texts), WINDOW):
-        rows = tokenizer(
-            texts[start : start + WINDOW], truncation=True, max_length=max_length, return_token_type_ids=False
-        )
-        for chosen in token_batches([len(row) for row in rows["input_ids"]], budget):
-            batch = {name: [values[index] for index in chosen] for name, values in rows.items()}
-            padded = tokenizer.pad(batch, return_tensors="pt")
-            yield start + np.array(chosen), Tokens(padded["input_ids"], padded["attention_mask"])
+def _store(vectors: np.ndarray, indices: np.ndarray, found: Tensor, copied: "torch.cuda.Event | None") -> None:
+    if copied is not None:
+        copied.synchronize()
+    vectors[indices] = found.numpy()

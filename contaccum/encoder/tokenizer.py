@@ -1,64 +1,137 @@
-"""A tower's tokenizer: where it is loaded from, and what is made of it so that every text ends as the pooling expects."""
+"""Load tokenizers, append the end-of-text token, make batches of tokens, and learn WordPiece vocabularies."""
 
 import json
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from tokenizers import Tokenizer, normalizers
-from transformers import AutoTokenizer
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from contaccum.encoder.sources import Source, optional_json
+from contaccum.batch import Tokens
+from contaccum.encoder.folders import TowerFiles, optional_json
+from contaccum.encoder.json_types import ModelConfig
 from contaccum.errors import InputError
 
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+WINDOW = 4096  # number of texts that are sorted together by length; more texts need less padding, but more time
+# tokens per thread; at width 384 the output of the widest layer then has 6 MB and fits in the CPU cache
+CPU_TOKENS = 1024
+DEVICE_TOKENS = 16_384
 
-def load_tokenizer(source: Source, trust_remote_code: bool) -> Any:
-    """The tokenizer beside an encoder's weights or its adapter, else that of the adapter's base."""
-    place, subfolder = source.name, source.subfolder
-    if source.base and optional_json(place, f"{subfolder}/tokenizer_config.json".lstrip("/")) is None:
-        place, subfolder = source.base.place, ""
-    tokenizer = AutoTokenizer.from_pretrained(place, subfolder=subfolder, trust_remote_code=trust_remote_code)
-    for key in ("is_local", "local_files_only"):  # how it was loaded, which would be saved with it
+
+def load_tokenizer(files: TowerFiles, trust_remote_code: bool) -> Any:
+    """Load the tokenizer of an encoder or adapter. If an adapter has no tokenizer, load the tokenizer of its base."""
+    name, subfolder = files.name, files.subfolder
+    if optional_json(name, f"{subfolder}/tokenizer_config.json".lstrip("/"), ModelConfig) is None and files.base:
+        name, subfolder = files.base.name, ""
+    tokenizer = AutoTokenizer.from_pretrained(name, subfolder=subfolder, trust_remote_code=trust_remote_code)
+    for key in ("is_local", "local_files_only"):  # options of this call only: they must not be saved with the tokenizer
         tokenizer.init_kwargs.pop(key, None)
-    if tokenizer.pad_token is None:  # decoder-only families: padding is masked, so any token will do
+    if tokenizer.pad_token is None:  # decoder-only models: padding is masked, so any token works
         tokenizer.pad_token = tokenizer.eos_token
-    if source.lower_case:
-        _lower_case(tokenizer.backend_tokenizer)
+    if files.lower_case:
+        backend = tokenizer.backend_tokenizer
+        steps = [] if backend.normalizer is None else [backend.normalizer]
+        backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *steps])
     return tokenizer
 
 
-def _lower_case(tokenizer: Any) -> None:
-    """Let a tokenizer lower-case its texts first; for one that does so itself it changes nothing."""
-    own = tokenizer.normalizer
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *([] if own is None else [own])])
-
-
 def append_eos(tokenizer: Any, name: str) -> None:
-    """Let every text end with the end-of-text token, unless it ends with a special token already.
+    """Change the tokenizer so that every text ends with the end-of-text token.
 
-    It is the tokenizer's own doing from then on: it is saved with it, and a text that is cut is cut before it.
+    If texts already end with a special token, the tokenizer does not change. A truncated text also ends with the end-of-text
+    token. The change is saved with the tokenizer. name: folder or Hub name of the encoder, for the error message.
     """
     if tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"][-1]:
         return
     end = tokenizer.eos_token
     if end is None:
-        raise InputError(f"{name}: its tokenizer has no end-of-text token, expected one, or model.append_eos false")
+        raise InputError(f"{name}: the tokenizer has no end-of-text token to append. Set model.append_eos to false.")
     state = json.loads(tokenizer.backend_tokenizer.to_str())
-    state["post_processor"] = _ended(state["post_processor"], end, tokenizer.convert_tokens_to_ids(end))
+    state["post_processor"] = _with_end(state["post_processor"], end, tokenizer.convert_tokens_to_ids(end))
     tokenizer.backend_tokenizer.post_processor = Tokenizer.from_str(json.dumps(state)).post_processor
 
 
-def _ended(own: dict[str, Any] | None, end: str, number: int) -> dict[str, Any]:
-    """A post-processor, as tokenizer.json has it, that puts ``end`` behind what ``own`` makes of a text.
+def _with_end(processor: dict[str, Any] | None, end: str, number: int) -> dict[str, Any]:
+    """Return a copy of ``processor`` that adds the token ``end`` after each text.
 
-    A template is made longer: a second one behind it would take the first one's pieces for two texts.
+    processor: post-processor of tokenizer.json. number: id of the token. If the post-processor has a template, the token is
+    added to this template. A second template would not work, because it would treat the output of the first template as two
+    texts.
     """
-    if own is not None and own["type"] == "TemplateProcessing":
+    if processor is not None and processor["type"] == "TemplateProcessing":
         last = {"SpecialToken": {"id": end, "type_id": 0}}
-        known = {**own["special_tokens"], end: {"id": end, "ids": [number], "tokens": [end]}}
-        return own | {"single": [*own["single"], last], "pair": [*own["pair"], last], "special_tokens": known}
-    parts = [] if own is None else own["processors"] if own["type"] == "Sequence" else [own]
-    if all(part["type"] != "TemplateProcessing" for part in parts):
-        text = {"Sequence": {"id": "A", "type_id": 0}}
-        parts = [*parts, {"type": "TemplateProcessing", "single": [text], "pair": [text, {"Sequence": {"id": "B", "type_id": 1}}],
-                          "special_tokens": {}}]  # fmt: skip
-    ended = [_ended(part, end, number) if part["type"] == "TemplateProcessing" else part for part in parts]
+        known = {**processor["special_tokens"], end: {"id": end, "ids": [number], "tokens": [end]}}
+        longer = {"single": [*processor["single"], last], "pair": [*processor["pair"], last]}
+        return processor | longer | {"special_tokens": known}
+    steps = [] if processor is None else processor.get("processors", [processor])
+    if all(step["type"] != "TemplateProcessing" for step in steps):
+        text, second = ({"Sequence": {"id": name, "type_id": index}} for index, name in enumerate("AB"))
+        template = {"type": "TemplateProcessing", "single": [text], "pair": [text, second], "special_tokens": {}}
+        steps = [*steps, template]
+    ended = [_with_end(step, end, number) if step["type"] == "TemplateProcessing" else step for step in steps]
     return {"type": "Sequence", "processors": ended}
+
+
+def default_batch_tokens(device: torch.device) -> int:
+    """Return the default of ``batch_tokens``, the maximum number of tokens in one forward pass."""
+    return min(CPU_TOKENS * torch.get_num_threads(), DEVICE_TOKENS) if device.type == "cpu" else DEVICE_TOKENS
+
+
+def token_batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
+    """Group texts into batches of at most ``budget`` tokens, including padding. Yield the text indices of each batch.
+
+    lengths: number of tokens of each text. Texts are sorted by length, so that batches have little padding. The longest texts
+    come first, so that a budget too large for the memory fails in the first batch. A text with more than ``budget`` tokens is a
+    batch by itself.
+    """
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    start = 0
+    while start < len(order):
+        size = max(1, budget // max(1, lengths[order[start]]))
+        yield order[start : start + size]
+        start += size
+
+
+def tokenized(tokenizer: Any, texts: list[str], max_length: int, budget: int) -> Iterator[tuple[np.ndarray, Tokens]]:
+    """Tokenize texts and group them into batches of at most ``budget`` tokens, including padding.
+
+    Yields the text indices and the tokens of each batch. max_length: maximum number of tokens of a text. Longer texts are
+    truncated.
+    """
+    for start in range(0, len(texts), WINDOW):
+        window = texts[start : start + WINDOW]
+        rows = tokenizer(window, truncation=True, max_length=max_length, return_token_type_ids=False)
+        for chosen in token_batches([len(row) for row in rows["input_ids"]], budget):
+            batch = {name: [values[index] for index in chosen] for name, values in rows.items()}
+            padded = tokenizer.pad(batch, return_tensors="pt")
+            yield start + np.array(chosen), Tokens(padded["input_ids"], padded["attention_mask"])
+
+
+def wordpiece_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
+    """Learn a WordPiece vocabulary from texts. Return a tokenizer that works like the tokenizer of bert-base-uncased.
+
+    vocabulary: maximum number of word pieces. The same texts always give the same vocabulary.
+    """
+    normalizer = normalizers.BertNormalizer(lowercase=True)
+    lines = [normalizer.normalize_str(text) for text in texts]
+    letters = sorted(set("".join(lines)) - {" "})
+    # The trainer numbers letters in random order, and these numbers decide ties. Special tokens have fixed numbers.
+    fixed = SPECIAL + letters + [f"##{letter}" for letter in letters]
+    learner = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    learner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.WordPieceTrainer(vocab_size=vocabulary, special_tokens=fixed, show_progress=False)
+    learner.train_from_iterator(lines, trainer)
+
+    tokenizer = Tokenizer(models.WordPiece(learner.get_vocab(with_added_tokens=True), unk_token="[UNK]"))
+    tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    ends = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=ends
+    )
+    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=512, **names)

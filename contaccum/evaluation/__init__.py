@@ -1,1 +1,1 @@
-"""From a ranked run to figures: BEIR's metrics, DPR's answer accuracy, and the benchmark's data sets by name."""
+"""Score retrievers and run files: metrics of BEIR, answer accuracy of DPR, benchmarks, and significance tests."""

@@ -1,65 +1,72 @@
-"""Answer accuracy as DPR counts it: the share of questions with an answer among the first k passages.
+"""Compute the answer accuracy of DPR: the share of questions whose answer occurs in one of the first k passages.
 
-An answer is found when its words stand in the passage's text one after the other (the title does not count), both
-sides brought to Unicode NFD, cut into words and single signs, and lower-cased; or, for answers that are patterns
-(CuratedTREC), when the regular expression matches. Source: Karpukhin et al. 2020, "Dense Passage Retrieval", section
-5, and their code.
+A passage contains an answer if its text (not its title) contains the tokens of the answer, one directly after the other. For this
+test, the text and the answer are normalized (Unicode NFD), split into words and single symbols, and lower-cased. In some data
+sets, such as CuratedTREC, an answer is a regular expression. A passage contains such an answer if the expression matches its
+text. Source: Karpukhin et al. 2020, "Dense Passage Retrieval", section 5, and the code of that paper.
 """
 
-import unicodedata
+import time
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, NamedTuple
+from unicodedata import normalize
 
 import regex
 from tqdm.auto import tqdm
 
-from contaccum.data.records import Question
+from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
+from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.errors import InputError
-from contaccum.evaluation.beir import Metrics, cuts_within, metrics_of
-from contaccum.options import SearchSettings
-from contaccum.processes import ALONE, Processes
-from contaccum.retrieval.encode import Encoder
-from contaccum.retrieval.runs import Run
-from contaccum.retrieval.search import DEFAULTS, retrieve, rows_of
+from contaccum.evaluation.metrics import Metrics, cutoffs_within, metrics_of, save_metrics
+from contaccum.formats.records import Question
+from contaccum.retrieval.retriever import DEFAULTS, Retriever
+from contaccum.retrieval.runs import Run, rows_of
+from contaccum.runtime.checks import refuse_input_as_output
+from contaccum.runtime.processes import ALONE, Processes
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-CUTS = (1, 5, 20, 100)
+CUTOFFS = (1, 5, 20, 100)
 MATCHES = ("string", "regex")
-SECONDS_PER_MATCH = 1.0  # a pattern that takes longer on one passage backtracks without end
+SECONDS_PER_MATCH = 1.0  # maximum time of a pattern on one passage; some patterns would never end
+SECONDS_PER_PATTERN = 10.0  # maximum time of a pattern on all passages of its question
+LONGEST_PATTERN = 2000  # maximum number of characters of a pattern
+LARGEST_PATTERN = 100_000  # the same with repetitions written out (a{3} is aaa); each character takes memory
 
-_BATCH = 64  # questions handed to a process at a time
+_BATCH = 64  # number of questions that a process gets at a time
 _TOKEN = regex.compile(r"[\p{L}\p{N}\p{M}]+|[^\p{Z}\p{C}]")
+_SYNTAX = regex.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{\d*,?\d*\}|.", regex.DOTALL)
+_RECURSION = regex.compile(r"\(\?(?:R|[+-]?\d+|&|P>)")  # a recursive pattern can take gigabytes of memory
 _FLAGS = regex.IGNORECASE | regex.UNICODE | regex.MULTILINE
 
 
 class Batch(NamedTuple):
-    """Questions with the passages found for them, each text once."""
+    """Some questions, and the passages of the run for them."""
 
-    questions: list[tuple[str, Question]]  # with their ids
-    hits: list[list[int]]  # for each question, numbers in texts, best first
-    texts: list[str]
-    match: str
+    questions: list[tuple[str, Question]]  # query id and question
+    hits: list[list[int]]  # for each question, the indices of its passages in ``texts``, best passage first
+    texts: list[str]  # texts of the passages, each passage once
+    match: str  # string or regex
 
 
 def token_string(text: str) -> str:
-    """A text's lower-cased tokens with a space around each, so that a sequence of tokens is found as a substring."""
-    tokens = [token.lower() for token in _TOKEN.findall(unicodedata.normalize("NFD", text))]
+    """Return the lower-cased tokens of a text, joined with spaces. A sequence of tokens is then a substring."""
+    tokens = [token.lower() for token in _TOKEN.findall(normalize("NFD", text))]
     return f" {' '.join(tokens)} " if tokens else ""
 
 
 def first_hits(batch: Batch) -> tuple[list[int | None], int]:
-    """For each question the rank, from 1, of the first passage with an answer; and how many patterns are unusable.
+    """Find the first passage that contains an answer, for each question of a batch.
 
-    A function of the module, so that a process started afresh can be handed it.
+    Return two values: the rank of this passage for each question (from 1; None if no passage contains an answer), and the number
+    of answers that are empty or not a valid pattern.
     """
-    prepare = token_string if batch.match == "string" else _normalise
-    texts = [prepare(text) for text in batch.texts]
+    texts = [token_string(text) if batch.match == "string" else normalize("NFD", text) for text in batch.texts]
     ranks: list[int | None] = []
     unusable = 0
     for (question_id, question), hits in zip(batch.questions, batch.hits, strict=True):
@@ -67,41 +74,71 @@ def first_hits(batch: Batch) -> tuple[list[int | None], int]:
             needles = [needle for answer in question.answers if (needle := token_string(answer))]
             found = (rank for rank, hit in enumerate(hits, 1) if any(needle in texts[hit] for needle in needles))
         else:
-            patterns = [pattern for answer in question.answers if (pattern := _pattern(answer)) is not None]
+            patterns = [
+                pattern for answer in question.answers if (pattern := _pattern(answer, question_id)) is not None
+            ]
             unusable += len(question.answers) - len(patterns)
-            found = (rank for rank, hit in enumerate(hits, 1) if _matches(patterns, texts[hit], question_id))
+            spent = dict.fromkeys(patterns, 0.0)
+            found = (rank for rank, hit in enumerate(hits, 1) if _matches(patterns, texts[hit], question_id, spent))
         ranks.append(next(found, None))
     return ranks, unusable
 
 
-def _normalise(text: str) -> str:
-    return unicodedata.normalize("NFD", text)
+def _pattern(answer: str, question_id: str) -> "regex.Pattern[str] | None":
+    """Compile an answer to a regular expression. Return None if the answer is empty or not a valid pattern.
 
-
-def _pattern(answer: str) -> "regex.Pattern[str] | None":
-    """The compiled answer, or None for one that is empty or no regular expression (as in DPR, it matches nothing)."""
+    Raises InputError if the pattern is too long, repeats too much or is recursive, because it could need too much time or memory.
+    """
+    fault = None
+    if len(answer) > LONGEST_PATTERN:
+        fault = f"has {len(answer):,} characters; at most {LONGEST_PATTERN:,} are allowed"
+    elif (size := _expanded_size(answer)) > LARGEST_PATTERN:
+        fault = f"repeats up to {size:,} characters; at most {LARGEST_PATTERN:,} are allowed"
+    elif _RECURSION.search(answer):
+        fault = "refers to itself; recursion is not allowed"
+    if fault:
+        raise InputError(f"question {question_id}: its answer pattern {answer[:60]!r} {fault}")
     try:
-        return regex.compile(_normalise(answer), _FLAGS) if answer else None
-    except regex.error:
+        return regex.compile(normalize("NFD", answer), _FLAGS) if answer else None
+    except (regex.error, RecursionError):
         return None
 
 
-def _matches(patterns: list["regex.Pattern[str]"], text: str, question_id: str) -> bool:
+def _expanded_size(pattern: str) -> int:
+    """Return the number of characters of a pattern if every repetition is written out: a{2,3} counts as aaa."""
+    sizes, last = [0], 0
+    for token in _SYNTAX.findall(pattern):
+        if token == "(":
+            sizes.append(0)
+        elif token == ")" and len(sizes) > 1:
+            last = sizes.pop()
+            sizes[-1] += last
+        elif token[0] == "{" and len(token) > 1:
+            count = max((int(number) for number in regex.findall(r"\d+", token)), default=1)
+            sizes[-1] += last * max(0, count - 1)
+            last *= count
+        else:
+            last = 1
+            sizes[-1] += 1
+    return sum(sizes)
+
+
+def _matches(
+    patterns: list["regex.Pattern[str]"], text: str, question_id: str, spent: dict["regex.Pattern[str]", float]
+) -> bool:
+    """Return whether a pattern matches the text, and add the time to ``spent`` (pattern -> seconds)."""
     for pattern in patterns:
+        start = time.monotonic()
         try:
-            if pattern.search(text, timeout=SECONDS_PER_MATCH):
+            if pattern.search(text, timeout=min(SECONDS_PER_MATCH, SECONDS_PER_PATTERN - spent[pattern])):
                 return True
         except TimeoutError as error:
             raise InputError(
-                f"question {question_id}: its answer pattern {pattern.pattern!r} took more than "
-                f"{SECONDS_PER_MATCH:g} s on one passage, expected a pattern that does not backtrack without end"
+                f"question {question_id}: its answer pattern {pattern.pattern!r} took more than {SECONDS_PER_MATCH:g} s on one "
+                f"passage, or {SECONDS_PER_PATTERN:g} s on all passages. Simplify nested repetitions such as (a+)+."
             ) from error
+        spent[pattern] = min(spent[pattern] + time.monotonic() - start, SECONDS_PER_PATTERN - 0.001)
     return False
-
-
-def question_ids(questions: Sequence[Question]) -> list[str]:
-    """Questions carry no id: the place in the file, counted from 0, stands for it in runs and metrics."""
-    return [str(number) for number in range(len(questions))]
 
 
 def answer_accuracy(
@@ -110,23 +147,24 @@ def answer_accuracy(
     corpus: "Dataset",
     *,
     match: str = "string",
-    cuts: Sequence[int] = CUTS,
+    cutoffs: Sequence[int] = CUTOFFS,
     processes: int = 1,
 ) -> Metrics:
-    """``top1``, ``top5``, … : share of questions with an answer in the text of one of the first k passages of the run.
+    """Compute the answer accuracy of a run: ``top5`` is the share of questions whose answer occurs in the first 5 passages.
 
-    The run's query ids are those of ``question_ids``; a question without results counts 0. The figures do not depend
-    on ``processes``. Raises InputError for a passage that the corpus lacks, a run of other questions, and a pattern
-    that takes too long; warns, with a count, of answers that are no regular expression.
+    run: its query ids must be the numbers of the questions, from 0. A question without passages counts as 0. match: ``string``,
+    or ``regex`` if the answers are regular expressions. cutoffs: numbers of passages; 5 gives ``top5``. processes: number of
+    processes that test passages in parallel. Raises InputError if the corpus lacks a passage of the run, if no query id of the
+    run is the number of a question, or if a pattern needs too much time or memory.
     """
     if match not in MATCHES:
-        raise InputError(f"match is {match!r}, expected one of {', '.join(MATCHES)}")
-    ids = question_ids(questions)
+        raise InputError(f"match is {match!r}; expected one of {', '.join(MATCHES)}")
+    ids = [str(number) for number in range(len(questions))]
     if not questions or not set(run) & set(ids):
         raise InputError(
-            f"the run answers none of the {len(questions)} questions, expected query ids from 0 to {len(ids) - 1}"
+            f"the run answers none of the {len(questions)} questions; its query ids must be numbers from 0 to {len(ids) - 1}"
         )
-    batches = _batches(list(zip(ids, questions, strict=True)), run, corpus, match, max(cuts))
+    batches = _batches(list(zip(ids, questions, strict=True)), run, corpus, match, max(cutoffs))
     ranks: list[int | None] = []
     unusable = 0
     with tqdm(total=len(questions), desc="answers", unit="question", disable=None, leave=False) as bar:
@@ -135,37 +173,30 @@ def answer_accuracy(
             unusable += bad
             bar.update(len(more))
     if unusable:
-        warnings.warn(f"{unusable} answers are empty or no regular expression; they match nothing", stacklevel=2)
-    return metrics_of(
-        {
-            question_id: {f"top{cut}": float(rank is not None and rank <= cut) for cut in cuts}
-            for question_id, rank in zip(ids, ranks, strict=True)
-        }
-    )
+        warnings.warn(f"{unusable} answers are empty or not a regular expression; they match no passage", stacklevel=2)
+    found = [{f"top{cutoff}": float(rank is not None and rank <= cutoff) for cutoff in cutoffs} for rank in ranks]
+    return metrics_of(dict(zip(ids, found, strict=True)))
 
 
 def _batches(
     questions: list[tuple[str, Question]], run: Run, corpus: "Dataset", match: str, depth: int
 ) -> Iterator[Batch]:
-    """Questions in groups, with the texts of the passages found for them, read from the corpus group by group."""
-    found = {
-        question_id: [passage_id for passage_id, _ in run.get(question_id, [])[:depth]] for question_id, _ in questions
-    }
+    found = {key: [passage_id for passage_id, _ in run.get(key, [])[:depth]] for key, _ in questions}
     rows = rows_of(corpus, {passage_id for hits in found.values() for passage_id in hits})
     for start in range(0, len(questions), _BATCH):
         group = questions[start : start + _BATCH]
         needed = sorted({rows[passage_id] for question_id, _ in group for passage_id in found[question_id]})
-        number = {row: place for place, row in enumerate(needed)}
+        number = {row: index for index, row in enumerate(needed)}
         hits = [[number[rows[passage_id]] for passage_id in found[question_id]] for question_id, _ in group]
         yield Batch(group, hits, list(corpus[needed]["text"]) if needed else [], match)
 
 
 def _each(batches: Iterator[Batch], processes: int) -> Iterator[tuple[list[int | None], int]]:
-    """Results in the batches' order; with several processes, at most two batches wait for each."""
+    """Yield the result of ``first_hits`` for each batch, in order. At most two batches per process are in memory."""
     if processes == 1:
         yield from map(first_hits, batches)
         return
-    # spawn: a fork of a process that runs torch's or faiss's threads may hang
+    # spawn, not fork: a forked process may hang if torch or faiss has started threads
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         waiting: deque[Future[tuple[list[int | None], int]]] = deque()
         for batch in batches:
@@ -176,19 +207,31 @@ def _each(batches: Iterator[Batch], processes: int) -> Iterator[tuple[list[int |
             yield waiting.popleft().result()
 
 
-def evaluate_answers(
-    encoder: Encoder,
-    questions: Sequence[Question],
-    corpus: "Dataset",
-    k: int = 100,
-    settings: SearchSettings = DEFAULTS,
+def evaluate_questions(
+    choice: EncoderConfig,
+    questions: str,
+    passages: str,
     *,
+    k: int = 100,
+    settings: SearchConfig = DEFAULTS,
     match: str = "string",
     processes: int = 1,
+    policy: DataPolicy = DEFAULT_POLICY,
+    output: str | None = None,
     group: Processes = ALONE,
 ) -> Metrics:
-    """Encode, search and count answers, at the cuts that k reaches; ``group`` as in ``retrieve``."""
-    cuts = cuts_within(CUTS, k)
-    queries = dict(zip(question_ids(questions), (question.text for question in questions), strict=True))
-    run = retrieve(encoder, queries, corpus, k, settings, group)
-    return answer_accuracy(questions, run, corpus, match=match, cuts=cuts, processes=processes)
+    """Search the passages for each question of a DPR file, and compute the answer accuracy.
+
+    questions, passages: names or paths of the two files. k: number of passages per question; cutoffs above k are left out. match,
+    processes: see ``answer_accuracy``. output: file to write the metrics to. group, policy: see ``contaccum.search``.
+    """
+    cutoffs = cutoffs_within(CUTOFFS, k)
+    refuse_input_as_output(output, questions, passages, choice.model, settings.embeddings, settings.index_dir)
+    with group.main_first():
+        sources = {questions: open_dataset(questions, policy=policy), passages: open_dataset(passages, policy=policy)}
+        read, corpus = sources[questions].questions, sources[passages].corpus
+    queries = {str(number): question.text for number, question in enumerate(read)}
+    run = Retriever.open(choice, corpus, settings, group).search(queries, k)
+    metrics = answer_accuracy(read, run, corpus, match=match, cutoffs=cutoffs, processes=processes)
+    left_out = {name: sum(source.left_out.values()) for name, source in sources.items() if source.left_out}
+    return save_metrics(metrics, output, {"model": choice.model, "data": questions, "passages": passages}, left_out)

@@ -1,9 +1,8 @@
-"""Whether one system is better than another on the same queries: paired tests, effect size, and Holm's correction.
+"""Test whether two systems differ significantly on the same queries: paired tests, effect size, and Holm's correction.
 
-Two things vary between repetitions of an experiment: the queries and the seeds. What is tested per query is the difference of
-the means over seeds, one number a query, because values of one query under several seeds are no independent observations.
-Such a test says whether the difference would hold on other queries of the kind, for these trained models. Whether it
-would hold for other seeds too is asked by ``p_both``, which counts both as drawn at random.
+A system may be trained with several random seeds. The values of one query with different seeds are not independent, so they are
+averaged first. ``permutation_test`` and ``t_test`` then get one difference per query: they test whether the difference between
+these trained models holds for other queries. ``p_both`` tests whether it holds for other queries and other seeds.
 """
 
 import warnings
@@ -17,46 +16,43 @@ from scipy import stats
 from contaccum.errors import InputError
 
 RESAMPLES = 9999
-"""Sign flips drawn where all of them are too many; all 2^n are taken up to 13 queries."""
-BATCH = 256  # flips held at once
+"""Number of random sign flips. With n <= 13 queries, all 2^n sign flips are used instead."""
+BATCH = 256  # number of sign flips in memory at a time
 
-Scores = Mapping[str, Mapping[str, float]]
-"""query id -> measure -> value: ``per_query`` of a metrics.json."""
+QueryScores = Mapping[str, Mapping[str, float]]
+"""Values of one trained model: query id -> measure -> value, as in ``per_query`` of metrics.json."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One system less another, over the same n queries."""
+    """Result of comparing two systems on the same queries. A difference is the first system minus the second."""
 
     difference: float
-    """Mean over queries of the difference of the means over seeds."""
+    """Mean difference over queries. For each query, the values of a system are first averaged over seeds."""
     low: float
-    """Lower end of the 95 % interval of ``difference`` over queries (Student's t)."""
-    high: float
-    """Upper end."""
+    """Lower end of the 95 % confidence interval of ``difference``, over queries, by Student's t."""
+    high: float  # upper end of this interval
     effect: float
-    """Cohen's d for paired values: mean of the differences over their standard deviation; 0 where no query differs."""
-    wins: int
-    """Queries on which the first system is better."""
-    losses: int
-    """Queries on which the second one is."""
-    queries: int
-    p_permutation: float
-    """Two-sided, over queries."""
-    p_t: float
-    """Two-sided, over queries."""
+    """Cohen's d for paired values: mean of the differences / standard deviation of the differences. 0 if all are equal."""
+    wins: int  # number of queries on which the first system is better
+    losses: int  # number of queries on which the first system is worse
+    queries: int  # number of queries
+    p_permutation: float  # two-sided p of the permutation test over queries
+    p_t: float  # two-sided p of the t-test over queries
     p_both: float | None
-    """Two-sided, over queries and seeds; None with fewer than two seeds that both systems share."""
+    """Two-sided p over queries and seeds, see ``over_both``. None: the systems have fewer than two common seeds."""
 
 
 def permutation_test(differences: ArrayLike, seed: int = 0) -> float:
-    """Two-sided p of the paired permutation test: the share of sign flips of (n,) ``differences`` whose mean lies as far from 0.
+    """Return the two-sided p of the paired permutation test. differences: one value per query, (n,).
 
-    Exact for up to 13 values; beyond, 9,999 flips drawn by ``seed``, the observed one counted. Source: Fisher 1935; for
-    retrieval Smucker, Allan, Carterette 2007.
+    The test flips the signs of the differences in many ways. p is the share of flips whose mean is at least as far from 0 as the
+    mean of the given differences. With up to 13 values, the test uses all flips, and p is exact. With more, it uses 9,999
+    random flips and the given signs. seed: seed of the random flips. Sources: Fisher 1935; for retrieval, Smucker, Allan and
+    Carterette 2007.
     """
     values = np.asarray(differences, dtype=np.float64)
-    if not np.any(values) or len(values) == 1:  # a single value and its opposite lie equally far from 0
+    if not np.any(values) or len(values) == 1:  # with one value, every flip is equally far from 0
         return 1.0
     drawn = stats.permutation_test(
         (values,),
@@ -71,40 +67,40 @@ def permutation_test(differences: ArrayLike, seed: int = 0) -> float:
 
 
 def t_test(differences: ArrayLike) -> tuple[float, float]:
-    """Student's paired t of (n,) ``differences`` and its two-sided p; (0, 1) where none differs from 0."""
+    """Return t and the two-sided p of Student's paired t-test. If all differences are 0, return (0, 1). differences: (n,)."""
     values = np.asarray(differences, dtype=np.float64)
     if not np.any(values):
         return 0.0, 1.0
     if len(values) < 2:
         return float("nan"), 1.0
-    if np.ptp(values) == 0:  # the same difference everywhere: no spread to hold it against
+    if np.ptp(values) == 0:  # the standard deviation is 0
         return float(np.copysign(np.inf, values[0])), 0.0
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # nearly equal values: t is large, which is what is meant
+        warnings.simplefilter("ignore", RuntimeWarning)  # scipy warns if the values are nearly equal
         found = stats.ttest_1samp(values, 0.0)
     return float(found.statistic), float(found.pvalue)
 
 
 def over_both(differences: ArrayLike) -> float:
-    """Two-sided p of (seeds, queries) ``differences`` when seeds and queries both count as drawn at random: min F'.
+    """Return the two-sided p of Clark's min F' test, which treats seeds and queries as random. differences: (seeds, queries).
 
-    F1 is the squared t over queries of the means over seeds, F2 that over seeds of the means over queries; then min F' =
-    F1 F2 / (F1 + F2) follows F(1, j), j = (F1 + F2)^2 / (F1^2 / (seeds - 1) + F2^2 / (queries - 1)), and errs on the safe
-    side. Source: Clark 1973, "The language-as-fixed-effect fallacy".
+    F1 is the square of t over queries after averaging over seeds. F2 is the square of t over seeds after averaging over queries.
+    min F' = F1 F2 / (F1 + F2) has the distribution F(1, j), where j = (F1 + F2)^2 / (F1^2 / (seeds - 1) + F2^2 / (queries - 1)).
+    The test is conservative: p may be too large. Source: Clark 1973, "The language-as-fixed-effect fallacy".
     """
     values = np.asarray(differences, dtype=np.float64)
     seeds, queries = values.shape
     first, second = t_test(values.mean(0))[0] ** 2, t_test(values.mean(1))[0] ** 2
     if not (first > 0 and second > 0):
         return 1.0
-    if np.isinf(first) or np.isinf(second):  # no spread on one side: what is left is the other side's test
+    if np.isinf(first) or np.isinf(second):  # no variation over queries (seeds): test over the seeds (queries) only
         return t_test(values.mean(0))[1] if np.isinf(second) else t_test(values.mean(1))[1]
     freedom = (first + second) ** 2 / (first**2 / (seeds - 1) + second**2 / (queries - 1))
     return float(stats.f.sf(first * second / (first + second), 1, freedom))
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """Holm's step-down correction of a family of p values: adjusted ones in the same order, each at most 1. (Holm 1979)"""
+    """Correct the p values of several tests by Holm's step-down method (Holm 1979). Return them in the order of ``values``."""
     order = np.argsort(values, kind="stable")
     adjusted, highest = [0.0] * len(values), 0.0
     for rank, place in enumerate(order):
@@ -113,10 +109,13 @@ def holm(values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def compare(ours: Mapping[int, Scores], theirs: Mapping[int, Scores], measure: str, seed: int = 0) -> Comparison:
-    """Compare two systems by the values of each query, given per training seed; a system without seeds has one entry.
+def compare(
+    ours: Mapping[int, QueryScores], theirs: Mapping[int, QueryScores], measure: str, seed: int = 0
+) -> Comparison:
+    """Compare two systems on the same queries by one measure, such as ndcg@10.
 
-    seed: of the random flips. Raises InputError where the systems were not scored on the same queries, or lack the measure.
+    ours, theirs: training seed -> values of every query. A system without seeds has one entry. seed: seed of the random sign
+    flips. Raises InputError if the systems were scored on different queries, or if the values lack the measure.
     """
     first = {number: _values(scores, measure) for number, scores in ours.items()}
     second = {number: _values(scores, measure) for number, scores in theirs.items()}
@@ -125,11 +124,10 @@ def compare(ours: Mapping[int, Scores], theirs: Mapping[int, Scores], measure: s
         if sorted(values) != names:
             other = next(iter(set(values) ^ set(names)))
             raise InputError(
-                f"the runs were scored on {len(names)} and {len(values)} queries, {other!r} in one alone; expected the same"
+                f"the runs were evaluated on different queries ({len(names)} and {len(values)}): only one run has query {other!r}"
             )
     one, two = (
-        {number: np.array([values[name] for name in names]) for number, values in side.items()}
-        for side in (first, second)
+        {seed: np.array([values[n] for n in names]) for seed, values in each.items()} for each in (first, second)
     )
     differences = np.mean(list(one.values()), axis=0) - np.mean(list(two.values()), axis=0)  # (queries,)
     _, p_t = t_test(differences)
@@ -150,16 +148,28 @@ def compare(ours: Mapping[int, Scores], theirs: Mapping[int, Scores], measure: s
     )
 
 
-def _values(scores: Scores, measure: str) -> dict[str, float]:
-    try:
-        return {query: values[measure] for query, values in scores.items()}
-    except KeyError:
-        known = ", ".join(next(iter(scores.values())))
-        raise InputError(f"the metrics have no values {measure!r}, expected one of {known}") from None
+def render_comparison(found: Comparison, measure: str, against: str) -> str:
+    """Return a comparison as one line of text. against: name of the second system."""
+    return (
+        f"{measure} {found.difference:+.4f} against {against} (95 % interval {found.low:+.4f} to {found.high:+.4f}; better on "
+        f"{found.wins} and worse on {found.losses} of {found.queries} queries; p {_compared(found.p_permutation)} by "
+        f"permutation, p {_compared(found.p_t)} by t-test)"
+    )
+
+
+def _compared(p: float) -> str:
+    return "< 0.0001" if p < 0.0001 else f"= {p:.4f}"
+
+
+def _values(scores: QueryScores, measure: str) -> dict[str, float]:
+    known = next(iter(scores.values()), {})
+    if any(measure not in values for values in scores.values()):
+        raise InputError(f"metric {measure!r} was not computed; choose one of {', '.join(known)}")
+    return {query: values[measure] for query, values in scores.items()}
 
 
 def _pairs(one: dict[int, np.ndarray], two: dict[int, np.ndarray]) -> list[np.ndarray]:
-    """Differences per query, for each seed that both have; a system of one entry stands against every seed of the other."""
+    """Return the differences (queries,) for each common seed. A system without seeds is paired with every seed."""
     if len(one) == 1 and len(two) > 1:
         one = dict.fromkeys(two, next(iter(one.values())))
     elif len(two) == 1 and len(one) > 1:

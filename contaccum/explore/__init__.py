@@ -1,1 +1,1 @@
-"""Looking at what retrievers find: one at a prompt, or several beside each other in a browser."""
+"""Show search results: of one model at a prompt in the terminal, or of several models side by side in the browser."""

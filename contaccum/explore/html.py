@@ -1,88 +1,137 @@
-"""The parts of the page as HTML. Every text of the data is a stranger's: ``safe`` is the only way in."""
+"""Build the HTML of the page: rankings, judged passages, lists of queries, highlighted words.
 
+Texts of the data set are not trusted. Each text must go through ``safe`` before it is put into the HTML.
+"""
+
+import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
 
-from contaccum.explore.marks import Grades, JudgedPassage, Loss, pieces, relevant_among
-from contaccum.retrieval.search import Hit
+from contaccum.errors import InputError
+from contaccum.retrieval.retriever import WORDS, words_of
+from contaccum.retrieval.runs import RankedPassage
 
-STYLE = """
-.gradio-container { width: 100% !important; max-width: 76rem !important; margin: 0 auto !important; }
-.gradio-container input { text-overflow: ellipsis; }
-.shown { font-size: 1rem; line-height: 1.5; color: var(--body-text-color); overflow-wrap: anywhere;
-  --soft: #57606a; --found: #ffe08a; --found-ink: #3a2a00; --good: #1a7f37; --bad: #b3261e; }
-.dark .shown { --soft: #b6bec8; --found: #6b5300; --found-ink: #fff3cf; --good: #57c878; --bad: #ff8a80; }
-.shown h2 { font-size: 1.15rem; font-weight: 600; margin: .5rem 0; }
-.shown h3 { font-size: 1rem; font-weight: 600; margin: 1rem 0 0; }
-.shown p { margin: .25rem 0 .75rem; }
-.shown .note, .shown .meta { color: var(--soft); font-size: .875rem; }
-.shown .beside { display: grid; gap: 0 1.5rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 19rem), 1fr)); }
-.shown .side { min-width: 0; }
-.shown ol { list-style: none; margin: 0; padding: 0; }
-.shown li { margin: 0; padding: .6rem 0 .6rem .75rem; border-top: 1px solid var(--border-color-primary);
-  border-left: 3px solid transparent; }
-.shown li.relevant { border-left-color: var(--good); }
-.shown li.irrelevant { border-left-color: var(--bad); }
-.shown .title { font-weight: 600; }
-.shown .meta { display: flex; flex-wrap: wrap; gap: 0 .9rem; font-variant-numeric: tabular-nums; }
-.shown .relevant .grade { color: var(--good); font-weight: 600; }
-.shown .irrelevant .grade { color: var(--bad); font-weight: 600; }
-.shown summary { cursor: pointer; display: -webkit-box; -webkit-box-orient: vertical; -webkit-line-clamp: 4; overflow: hidden; }
-.shown details[open] > summary { display: block; }
-.shown mark { background: var(--found); color: var(--found-ink); border-radius: .2rem; padding: 0 .1rem; }
-.shown table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-numeric: tabular-nums; }
-.shown th, .shown td { text-align: right; padding: .4rem 0 .4rem 1rem; vertical-align: top; overflow-wrap: break-word;
-  border-top: 1px solid var(--border-color-primary); }
-.shown th { font-weight: 600; color: var(--soft); border-top: 0; min-width: 6rem; max-width: 12rem; }
-.shown th:first-child, .shown td:first-child { text-align: left; padding-left: 0; max-width: none; overflow-wrap: anywhere; }
-.shown button { font: inherit; color: inherit; background: none; border: 0; padding: .1rem 0; text-align: left; cursor: pointer;
-  text-decoration: underline; text-underline-offset: .2em; text-decoration-color: var(--border-color-accent); }
-.shown button:hover { text-decoration-color: currentColor; }
-@media (max-width: 40rem) {
-  /* a row becomes a block: what stands in the first column, and below it each value with its column's name */
-  .shown thead { display: none; }
-  .shown tr { display: block; border-top: 1px solid var(--border-color-primary); padding: .4rem 0; }
-  .shown td { display: inline-block; border: 0; padding: 0 1rem 0 0; }
-  .shown td:first-child { display: block; }
-  .shown td[data-column]::before { content: attr(data-column) " "; color: var(--soft); }
-}
-"""
+Grades = Mapping[str, int]
+"""Passage id -> grade. A grade above 0 means relevant."""
+
+
+class Loss(NamedTuple):
+    """Value of a metric for one query, from one system or from two systems."""
+
+    query_id: str
+    left: float
+    right: float | None
+    """Value of the second system, or None if only one system is shown."""
+
+    @property
+    def difference(self) -> float:
+        """Left value minus right value. If only one system is shown, this is the left value."""
+        return self.left - (self.right or 0.0)
+
+
+class JudgedPassage(NamedTuple):
+    """Judged passage of a query, with its rank in each ranking."""
+
+    id: str
+    grade: int
+    ranks: list[int | None]
+    """Rank in each ranking, from 1. A rank is None if the ranking lacks the passage."""
+
+
+def grades_of_text(text: str, queries: Mapping[str, str], qrels: Mapping[str, Grades]) -> dict[str, int]:
+    """Return the grades of the passages that were judged for a query with this text: passage id -> grade.
+
+    White space and case are ignored in the comparison of texts. The result is empty if no judged query has this text. If several
+    queries have it, each passage gets its highest grade.
+    """
+    wanted, grades = text.casefold().split(), dict[str, int]()
+    for query_id, other in queries.items():
+        if other.casefold().split() == wanted:
+            for passage_id, grade in qrels[query_id].items():
+                grades[passage_id] = max(grade, grades.get(passage_id, grade))
+    return grades
+
+
+def losses(
+    left: Mapping[str, Mapping[str, float]], right: Mapping[str, Mapping[str, float]] | None, metric: str
+) -> list[Loss]:
+    """Return the value of a metric for every query, sorted by left value minus right value, lowest first.
+
+    If ``right`` is None, the queries are sorted by the left value. left, right: query id -> metric -> value. Both systems
+    must have the same queries. Raises InputError if the metric was not computed.
+    """
+    known = next(iter(left.values()), {metric: 0.0})
+    if metric not in known:
+        raise InputError(f"metric {metric!r} was not computed; choose one of {', '.join(known)}")
+    found = [Loss(query, own[metric], right[query][metric] if right else None) for query, own in left.items()]
+    return sorted(found, key=lambda loss: loss.difference)
+
+
+def judged_passages(grades: Grades, rankings: Sequence[Sequence[tuple[str, float]]]) -> list[JudgedPassage]:
+    """Return the judged passages of a query with their ranks in each ranking, sorted by grade (highest first), then by id."""
+    ranks = [{passage_id: rank for rank, (passage_id, _) in enumerate(ranking, 1)} for ranking in rankings]
+    found = [JudgedPassage(key, grade, [each.get(key) for each in ranks]) for key, grade in grades.items()]
+    return sorted(found, key=lambda passage: (-passage.grade, passage.id))
+
+
+def relevant_among(grades: Grades, hits: Sequence[RankedPassage]) -> tuple[int, int]:
+    """Return the number of relevant passages among the hits, and the number of all relevant passages in ``grades``."""
+    relevant = {passage_id for passage_id, grade in grades.items() if grade > 0}
+    return len(relevant & {hit.id for hit in hits}), len(relevant)
+
+
+def shared_words(query: str, text: str) -> list[tuple[int, int]]:
+    """Return the positions (start, end) of every word in ``text`` that is also a word of the query."""
+    wanted = set(words_of([query])[0])
+    # some letters become two letters in lower case, which shifts the positions of later letters
+    ends = [0, *accumulate(len(letter.lower()) for letter in text)]
+    found = (word.span() for word in re.finditer(WORDS["token_pattern"], text.lower()) if word[0] in wanted)
+    return [(bisect_right(ends, start) - 1, bisect_left(ends, stop)) for start, stop in found]
+
+
+STYLE = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
 CHOOSE = """
 element.addEventListener('click', event => {
   const button = event.target.closest('button[data-query]');
   if (button) trigger('select', {query: button.dataset.query});
 });
 """
-"""What a list of queries does when one of them is clicked."""
+"""JavaScript that sends the id of a query when its button is clicked."""
 
 
 def safe(text: str) -> str:
-    """A text that a page shows as it is: no markup, and nothing that a template would fill in."""
+    """Escape HTML markup and template placeholders in a text."""
     return escape(text).replace("{", "&#123;").replace("$", "&#36;")
 
 
-def page(*parts: str) -> str:
-    """Parts under each other, in the page's style."""
+def styled(*parts: str) -> str:
+    """Join pieces of HTML into one element that has the style ``STYLE``."""
     return f'<div class="shown">{"".join(parts)}</div>'
 
 
-def beside(sides: Sequence[str]) -> str:
-    """Rankings beside each other, or under each other where the screen is narrow."""
-    return f'<div class="beside">{"".join(sides)}</div>'
+def columns(rankings: Sequence[str]) -> str:
+    """Return HTML that shows rankings side by side, or below each other on a narrow screen."""
+    return f'<div class="columns">{"".join(rankings)}</div>'
 
 
 def note(sentence: str) -> str:
-    """A sentence about what follows, where there is one."""
+    """Return a sentence as an HTML paragraph. For an empty sentence, return an empty string."""
     return f'<p class="note">{safe(sentence)}</p>' if sentence else ""
 
 
 def heading(text: str) -> str:
-    """What a page is about."""
     return f"<h2>{safe(text)}</h2>"
 
 
-def ranking(label: str, query: str, hits: Sequence[Hit], grades: Grades, about: str = "") -> str:
-    """One retriever's passages: rank, title, score, grade where judged, and the text with the words that BM25 matches."""
+def ranking(label: str, query: str, hits: Sequence[RankedPassage], grades: Grades, about: str = "") -> str:
+    """Return HTML that shows the passages of one system. Words of the query are highlighted.
+
+    label: name of the system. about: sentence above the passages.
+    """
     sentences = [about] if about else []
     if grades:
         here, there = relevant_among(grades, hits)
@@ -90,32 +139,35 @@ def ranking(label: str, query: str, hits: Sequence[Hit], grades: Grades, about: 
     if not hits:
         sentences.append("no passage was found")
     items = "".join(_hit(rank, query, hit, grades.get(hit.id)) for rank, hit in enumerate(hits, 1))
-    return f'<section class="side"><h3>{safe(label)}</h3>{note("; ".join(sentences))}<ol>{items}</ol></section>'
+    return f'<section class="system"><h3>{safe(label)}</h3>{note("; ".join(sentences))}<ol>{items}</ol></section>'
 
 
-def _hit(rank: int, query: str, hit: Hit, grade: int | None) -> str:
+def _hit(rank: int, query: str, hit: RankedPassage, grade: int | None) -> str:
     kind = "" if grade is None else " relevant" if grade > 0 else " irrelevant"
-    judged = "" if grade is None else f'<span class="grade">{_words(grade)}</span>'
-    title = f'<span class="title">{_marked(query, hit.title)}</span>' if hit.title else ""
+    verdict = "relevant" if grade and grade > 0 else "judged not relevant"
+    judged = "" if grade is None else f'<span class="grade">{verdict} (grade {grade})</span>'
+    title = f'<span class="title">{_highlighted(query, hit.title)}</span>' if hit.title else ""
     meta = "".join(f"<span>{part}</span>" for part in (f"rank {rank}", f"score {hit.score:.4f}", safe(hit.id)))
     return (
         f'<li class="hit{kind}" data-id="{safe(hit.id)}">{title}<div class="meta">{meta}{judged}</div>'
-        f"<details><summary>{_marked(query, hit.text)}</summary></details></li>"
+        f"<details><summary>{_highlighted(query, hit.text)}</summary></details></li>"
     )
 
 
-def _words(grade: int) -> str:
-    return f"relevant (grade {grade})" if grade > 0 else f"judged not relevant (grade {grade})"
-
-
-def _marked(query: str, text: str) -> str:
-    return "".join(
-        f"<mark>{safe(piece.text)}</mark>" if piece.marked else safe(piece.text) for piece in pieces(query, text)
-    )
+def _highlighted(query: str, text: str) -> str:
+    """Return the text as HTML. Words that BM25 also finds in the query are marked."""
+    parts, end = [], 0
+    for start, stop in shared_words(query, text):
+        parts += [safe(text[end:start]), f"<mark>{safe(text[start:stop])}</mark>"]
+        end = stop
+    return "".join(parts) + safe(text[end:])
 
 
 def judged(passages: Sequence[JudgedPassage], titles: Mapping[str, str], labels: Sequence[str], k: int) -> str:
-    """The judged passages of a query with the rank that each retriever gives them, of its k best."""
+    """Return an HTML table of the judged passages of a query: title, id, grade, and the rank for each system.
+
+    k: number of passages in a ranking. If the ranking of a system lacks a passage, the rank is "> k".
+    """
     rows = [
         _row(
             f'{safe(titles[passage.id])} <span class="note">{safe(passage.id)}</span>',
@@ -128,7 +180,7 @@ def judged(passages: Sequence[JudgedPassage], titles: Mapping[str, str], labels:
 
 
 def lost(found: Sequence[Loss], queries: Mapping[str, str], labels: Sequence[str]) -> str:
-    """Queries as buttons that ``CHOOSE`` listens to, each with its values."""
+    """Return an HTML table of queries and their metric values. Each query is a button for the script ``CHOOSE``."""
     rows = []
     for loss in found:
         values = {labels[0]: f"{loss.left:.3f}"}
@@ -140,11 +192,11 @@ def lost(found: Sequence[Loss], queries: Mapping[str, str], labels: Sequence[str
 
 
 def _table(columns: Sequence[str], rows: Sequence[str]) -> str:
-    head = "".join(f"<th>{safe(column)}</th>" for column in columns)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    header = "".join(f"<th>{safe(column)}</th>" for column in columns)
+    return f"<table><thead><tr>{header}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
 def _row(first: str, values: Mapping[str, str]) -> str:
-    """A row of a table; ``first`` is HTML, the values are texts by column."""
+    """Return an HTML table row. first: HTML of the first cell. values: name of a column -> text of its cell."""
     cells = "".join(f'<td data-column="{safe(column)}">{safe(value)}</td>' for column, value in values.items())
     return f"<tr><td>{first}</td>{cells}</tr>"

@@ -1,1 +1,1 @@
-"""The dual bank in training loops of other libraries; thin, and imported by nothing else."""
+"""Use CONTACCUM in sentence-transformers and Lightning, and upload models to the Hugging Face Hub."""

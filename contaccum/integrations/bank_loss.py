@@ -1,12 +1,13 @@
-"""What the adapters share: our loss over our bank, for a loop that divides, averages and steps by itself.
+"""InfoNCE loss with a bank, for the training loops of other libraries.
 
-Such a loop divides each micro-batch's loss by their number in a step, and DistributedDataParallel averages gradients over the
-processes. The loss here is that of the rows of all processes, and its gradient is multiplied by their number: what the loop
-makes of it is the gradient of our own loop (``contaccum.methods.cont_accum``), and the value that it logs is the loss itself.
+A bank stores vectors of earlier queries and passages. ``BankLoss`` has the same gradient as ``contaccum.methods.cont_accum``. The
+training loop must divide the loss by the number of micro-batches in a step. With several processes, the loss uses the vectors of
+all processes, and DistributedDataParallel averages the gradients over the n processes, so the loss multiplies its gradient by n.
 """
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,17 @@ from torch import Tensor
 
 from contaccum.batch import NO_PASSAGE, RowIds
 from contaccum.errors import InputError, NotFiniteError
-from contaccum.files import whole_file
-from contaccum.methods.bank import Bank
+from contaccum.methods.bank import Bank, BankOptions
 from contaccum.methods.loss import InfoNCE
-from contaccum.processes import started_elsewhere
+from contaccum.runtime.files import whole_file
+from contaccum.runtime.processes import started_elsewhere
 
-BANK_FILE = "contaccum_bank.safetensors"
-"""What holds the bank in a checkpoint of the other library."""
+BANK_FILE = "contaccum_bank.safetensors"  # file name in a checkpoint folder of the other library
+State = tuple[dict[str, Tensor], dict[str, Any]]  # complete state of a bank: tensors by name, and numbers by name
 
 
 class BankLoss:
-    """InfoNCE of each micro-batch against itself and a bank of the pairs before it (Kim et al. 2024, arXiv 2406.12356)."""
+    """InfoNCE loss that compares a micro-batch with itself and with a bank (Kim et al. 2024, arXiv 2406.12356)."""
 
     def __init__(
         self,
@@ -39,57 +40,67 @@ class BankLoss:
         hard_negatives: bool = True,
         **bank_options: Any,
     ) -> None:
-        """
-        bank_size: M, rows of the bank; 0 is plain gradient accumulation; None: as many as an optimizer step has pairs, which
-        ``begin`` is told. similarity: ``cosine`` or ``dot``. temperature: divides every similarity. mask_false_negatives: leave
-        out columns that are the same passage as a row's own positive. hard_negatives: bank them too. bank_options: queries,
-        row_weight, age_decay, visibility, keep, warmup_steps, as Bank has them.
+        """Create the loss; the first batch creates the bank.
+
+        bank_size: maximum number of queries in the bank, each with its passages. 0: no bank (plain gradient accumulation).
+        None: the value of ``step_pairs`` in ``begin``.
+        similarity: ``cosine`` or ``dot``.
+        temperature: every similarity is divided by this number.
+        mask_false_negatives: for each query, leave out the negatives that equal the positive passage.
+        hard_negatives: store hard negatives in the bank.
+        bank_options: ``queries=False`` stores only passages in the bank. For row_weight, age_decay, keep and warmup_steps,
+        see BankOptions.
         """
         if similarity not in ("cosine", "dot"):
-            raise InputError(f"similarity is {similarity!r}, expected cosine or dot")
+            raise InputError(f"similarity is {similarity!r}; expected cosine or dot")
         self.bank_size, self.similarity, self.hard_negatives = bank_size, similarity, hard_negatives
         self.size = bank_size or 0
-        self.options = bank_options
+        if "visibility" in bank_options:
+            raise InputError(
+                "the option visibility was removed, because training collapsed with visibility='on_step'. Do not pass it."
+            )
+        self.bank_options = dict(bank_options)
+        self.options = BankOptions(columns_only=not bank_options.pop("queries", True), **bank_options)
         self.loss = InfoNCE(temperature, mask_false_negatives)
         self.begun = False
-        self.bank: Bank | None = None  # made at the first push, which tells its width and the hard negatives of a row
-        self._state: tuple[dict[str, Tensor], dict[str, Any]] | None = None
+        self.bank: Bank | None = None
+        self._state: State | None = None
 
     def begin(self, checkpoint: str | Path | None = None, step_pairs: int | None = None) -> None:
-        """To be called when training begins, with an empty bank or that of a checkpoint's folder.
+        """Start training. The bank is empty, or it is read from the folder ``checkpoint``.
 
-        step_pairs: pairs of one optimizer step, over all processes; asked for where no bank size was given.
+        step_pairs: number of pairs (query, positive) in one optimizer step, over all processes. If bank_size is None, this
+        number is the size of the bank.
         """
         size = self.bank_size if self.bank_size is not None else step_pairs
         if size is None:
-            raise InputError(
-                "bank_size was not given and no trainer says how many pairs a step has, expected a number of rows"
-            )
-        self.size = size
-        self.begun, self.bank = True, None
+            raise InputError("bank_size and step_pairs are both None; set one of them to a number")
+        self.size, self.begun, self.bank = size, True, None
         self._state = None if checkpoint is None else read_bank(Path(checkpoint))
 
     def end_step(self) -> None:
-        """To be called after each optimizer step."""
+        """Tell the bank that an optimizer step has ended."""
         if self.bank is not None:
             self.bank.end_step()
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """The bank's; None before the first batch."""
+    def state(self) -> State | None:
+        """Return the state of the bank, for a checkpoint. Return None before the first batch of a new run."""
         if self.bank is None:
             return self._state
         tensors, numbers = self.bank.state()
         return tensors, {**numbers, "similarity": self.similarity}
 
     def load_state(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-        """Go on from what ``state`` gave."""
+        """Restore the bank in the next batch. tensors, numbers: the two values that ``state`` returned."""
         self.bank, self._state = None, (tensors, numbers)
 
     def __call__(self, queries: Tensor, passages: Tensor, ids: Tensor | None = None, *, training: bool) -> Tensor:
-        """The loss of this process's rows: queries (B, d), passages (B, 1 + H, d), each row's own first; ids (B, 1 + H) int64.
+        """Compute the loss of B queries.
 
-        In training: over the rows of all processes and the bank, to which they are pushed. Else: over these rows alone, and the
-        bank is left as it is. Ids count from 0 and are equal where passages are; without them nothing is masked.
+        queries: vectors (B, d). passages: vectors (B, 1 + H, d); for each query, the positive and then H hard negatives.
+        ids: passage ids (B, 1 + H), int64, at least 0. Equal passages must have equal ids. None: no passage is masked.
+        training: if True, use the vectors of all processes and of the bank, and then add the new vectors to the bank. If
+        False, use only ``queries`` and ``passages``, and do not change the bank.
         """
         queries, passages = queries.float(), passages.float()
         if self.similarity == "cosine":
@@ -100,8 +111,8 @@ class BankLoss:
             return self.loss(queries, passages, _row_ids(ids)).value
         if not self.begun:
             raise InputError(
-                "the loss was called in training before begin(), expected its callback among the trainer's, or begin() and "
-                "end_step() around the steps of a loop of your own"
+                "the loss was called in training before begin(). Add ContAccumCallback to the trainer, or call begin() and "
+                "end_step() in your own loop."
             )
         group = started_elsewhere(queries.device)
         queries, passages, ids = (group.all_rows(each) for each in (queries, passages, ids))
@@ -112,74 +123,64 @@ class BankLoss:
         found = self.loss(queries, passages, rows, columns=bank, rows=bank)
         value = found.value
         if not torch.isfinite(value):
-            raise NotFiniteError(f"the loss is {value.item()}, expected a finite number; the bank is as it was before")
-        bank.push(queries, passages, rows, found.previews)
-        # the gradient is averaged over the processes, where a sum over the rows of all is meant
+            raise NotFiniteError(f"the loss is {value.item()}; it must be a finite number. The bank is unchanged.")
+        bank.push(queries, passages, rows, found.partials)
+        # DistributedDataParallel averages the gradients over processes, but the loss needs the sum of the gradients
         return value if group.world == 1 else value.detach() + (value - value.detach()) * group.world
 
     def _refuse_other_shapes(self, bank: Bank, passages: Tensor) -> None:
-        """The bank was made for the first batch; rows of another shape cannot stand in it."""
         hard, width = passages.shape[1] - 1, passages.shape[2]
-        if width != bank.passages.shape[2]:
+        stored, stored_width = bank.options.hard_negatives, bank.passages.shape[2]
+        if width != stored_width:
             raise InputError(
-                f"vectors are {width} wide and the bank's {bank.passages.shape[2]}, expected one width: a loss that cuts vectors "
-                "cannot be wrapped around this one (contaccum train has loss.matryoshka_dims)"
+                f"the vectors have width {width}, but the bank has width {stored_width}; both must be equal. For Matryoshka "
+                "training use contaccum train with loss.matryoshka_dims."
             )
-        if self.hard_negatives and hard != bank.hard_negatives:
+        if self.hard_negatives and hard != stored:
             raise InputError(
-                f"a batch has {hard} hard negatives a query and the bank's rows have {bank.hard_negatives}, expected one number "
-                "in all data sets that share the loss, or hard_negatives=False"
+                f"a batch has {hard} hard negatives per query, but the bank stores {stored} per query. Use the same number in "
+                "all data sets, or set hard_negatives=False."
             )
 
     def _make_bank(self, queries: Tensor, passages: Tensor) -> Bank:
-        if 0 < self.size < len(queries):
+        if 0 < self.size < (pairs := len(queries)):
             raise InputError(
-                f"bank_size is {self.size}, expected 0 or at least the {len(queries)} pairs of one micro-batch"
+                f"bank_size is {self.size}; expected 0 or at least {pairs}, the number of pairs in a micro-batch"
             )
-        bank = Bank(
-            self.size,
-            queries.shape[1],
-            self.loss,
-            push=len(queries),
-            hard_negatives=passages.shape[1] - 1 if self.hard_negatives else 0,
-            device=queries.device,
-            **self.options,
-        )
+        options = replace(self.options, hard_negatives=passages.shape[1] - 1 if self.hard_negatives else 0)
+        similarity = self.loss.similarity
+        bank = Bank(self.size, queries.shape[1], similarity, options, push=len(queries), device=queries.device)
         if self._state is not None:
-            tensors, numbers = self._state
-            kept = numbers.get("similarity", self.similarity)  # banks once were written without it
-            if kept != self.similarity:
-                raise InputError(
-                    f"similarity is {self.similarity} and the checkpoint's bank holds vectors for {kept}, expected the same"
-                )
-            bank.load_state(tensors, numbers)
+            saved = self._state[1].get("similarity", self.similarity)  # older checkpoints do not store the similarity
+            if saved != self.similarity:
+                raise InputError(f"similarity is {self.similarity}, but the checkpoint has {saved}. Set it to {saved}.")
+            bank.load_state(*self._state)
             self._state = None
         return bank
 
 
 def content_ids(rows: list[list[int]]) -> Tensor:
-    """A number for each text's tokens, (n,) int64 from 0 on: the same for the same tokens, in every process and run."""
+    """Return an id for each of n texts: (n,), int64, at least 0. rows: token ids of each text. Equal texts get equal ids."""
     digests = (hashlib.blake2b(json.dumps(row).encode(), digest_size=8).digest() for row in rows)
     return torch.tensor([int.from_bytes(digest, "little") >> 1 for digest in digests])
 
 
 def _row_ids(ids: Tensor) -> RowIds:
-    """Of each row, the passage known to be relevant is its own."""
-    return RowIds(ids.cpu(), ids[:, :1].cpu())
+    return RowIds(ids.cpu(), ids[:, :1].cpu())  # only the first passage of a query is a known positive
 
 
-def write_bank(folder: Path, state: tuple[dict[str, Tensor], dict[str, Any]]) -> None:
-    """Keep a bank in a checkpoint's folder."""
+def write_bank(folder: Path, state: State) -> None:
+    """Write the state of a bank to a file in a checkpoint folder."""
     tensors, numbers = state
     with whole_file(folder / BANK_FILE) as file:
         file.write(save({name: tensor.cpu() for name, tensor in tensors.items()}, {"bank": json.dumps(numbers)}))
 
 
-def read_bank(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What ``write_bank`` kept; InputError where the folder holds no bank."""
+def read_bank(folder: Path) -> State:
+    """Read the state of a bank from a checkpoint folder. Raise InputError if the file is missing or damaged."""
     path = folder / BANK_FILE
     try:
         with safe_open(path, "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, json.loads(file.metadata()["bank"])  # noqa: SIM118
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{path}: holds no bank ({error}), expected the checkpoint of a run with one") from error
+        raise InputError(f"{path}: no bank found ({error}); choose a checkpoint of a run with a bank") from error

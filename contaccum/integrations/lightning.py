@@ -1,4 +1,4 @@
-"""The dual bank for Lightning: a loss for a module's steps, and the callback that ends the bank's steps and keeps it.
+"""CONTACCUM for Lightning: ``ContAccumLoss`` is the loss; ``ContAccumCallback`` updates and saves its bank.
 
     class Retriever(LightningModule):
         def __init__(self):
@@ -9,9 +9,10 @@
             queries, passages, ids = ...  # (B, d), (B, 1 + H, d), (B, 1 + H)
             return self.bank_loss(queries, passages, ids, training=True)
 
-    Trainer(accumulate_grad_batches=16, callbacks=[ContAccumCallback(module.bank_loss)])  # batches of 8: a bank of one step
+    Trainer(accumulate_grad_batches=16, callbacks=[ContAccumCallback(module.bank_loss)])  # 16 batches of 8 pairs: bank_size 128
 
-Needs pip install 'contaccum[lightning]'. Automatic optimization with one optimizer.
+B is the number of queries in a batch, H the number of hard negatives of a query, and d the length of a vector. Install with
+pip install 'contaccum[lightning]'. The module must use automatic optimization and one optimizer.
 """
 
 from typing import Any
@@ -24,14 +25,14 @@ __all__ = ["ContAccumCallback", "ContAccumLoss"]
 
 
 class ContAccumCallback(Callback):
-    """Ends the bank's steps with the trainer's, and keeps the bank in the trainer's checkpoints."""
+    """Callback that tells the bank when an optimizer step ends, and that saves the bank in the trainer's checkpoints."""
 
     def __init__(self, loss: ContAccumLoss) -> None:
         self.loss = loss
-        self.steps = 0  # optimizer steps seen to end
+        self.steps = 0  # number of finished optimizer steps
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit":  # a checkpoint is read after this
+        if stage == "fit":  # the trainer calls load_state_dict later, so a checkpoint replaces the empty bank
             self.loss.begin()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -45,8 +46,8 @@ class ContAccumCallback(Callback):
             self.loss.end_step()
 
     def state_dict(self) -> dict[str, Any]:
-        kept = self.loss.state()
-        return {} if kept is None else {"tensors": kept[0], "numbers": kept[1]}
+        state = self.loss.state()
+        return {} if state is None else {"tensors": state[0], "numbers": state[1]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.loss.load_state(state_dict["tensors"], state_dict["numbers"])

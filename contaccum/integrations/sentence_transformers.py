@@ -1,4 +1,4 @@
-"""The dual bank for SentenceTransformerTrainer: ContAccumLoss and its callback.
+"""CONTACCUM for SentenceTransformerTrainer: ``ContAccumLoss`` is the loss; ``ContAccumCallback`` updates and saves its bank.
 
     model = SentenceTransformer("sentence-transformers/all-MiniLM-L6-v2")
     loss = ContAccumLoss(model)
@@ -6,7 +6,7 @@
         model=model, args=args, train_dataset=pairs, loss=loss, callbacks=[ContAccumCallback(loss)]
     )
 
-Needs sentence-transformers 6.2 or newer: pip install 'contaccum[sentence-transformers]'.
+Requires sentence-transformers 6.2 or newer: pip install 'contaccum[sentence-transformers]'.
 """
 
 from collections.abc import Iterable
@@ -25,11 +25,10 @@ from contaccum.integrations.bank_loss import BankLoss, content_ids, write_bank
 
 
 class ContAccumLoss(CachedLossMixin, nn.Module):
-    """CONTACCUM over (query, positive) pairs, or n-tuples with hard negatives behind the positive.
+    """CONTACCUM loss for data with the columns query, positive and, optionally, hard negatives.
 
-    Under gradient accumulation each batch of ``per_device_train_batch_size`` pairs meets itself and the bank, which holds the
-    pairs before it, of this optimizer step and of the steps before. In evaluation the loss is that of each batch by itself; the
-    bank is neither used nor changed.
+    A batch has ``per_device_train_batch_size`` pairs (query, positive). The loss compares the queries and passages of the batch
+    with each other and with earlier pairs from the bank. In evaluation, the loss does not use or change the bank.
     """
 
     def __init__(
@@ -42,21 +41,23 @@ class ContAccumLoss(CachedLossMixin, nn.Module):
         mini_batch_size: int | None = None,
         **bank_options: Any,
     ) -> None:
-        """
-        bank_size: rows of the bank, each a query with its passages; not given, as many as an optimizer step has pairs, so
-        that no row is older than one step; 0 leaves plain gradient accumulation.
-        temperature: divides every similarity; sentence-transformers' ``scale`` is 1 / temperature.
-        similarity: ``cosine`` or ``dot``; not given, the model's own.
-        mask_false_negatives: leave out passages that have the same tokens as the row's own positive.
-        mini_batch_size: pairs in one forward pass, by gradient caching within a batch; not given, the whole batch at once.
-        bank_options: hard_negatives (bank them too, True), queries (False: passages alone), row_weight (``all`` or ``current``),
-        visibility (``immediate`` or ``on_step``), keep (False: empty after each step), warmup_steps.
+        """Create the loss for a model.
+
+        bank_size: maximum number of queries in the bank, each with its passages. Default: the number of pairs in one optimizer
+        step, so that no query is older than one step. 0: no bank (plain gradient accumulation).
+        temperature: every similarity is divided by this number. The ``scale`` of sentence-transformers is 1 / temperature.
+        similarity: ``cosine`` or ``dot``. Default: the similarity of the model.
+        mask_false_negatives: for each query, leave out the negatives that have the same tokens as the positive passage.
+        mini_batch_size: number of pairs in one forward pass. A smaller number needs less memory, because gradients are cached
+        within a batch. Default: the whole batch in one pass, without caching.
+        bank_options: hard_negatives (False: do not store hard negatives), queries (False: store only passages), and row_weight,
+        age_decay, keep and warmup_steps (see BankOptions).
         """
         super().__init__()
         self.model = model
         self.mini_batch_size = mini_batch_size  # type: ignore[assignment]
         self.uses_gradient_cache = mini_batch_size is not None
-        for module in model.modules():  # BERT's own pooler takes no part here
+        for module in model.modules():  # the pooler of BERT is not used, so it gets no gradient
             if isinstance(getattr(module, "pooler", None), nn.Module):
                 module.pooler.requires_grad_(False)
         self.bank_loss = BankLoss(
@@ -64,11 +65,14 @@ class ContAccumLoss(CachedLossMixin, nn.Module):
         )
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
-        """The loss of one batch of columns: query, positive, then any hard negatives. Labels are not read."""
+        """Compute the loss of a batch.
+
+        sentence_features: tokens of each column: query, positive, and any hard negatives. labels: not used.
+        """
         features = list(sentence_features)
-        if len(features) < 2:
+        if (columns := len(features)) < 2:
             raise InputError(
-                f"the data has {len(features)} text columns, expected a query, a positive, and any hard negatives"
+                f"the data has {columns} text columns; expected a query, a positive, and any hard negatives"
             )
         ids = self._ids(features[1:])
         if self.mini_batch_size is not None:
@@ -78,7 +82,11 @@ class ContAccumLoss(CachedLossMixin, nn.Module):
     def calculate_loss(
         self, reps: list[list[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
     ) -> Tensor:
-        """reps: embeddings of each column, in pieces; labels: the passages' ids. As gradient caching asks for it."""
+        """Compute the loss from embeddings; gradient caching calls this method.
+
+        reps: list of embeddings for each column (query, positive, hard negatives); each entry is a part of the batch. labels:
+        passage ids (B, 1 + H), or None. with_backward: also compute the gradients of the embeddings.
+        """
         queries, *passages = (torch.cat(pieces) for pieces in reps)
         ids = None if labels is None else labels.to(queries.device)
         value = self.bank_loss(queries, torch.stack(passages, 1), ids, training=self._training())
@@ -87,33 +95,28 @@ class ContAccumLoss(CachedLossMixin, nn.Module):
         return value
 
     def _training(self) -> bool:
-        # the trainer puts the model itself into evaluation, not what it is wrapped in, nor the loss
+        # in evaluation the trainer calls eval() of the model, but not of this loss or of a wrapper around the model
         model = next(module for module in self.model.modules() if isinstance(module, SentenceTransformer))
         return model.training and torch.is_grad_enabled()
 
     def _ids(self, passages: list[dict[str, Tensor]]) -> Tensor | None:
-        """(B, 1 + H) on the CPU; None where nobody asks for them."""
-        if not self.bank_loss.loss.mask_false_negatives:
+        """Return an id for each passage, (B, 1 + H), on the CPU. Return None if false negatives are not masked."""
+        if not self.bank_loss.loss.similarity.mask_false_negatives:
             return None
         if not all("input_ids" in each and "attention_mask" in each for each in passages):
-            raise InputError(
-                "passages without input_ids and attention_mask, expected texts, or mask_false_negatives=False"
-            )
-        columns = []
-        for each in passages:
-            tokens, mask = each["input_ids"].cpu(), each["attention_mask"].cpu().bool()
-            columns.append(content_ids([row[kept].tolist() for row, kept in zip(tokens, mask, strict=True)]))
-        return torch.stack(columns, 1)
+            raise InputError("passages have no input_ids and attention_mask. Use texts, or mask_false_negatives=False.")
+        columns = [zip(each["input_ids"].cpu(), each["attention_mask"].cpu().bool(), strict=True) for each in passages]
+        return torch.stack([content_ids([row[real].tolist() for row, real in each]) for each in columns], 1)
 
     def get_config_dict(self) -> dict[str, Any]:
-        """For sentence-transformers' model card."""
+        """Return the options of the loss. sentence-transformers writes them into the model card."""
         return {
             "bank_size": self.bank_loss.size if self.bank_loss.begun else self.bank_loss.bank_size,
-            "temperature": self.bank_loss.loss.temperature,
+            "temperature": self.bank_loss.loss.similarity.temperature,
             "similarity": self.bank_loss.similarity,
-            "mask_false_negatives": self.bank_loss.loss.mask_false_negatives,
+            "mask_false_negatives": self.bank_loss.loss.similarity.mask_false_negatives,
             "mini_batch_size": self.mini_batch_size,
-            **self.bank_loss.options,
+            **self.bank_loss.bank_options,
         }
 
     @property
@@ -130,49 +133,39 @@ class ContAccumLoss(CachedLossMixin, nn.Module):
 
 
 class ContAccumCallback(TrainerCallback):
-    """Ends the bank's steps with the trainer's, and keeps the bank in the trainer's checkpoints."""
+    """Callback that tells the bank when an optimizer step ends, and that saves the bank in the trainer's checkpoints."""
 
     def __init__(self, loss: ContAccumLoss) -> None:
         self.loss = loss
         self.bank_loss = loss.bank_loss
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin with an empty bank or, on resume, with that of the checkpoint: ``args.resume_from_checkpoint`` where it names a
-        folder, else the trainer's own for this step."""
-        self._refuse_search(args)
+        """Start a new run with an empty bank. Start a resumed run with the bank of the checkpoint."""
+        # a pass of a Router uses only one tower; DistributedDataParallel would treat the other tower as unused parameters
+        routed = any(isinstance(module, Router) for module in self.loss.model.modules())
+        searches = args.ddp_find_unused_parameters is not False and not self.loss.uses_gradient_cache
+        if args.world_size > 1 and routed and searches:
+            raise InputError(
+                "ddp_find_unused_parameters is True (the default) for a Router in several processes; set it to False, or give "
+                "the loss a mini_batch_size"
+            )
         if args.world_size > 1 and not args.dataloader_drop_last:
             raise InputError(
-                "dataloader_drop_last is False with several processes, expected True: all bank the same rows"
+                "dataloader_drop_last is False with several processes; set it to True, because the banks of all processes must "
+                "be equal"
             )
         pairs = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        checkpoint = None
-        if state.global_step:
-            named = args.resume_from_checkpoint
-            checkpoint = named if isinstance(named, str) and Path(named).is_dir() else _folder(args, state)
-        self.bank_loss.begin(checkpoint, pairs)
-
-    def _refuse_search(self, args: Any) -> None:
-        """DistributedDataParallel's search for unused parameters takes each forward pass for the only one, and of a Router each
-        uses one tower. Gradient caching has a backward pass for each."""
-        routed = any(isinstance(module, Router) for module in self.loss.model.modules())
-        if (
-            args.world_size > 1
-            and routed
-            and not self.loss.uses_gradient_cache
-            and args.ddp_find_unused_parameters is not False
-        ):
-            raise InputError(
-                "a Router in several processes with ddp_find_unused_parameters True, its default, expected False (or a "
-                "mini_batch_size of the loss)"
-            )
+        named = args.resume_from_checkpoint
+        folder = named if isinstance(named, str) and Path(named).is_dir() else _folder(args, state)
+        self.bank_loss.begin(folder if state.global_step else None, pairs)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.bank_loss.end_step()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        kept = self.bank_loss.state()
-        if state.is_world_process_zero and kept is not None:
-            write_bank(_folder(args, state), kept)
+        bank = self.bank_loss.state()
+        if state.is_world_process_zero and bank is not None:
+            write_bank(_folder(args, state), bank)
 
 
 def _folder(args: Any, state: Any) -> Path:

@@ -1,12 +1,22 @@
-"""The six memory methods by name. One signature, one step; only the mathematics differs."""
+"""The six training methods: name -> function. All functions have the same signature."""
 
-from contaccum.methods.cont_accum import cont_accum
-from contaccum.methods.cont_cache import cont_cache
+from collections.abc import Callable
+
+from contaccum.batch import MicroBatch
+from contaccum.methods.bank import Bank
+from contaccum.methods.cont_accum import cont_accum, passage_bank
 from contaccum.methods.grad_accum import grad_accum
-from contaccum.methods.grad_cache import grad_cache
+from contaccum.methods.grad_cache import cont_cache, grad_cache
 from contaccum.methods.in_batch import in_batch
-from contaccum.methods.passage_bank import passage_bank
-from contaccum.methods.step import Method
+from contaccum.methods.loss import LossValue
+from contaccum.methods.objective import Loss, StepEngine
+
+Method = Callable[[StepEngine, list[MicroBatch], Bank, Loss], list[LossValue]]
+"""Function that runs one optimizer step of a training method.
+
+It adds the gradient of the step's mean loss to the gradients of the model. It returns one loss per micro-batch, or one loss for
+the whole step. The returned losses have no graph.
+"""
 
 METHODS: dict[str, Method] = {
     "in_batch": in_batch,

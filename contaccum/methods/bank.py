@@ -1,13 +1,13 @@
-"""The dual memory bank: a first-in-first-out ring of pairs (a past query with its past passages), and their ids.
+"""Dual memory bank: a ring buffer of the embeddings of past queries and passages.
 
-Capacity is counted in rows. A query and its passages share one slot, so the two banks cannot drift apart. Stored vectors
-carry no gradient. Source: Kim et al. 2024 (arXiv 2406.12356), section 4.
+One slot of the ring stores one row: a query, its passages and the passage ids. The query bank and the passage bank are therefore
+always aligned. Stored embeddings have no gradient.
+Source: Kim et al. 2024 (arXiv 2406.12356), section 4.
 """
 
 import hashlib
-from collections.abc import Sequence
-from functools import partial
-from itertools import zip_longest
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,321 +16,334 @@ from torch import Tensor
 
 from contaccum.batch import NO_PASSAGE, RowIds
 from contaccum.errors import InputError
-from contaccum.methods.logsumexp import NestedLogSumExp, Preview
-from contaccum.methods.loss import InfoNCE
-from contaccum.methods.matryoshka import WHOLE, Prefixes
-from contaccum.methods.undo import Undo
+from contaccum.methods.logsumexp import NestedLogSumExp, PartialLogSumExp, RollbackJournal
+from contaccum.methods.masking import Rows
+from contaccum.methods.similarity import EntriesById, MaskedPairs, Similarity
 
-WAITING = ("queries", "passages", "columns", "known")
-"""Of rows that wait for the end of an optimizer step, what a state holds."""
-NOT_ROWS = ("sums", "closed", *(f"waiting_{name}" for name in WAITING))
-"""Tensors of a state that are no rows in the bank."""
+STATE_KEYS = {"written_step": "born", "index_in_step": "places"}
+"""Attribute of ``Bank`` -> its name in a saved state, if different."""
+
+
+@dataclass(frozen=True)
+class BankOptions:
+    """Options of a bank. The default values are those of the paper."""
+
+    hard_negatives: int = 0
+    """Number of hard negatives that the bank stores with each pair of query and positive."""
+    columns_only: bool = False
+    """Whether to store only passages and no queries. The bank then adds columns to the loss, but no rows."""
+    row_weight: str = "all"
+    """What the sum of the losses of all rows is divided by.
+
+    ``all``: number of current rows plus number of bank rows. ``current``: number of current rows.
+    """
+    keep: bool = True
+    """Whether to keep the rows after an optimizer step. False is the ablation "without past encoder" of the paper."""
+    warmup_steps: int = 0
+    """Number of optimizer steps at the start of a run in which the bank is filled, but the loss does not use it."""
+    age_decay: float = 0.0
+    """Age penalty: age_decay * age is subtracted from a logit. The age is the number of optimizer steps between the encoding
+    of the query and of the passage."""
+    symmetric: bool = False
+    """Whether the loss also has the direction from passages to queries. Only a SymmetricBank can be used in such a loss."""
 
 
 class Bank:
-    """M slots, of which ``fill`` are in use; a bank of size 0 is legal and stays empty."""
+    """Ring of M slots. Slots 0 to ``stored`` - 1 contain a row. A bank of size 0 stays empty."""
+
+    truncated: Sequence["Bank"] = ()
+    """One bank for each truncated width. Only a ``contaccum.methods.objective.MatryoshkaBank`` has such banks."""
 
     def __init__(
         self,
         size: int,
         dim: int,
-        loss: InfoNCE,
+        similarity: Similarity,
+        options: BankOptions | None = None,
         *,
         push: int,
-        hard_negatives: int = 0,
-        queries: bool = True,
-        row_weight: str = "all",
-        visibility: str = "immediate",
-        keep: bool = True,
-        warmup_steps: int = 0,
-        age_decay: float = 0.0,
-        prefixes: Prefixes = WHOLE,
         device: torch.device | None = None,
     ) -> None:
-        """
-        size: M, in rows. dim: d. loss: gives temperature and masking, which the kept log-sum-exps depend on.
-        push: rows that one push usually brings (its size decides the blocks of the kept log-sum-exps, never the values).
-        hard_negatives: how many hard negatives of each row are stored behind its positive.
-        queries: store the queries too, as further rows; without them the bank gives columns alone.
-        row_weight: ``all``: the loss is the mean over current and bank rows (as published); ``current``: over current rows.
-        visibility: ``immediate``: a push is seen by the next micro-batch; ``on_step``: after the optimizer step.
-        keep: False empties the bank after each optimizer step (the paper's "without past encoder").
-        warmup_steps: optimizer steps during which the bank is filled but not used.
-        age_decay: by how much the logit of a row and a column falls for each optimizer step between their encodings.
-        prefixes: widths besides ``dim`` at which the loss compares; for each there is a bank of the cut vectors, with
-        log-sum-exps of its own. Memory: with widths that add up to s, s / dim as much again as without them, and the sums.
-        """
-        self.size, self.dim = size, dim
-        self.loss = loss
-        self.row_weight = row_weight
-        self.visibility = visibility
-        self.keep = keep
-        self.warmup_steps = warmup_steps
-        self.age_decay = age_decay
-        self.hard_negatives = hard_negatives
-        self.pointer = 0  # the slot that the next push overwrites first: the oldest row once the ring is full
-        self.stored = 0  # slots in use
-        self.step = 0  # optimizer steps that have ended
-        self.pending: list[tuple[Tensor, Tensor, RowIds, int]] = []
-        self.pushed = 0  # rows pushed since the last optimizer step
-        self.passages = torch.zeros(size, 1 + hard_negatives, dim, device=device)
-        self.column_ids = torch.full((size, 1 + hard_negatives), NO_PASSAGE)  # ids stay on the CPU
-        self.positives = torch.full((size, 1), NO_PASSAGE)
-        self.queries = torch.zeros(size, dim, device=device) if queries else None
-        self.positive_logits = torch.zeros(size, device=device)
-        self.born = torch.zeros(
-            size, dtype=torch.long
-        )  # the step whose weights made a row; on the CPU: no loss reads it
-        self.places = torch.zeros(size, dtype=torch.long)  # which row of its step a row is
-        self.push_rows = push
-        self.undo = Undo()
-        self.sums = self._no_sums()
-        self.prefixes = prefixes
-        options = {"hard_negatives": hard_negatives, "queries": queries, "row_weight": row_weight}
-        options |= {"visibility": visibility, "keep": keep, "warmup_steps": warmup_steps, "age_decay": age_decay}
-        self.narrower = [Bank(size, width, loss, push=push, device=device, **options) for width in prefixes.widths]  # type: ignore[arg-type]
-        """The banks of ``prefixes``, one for each of its widths; every change here is made in them too."""
-        self._begin_step()
+        """Create an empty bank.
 
-    def _no_sums(self) -> NestedLogSumExp | None:
-        if self.queries is None or self.size == 0:
-            return None
-        tile = self.loss.tile // (1 + self.hard_negatives)
-        return NestedLogSumExp(self.size, self.push_rows, tile, self.undo, self.passages.device)
+        size: number of slots, M. dim: width of an embedding, d. push: usual number of rows of a push, which is also the number of
+        slots in a smallest block of ``NestedLogSumExp``.
+        """
+        self.size, self.dim, self.similarity, self.push_rows = size, dim, similarity, push
+        self.options = options = options or BankOptions()
+        self.pointer = 0  # next slot to overwrite; if the ring is full, it contains the oldest row
+        self.stored = 0  # number of slots that contain a row
+        self.step = 0  # number of finished optimizer steps
+        self.pushed = 0  # number of rows pushed in the current optimizer step
+        self.passages = torch.zeros(size, 1 + options.hard_negatives, dim, device=device)
+        self.queries = None if options.columns_only else torch.zeros(size, dim, device=device)
+        self.positive_logits = torch.zeros(size, device=device)
+        self.written_step = torch.zeros(size, dtype=torch.long, device=device)  # optimizer step that encoded the row
+        # the tensors of ids are always on the CPU
+        self.column_ids = torch.full((size, 1 + options.hard_negatives), NO_PASSAGE)
+        self.positives = torch.full((size, 1), NO_PASSAGE)
+        self.query_numbers = torch.zeros(size, dtype=torch.long)  # row numbers in the training set, for the rules
+        # index of the row among the rows of its optimizer step
+        self.index_in_step = torch.zeros(size, dtype=torch.long)
+        self.journal = RollbackJournal()
+        self._map_ids()
+        self._clear()
+        self._begin_step()
 
     @property
     def fill(self) -> int:
-        """Rows that the loss may use now: none during the warm-up steps."""
-        return self.stored if self.step >= self.warmup_steps else 0
+        """Number of bank rows that the loss may use. It is 0 during the warm-up."""
+        return self.stored if self.step >= self.options.warmup_steps else 0
+
+    @property
+    def weighted_rows(self) -> int:
+        """Number of bank rows that count in the denominator of the mean loss."""
+        return self.fill if self.queries is not None and self.options.row_weight == "all" else 0
 
     def logsumexp(self) -> Tensor:
-        """Log-sum-exp of each bank row over all bank columns, masked like all others, (fill,); constant."""
+        """Return, for each bank row, the log-sum-exp over all bank columns that are not masked: (fill,), without gradient."""
         assert self.sums is not None
         return self.sums.total(self.fill)
 
     def ages(self) -> Tensor:
-        """Optimizer steps since each stored row was encoded, (stored,) int64; 0 for rows of the step under way."""
-        return self.step - self.born[: self.stored]
+        """Return the age of each stored row, (stored,) int64.
 
-    def falls(self) -> Tensor | None:
-        """By how much the logits of stored rows and columns against current ones fall for their age, (fill,); None: nothing.
-
-        Between two stored vectors it is the difference of their ages that counts, which stays what it is, so the kept
-        log-sum-exps need no change as both grow older.
+        The age is the number of optimizer steps since the row was encoded. A row from the current step has age 0.
         """
-        if not self.age_decay:
+        return self.step - self.written_step[: self.stored]
+
+    def age_penalty(self) -> Tensor | None:
+        """Return the age penalty of each stored row, (fill,), or None if there is no age decay.
+
+        The penalty is subtracted from every logit between the stored row and a current row. Between two stored rows, the penalty
+        depends only on the difference of their ages. This difference never changes, so the stored log-sum-exps stay valid.
+        """
+        if not self.options.age_decay:
             return None
-        return (self.ages()[: self.fill] * self.age_decay).to(self.passages)
+        return (self.ages()[: self.fill] * self.options.age_decay).to(self.passages)
 
-    def preview(self, rows: int, columns: int) -> Preview | None:
-        """What a loss is to fill for the push of its ``rows`` rows of ``columns`` columns each; None where it would be no use."""
-        if self.sums is None or not self.fill or self.visibility == "on_step" or columns != 1 + self.hard_negatives:
+    def partial(self, rows: int, columns: int) -> PartialLogSumExp | None:
+        """Return an empty PartialLogSumExp for the next push, or None if this push cannot use one.
+
+        rows: number of rows of the push. columns: number of passages per row. A push can use a PartialLogSumExp only if the
+        bank stores the queries and all passages of each row, the loss uses the bank, and the rows fill exactly one of the
+        smallest blocks.
+        """
+        one_block = rows == self.push_rows and self.pointer % rows == 0 and self.pointer + rows <= self.size
+        if self.sums is None or not self.fill or not one_block or columns != 1 + self.options.hard_negatives:
             return None
-        return self.sums.preview(self.pointer, self.fill, rows, columns)
+        return PartialLogSumExp(self.pointer, self.fill, rows, columns, self.sums)
 
-    def push(self, queries: Tensor, passages: Tensor, ids: RowIds, previews: Sequence[Preview | None] = ()) -> None:
-        """Store b rows over the oldest ones. queries (b, d), passages (b, 1 + H, d), ids of the same rows; copied, detached.
+    @torch.no_grad()
+    def push(
+        self, queries: Tensor, passages: Tensor, ids: RowIds, partials: Sequence[PartialLogSumExp | None] = ()
+    ) -> None:
+        """Write b new rows into the next b slots. In a full bank, this replaces the b oldest rows.
 
-        previews: those of the loss that was just taken of these rows against this bank, which saves two products of it with
-        them; without them the same is computed here.
+        queries: (b, d). passages: (b, 1 + H, d). ids: passage ids of the b rows. partials: ``LossValue.partials`` of the loss
+        that compared the b rows with this bank. Reusing them saves two matrix products.
         """
         if self.size == 0:
             return
-        preview, *narrower = previews or [None]
-        keep = 1 + self.hard_negatives
-        ids = RowIds(ids.columns[:, :keep], ids.positives)
-        rows = (queries.detach(), passages.detach()[:, :keep], ids, self.pushed)
-        self.pushed += len(queries)
-        if self.visibility == "on_step":
-            self.pending.append(rows)
-        else:
-            self._store(*rows, preview)
-        for bank, its_own in zip_longest(self.narrower, narrower):
-            cut = partial(self.prefixes.cut, width=bank.dim)
-            bank.push(cut(queries.detach()), cut(passages.detach()), ids, (its_own,))
-
-    def end_step(self) -> None:
-        """Called after each optimizer step: commits what waits for it, or empties the bank when it is not to be kept."""
-        for rows in self.pending:
-            self._store(*rows, None)
-        self.pending = []
-        self.pushed = 0
-        self.step += 1
-        if not self.keep:
-            self._forget_rows()
-        for bank in self.narrower:
-            bank.end_step()
-        self._begin_step()
-
-    def empty(self) -> None:
-        """Forget all rows, between two steps; the steps that have ended still count."""
-        self._forget_rows()
-        for bank in self.narrower:
-            bank.empty()
-        self._begin_step()
-
-    def _forget_rows(self) -> None:
-        self.pointer = self.stored = 0
-        self.sums = self._no_sums()
-
-    def rollback(self) -> None:
-        """Go back, to the bit, to where the optimizer step began: after construction, ``end_step`` or ``load_state``."""
-        self.undo.restore()
-        self.pending, self.pushed = list(self._waited), sum(len(rows[0]) for rows in self._waited)
-        self.pointer, self.stored, self.positives, opened = self._began
-        if self.sums is not None:
-            self.sums.open = opened
-        for bank in self.narrower:
-            bank.rollback()
-        self._begin_step()
-
-    def _begin_step(self) -> None:
-        self.undo.forget()
-        self._waited = list(self.pending)  # none but in a state that was taken within a step
-        self._began = (self.pointer, self.stored, self.positives, list(self.sums.open) if self.sums else [])
-
-    @torch.no_grad()
-    def _store(self, queries: Tensor, passages: Tensor, ids: RowIds, place: int, preview: Preview | None) -> None:
-        """Write b rows, ``place`` being the first one's place in its step."""
-        b = len(queries)
+        b, columns = len(queries), 1 + self.options.hard_negatives
         assert b <= self.size, f"a push of {b} rows into a bank of {self.size} would lose rows"
         self._widen(ids.positives.shape[1])
         known = F.pad(ids.positives, (0, self.positives.shape[1] - ids.positives.shape[1]), value=NO_PASSAGE)
-        first = min(b, self.size - self.pointer)  # rows that fit before the end of the ring
+        first = min(b, self.size - self.pointer)  # number of rows that fit before the end of the ring
         pieces = [(self.pointer, slice(0, first)), (0, slice(first, b))] if first < b else [(self.pointer, slice(0, b))]
+        written = []
         for start, rows in pieces:
             slots = slice(start, start + rows.stop - rows.start)
-            for name in self._stored_tensors():
-                self.undo.note(getattr(self, name), slots)
-            self.passages[slots] = passages[rows]
-            self.column_ids[slots] = ids.columns[rows]
+            for tensor in self._tensors().values():
+                self.journal.record(tensor, slots)
+            self._update_ids(slots, EntriesById.remove)
+            self.passages[slots] = passages[rows, :columns]
+            self.column_ids[slots] = ids.columns[rows, :columns]
             self.positives[slots] = known[rows]
-            self.born[slots] = self.step
-            self.places[slots] = torch.arange(place + rows.start, place + rows.stop)
+            if self.similarity.rules.by_query and ids.queries is not None:
+                self.query_numbers[slots] = ids.queries[rows]
+            self.written_step[slots].fill_(self.step)
+            self.index_in_step[slots] = torch.arange(self.pushed + rows.start, self.pushed + rows.stop)
             if self.queries is not None:
                 self.queries[slots] = queries[rows]
+            self._update_ids(slots, EntriesById.add)
+            written.append(slots)
         self.stored = min(self.size, self.stored + b)
+        self.pushed += b
         if self.sums is not None:
-            for start, rows in pieces:
-                stop = start + rows.stop - rows.start
-                self.sums.overwrite(start, stop, self.stored, self._logits, preview)
-                self._keep_positive_logits(start, stop)
+            for slots in written:  # the rules compare other logits with these
+                self._update_positive_logits(slots)
+            for slots in written:
+                self.sums.overwrite(slots.start, slots.stop, self.stored, partials[0] if partials else None)
         self.pointer = (self.pointer + b) % self.size
 
     def _widen(self, width: int) -> None:
-        """Make room for rows with more known positives than any before."""
         if width > self.positives.shape[1]:
             self.positives = F.pad(self.positives, (0, width - self.positives.shape[1]), value=NO_PASSAGE)
 
-    def _logits(self, rows: slice, slots: slice) -> Tensor:
-        """Logits of bank rows against the columns of bank slots, (slots * columns per slot, rows), masked."""
+    def _map_ids(self) -> None:
+        """Build ``_by_positive`` and ``_by_column``, the maps from passage ids to rows and to columns of the bank."""
+        self._by_positive, self._by_column = EntriesById(), EntriesById()
+        self._update_ids(slice(0, self.size), EntriesById.add)
+
+    def _update_ids(self, slots: slice, update: Callable[[EntriesById, int, Tensor], None]) -> None:
+        """Call ``update``, which adds or removes entries, for the passage ids of ``slots`` in both maps."""
+        if self.similarity.mask_false_negatives:
+            update(self._by_positive, slots.start, self.positives[slots])
+            update(self._by_column, slots.start * self.column_ids.shape[1], self.column_ids[slots].view(-1, 1))
+
+    def masked_columns(self, positives: Tensor, slots: slice) -> MaskedPairs:
+        """Return the pairs (row, column) to mask, for any rows and the columns of ``slots``.
+
+        A pair is masked if the column is a known positive of the row. positives: (r, P), the ids of the known positives of each
+        row.
+        """
+        per_slot = self.column_ids.shape[1]
+        return self._by_column.find(positives, slice(slots.start * per_slot, slots.stop * per_slot))
+
+    def masked_rows(self, column_ids: Tensor, rows: slice) -> MaskedPairs:
+        """Return the pairs (column, row) to mask, for any columns and the stored rows ``rows``.
+
+        A pair is masked if the column is a known positive of the row. column_ids: (c,), the passage id of each column.
+        """
+        return self._by_positive.find(column_ids.unsqueeze(1), rows)
+
+    def rule_rows(self, slots: slice) -> Rows:
+        """Return what the rules need of the rows in ``slots``."""
+        scores = self.positive_logits[slots] / self.similarity.positive_share
+        return Rows(self.query_numbers[slots], self.column_ids[slots, 0], scores, self.similarity.scale)
+
+    def logits(self, rows: slice, slots: slice, reverse: bool = False) -> Tensor:
+        """Return the logits of the bank rows ``rows`` and of all columns in the bank slots ``slots``.
+
+        The shape is (slots * columns per slot, rows). Logits of masked pairs are minus infinity. With ``reverse``, the rules
+        apply to the direction from passages to queries, and only to positives.
+        """
         assert self.queries is not None
-        left_out = self.loss.left_out(self.positives[rows], self.column_ids[slots].flatten())
+        per_slot = self.column_ids.shape[1]
+        if rows.stop - rows.start > slots.stop - slots.start:  # look up rows or columns, the ones with fewer ids
+            masked = self.masked_rows(self.column_ids[slots].flatten(), rows).transposed()
+        else:
+            masked = self.masked_columns(self.positives[rows], slots)
         first, end = max(rows.start, slots.start), min(rows.stop, slots.stop)
-        if len(left_out) and first < end:  # rows whose own positive is among the columns
+        if len(masked) and first < end:  # a row's own positive is not masked
             own = torch.arange(first, end)
-            left_out = left_out.without(own - rows.start, (own - slots.start) * self.column_ids.shape[1])
-        logits = self.loss.logits(self.passages[slots].flatten(0, 1), self.queries[rows], left_out.transposed())
-        if self.age_decay:
-            apart = (self.born[slots].unsqueeze(1) - self.born[rows]).abs()
-            logits -= (apart * self.age_decay).to(logits).repeat_interleave(self.column_ids.shape[1], 0)
+            masked = masked.without(own - rows.start, (own - slots.start) * per_slot)
+        logits = self.similarity.logits(self.passages[slots].flatten(0, 1), self.queries[rows], masked.transposed())
+        if self.similarity.hardness and first < end:
+            positives = logits.unflatten(0, (-1, per_slot))[first - slots.start : end - slots.start, 0]
+            positives[:, first - rows.start : end - rows.start].diagonal().mul_(self.similarity.positive_share)
+        if (rules := self.similarity.rules) and reverse:
+            numbers = self.query_numbers[rows]
+            rules.leave_out(logits[::per_slot], self.rule_rows(slots), numbers, (slots, rows), of_queries=True)
+        elif rules:
+            rules.leave_out(logits.T, self.rule_rows(rows), self.column_ids[slots].flatten(), (rows, slots))
+        if self.options.age_decay:
+            between = logits.new_empty(slots.stop - slots.start, 1, rows.stop - rows.start)
+            torch.sub(self.written_step[slots].view(-1, 1, 1), self.written_step[rows], out=between)
+            logits.unflatten(0, (-1, per_slot)).sub_(between.abs_().mul_(self.options.age_decay))
         return logits
 
-    def _keep_positive_logits(self, start: int, stop: int) -> None:
+    def _update_positive_logits(self, slots: slice) -> None:
         assert self.queries is not None
-        products = self.queries[start:stop] * self.passages[start:stop, 0]
-        self.positive_logits[start:stop] = products.sum(1) / self.loss.temperature
+        products = self.queries[slots] * self.passages[slots, 0]
+        torch.div(products.sum(1), self.similarity.temperature, out=self.positive_logits[slots])
+
+    def end_step(self) -> None:
+        """End an optimizer step: add 1 to the number of steps, and empty the bank if ``options.keep`` is false."""
+        self.step += 1
+        if not self.options.keep:
+            self._clear()
+        self._begin_step()
+        for bank in self.truncated:
+            bank.end_step()
+
+    def empty(self) -> None:
+        """Remove all rows, but keep the number of finished optimizer steps.
+
+        Call this function only between two optimizer steps.
+        """
+        self._clear()
+        self._begin_step()
+        for bank in self.truncated:
+            bank.empty()
+
+    def _clear(self) -> None:
+        self.pointer = self.stored = 0
+        self.sums: NestedLogSumExp | None = None
+        if self.queries is not None and self.size:
+            tile = self.similarity.tile_on(self.passages.device) // (1 + self.options.hard_negatives)
+            shape = self.size, self.push_rows, tile
+            self.sums = NestedLogSumExp(self.logits, *shape, self.journal, self.passages.device)
+
+    def rollback(self) -> None:
+        """Restore exactly the state that the bank had at the beginning of the current optimizer step."""
+        self.journal.restore()
+        self.pointer, self.stored, self.positives, open_blocks = self._before
+        self._map_ids()
+        if self.sums is not None:
+            self.sums.open = open_blocks
+        self._begin_step()
+        for bank in self.truncated:
+            bank.rollback()
+
+    def _begin_step(self) -> None:
+        self.pushed = 0
+        self.journal.clear()
+        self._before = (self.pointer, self.stored, self.positives, list(self.sums.open) if self.sums else [])
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return all tensors that have one entry per slot. The keys are their names in a saved state."""
+        names = ["passages", "column_ids", "positives", "written_step", "index_in_step"]
+        names += [] if self.queries is None else ["queries", "positive_logits"]
+        names += ["query_numbers"] if self.similarity.rules.by_query else []
+        return {STATE_KEYS.get(name, name): getattr(self, name) for name in names}
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Everything a resumed run needs: tensors, and plain numbers. Rows that wait for the step's end are among it."""
-        tensors = {name: getattr(self, name) for name in self._stored_tensors()}
+        """Return the tensors and the other values to save in a checkpoint. Call this only between two optimizer steps."""
+        tensors = {name: tensor.contiguous() for name, tensor in self._tensors().items()}
         if self.sums is not None:
             tensors |= {"sums": self.sums.values, "closed": self.sums.closed}
-        numbers: dict[str, Any] = {
-            "size": self.size,
-            "pointer": self.pointer,
-            "stored": self.stored,
-            "step": self.step,
-            "open": self.sums.open if self.sums else None,
-            "sums_of": self._sums_of(),
-            "waiting": [len(queries) for queries, *_ in self.pending],
-        }
-        if self.pending:
-            queries, passages, ids, _ = zip(*self.pending, strict=True)
-            width = max(each.positives.shape[1] for each in ids)
-            known = [F.pad(each.positives, (0, width - each.positives.shape[1]), value=NO_PASSAGE) for each in ids]
-            parts = (queries, passages, [each.columns for each in ids], known)
-            tensors |= {f"waiting_{name}": torch.cat(list(part)) for name, part in zip(WAITING, parts, strict=True)}
-        for bank in self.narrower:
-            further, numbers[str(bank.dim)] = bank.state()
-            tensors |= {f"{bank.dim}/{name}": tensor for name, tensor in further.items()}
-        return {name: tensor.contiguous() for name, tensor in tensors.items()}, numbers
+        numbers: dict[str, Any] = {name: getattr(self, name) for name in ("size", "pointer", "stored", "step")}
+        return tensors, {**numbers, "open": self.sums.open if self.sums else None, "sums_of": self._sums_of()}
 
     def load_state(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-        """Take over what ``state`` gave; a bank of another shape raises InputError.
+        """Restore the tensors and the other values that ``state`` returned.
 
-        The log-sum-exps are computed anew where they were kept under other settings than this bank's.
+        Raises InputError if the saved tensors do not have the shapes of this bank's tensors. If a setting that changes the
+        log-sum-exps has another value now, they are computed again.
         """
-        for bank in self.narrower:
-            own = f"{bank.dim}/"
-            bank.load_state(
-                {name.removeprefix(own): tensor for name, tensor in tensors.items() if name.startswith(own)},
-                numbers.get(str(bank.dim), {}),
-            )
-        tensors = {name: tensor for name, tensor in tensors.items() if "/" not in name}
-        width = tensors["positives"].shape[1] if "positives" in tensors else 1
-        self._widen(width)
-        shapes = {name: tuple(getattr(self, name).shape) for name in self._stored_tensors()}
-        found = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in NOT_ROWS}
-        if found != shapes:
+        rows = {name: tensor for name, tensor in tensors.items() if name not in ("sums", "closed") and "/" not in name}
+        self._widen(rows["positives"].shape[1] if "positives" in rows else 1)
+        own = self._tensors()
+        found, expected = ({name: tuple(each.shape) for name, each in part.items()} for part in (rows, own))
+        if found != expected:
             raise InputError(
-                f"the checkpoint's bank has the shapes {found}, expected {shapes}: it is another configuration's"
+                f"bank of the checkpoint: its shapes are {found}, but this configuration needs {expected}. "
+                "Resume with the `bank` and `loss` settings that the run started with."
             )
-        for name in self._stored_tensors():
-            getattr(self, name).copy_(tensors[name])
+        for name, tensor in own.items():
+            tensor.copy_(rows[name])
+        self._clear()
         self.pointer, self.stored, self.step = numbers["pointer"], numbers["stored"], numbers["step"]
-        self.sums = self._no_sums()
+        self._map_ids()
         if self.sums is not None and numbers.get("sums_of") == self._sums_of():
-            self.sums.load(tensors["sums"], tensors["closed"], numbers["open"])
+            self.sums.values.copy_(tensors["sums"])
+            self.sums.closed.copy_(tensors["closed"])
+            self.sums.open = list(numbers["open"])
         elif self.sums is not None:
-            self.sums.overwrite(0, self.stored, self.stored, self._logits)
-            self._keep_positive_logits(0, self.stored)
-        self._load_waiting(tensors, numbers.get("waiting", []))
+            self._update_positive_logits(slice(0, self.stored))
+            self.sums.overwrite(0, self.stored, self.stored)
         self._begin_step()
 
-    def _load_waiting(self, tensors: dict[str, Tensor], pushes: list[int]) -> None:
-        """Let rows wait again that were pushed in the step under way, ``pushes`` rows at a time."""
-        self.pending, self.pushed = [], 0
-        if not pushes:
-            return
-        parts = (tensors[f"waiting_{name}"].split(pushes) for name in WAITING)
-        for queries, passages, columns, known in zip(*parts, strict=True):
-            rows = (
-                queries.to(self.passages),
-                passages.to(self.passages),
-                RowIds(columns.cpu(), known.cpu()),
-                self.pushed,
-            )
-            self.pending.append(rows)
-            self.pushed += len(queries)
-
     def _sums_of(self) -> dict[str, Any]:
-        """What the kept log-sum-exps depend on besides the stored rows; blocks of another width may make the same shape."""
-        return {
-            "push": self.push_rows,
-            "temperature": self.loss.temperature,
-            "age_decay": self.age_decay,
-            "mask_false_negatives": self.loss.mask_false_negatives,
-        }
+        """Return the settings on which the stored log-sum-exps depend."""
+        return {"push": self.push_rows, "age_decay": self.options.age_decay, **self.similarity.settings()}
 
     def fingerprint(self) -> str:
-        """Hash of all that is stored; processes that were pushed the same rows have the same one."""
+        """Return a hash of the stored rows. Processes that pushed the same rows get the same hash."""
         digest = hashlib.sha256(f"{self.pointer} {self.stored} {self.step}".encode())
-        # the log-sum-exps are left out: each process computes its own, and unequal machines round them differently
-        for name in (name for name in self._stored_tensors() if name != "positive_logits"):
-            digest.update(getattr(self, name).cpu().numpy().data)
+        for name, tensor in self._tensors().items():
+            if name != "positive_logits":  # these are computed values, and another machine may round differently
+                digest.update(tensor.cpu().numpy().data)
         return digest.hexdigest()
-
-    def _stored_tensors(self) -> list[str]:
-        names = ["passages", "column_ids", "positives", "born", "places"]
-        return names if self.queries is None else [*names, "queries", "positive_logits"]

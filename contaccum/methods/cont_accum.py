@@ -1,22 +1,39 @@
-"""CONTACCUM: gradient accumulation with two banks; past passages add columns, past queries add rows.
+"""Gradient accumulation with a bank of past rows. The two methods are CONTACCUM and pre-batch negatives.
 
-Source: Kim et al. 2024 (arXiv 2406.12356), eq. 5-9.
+Sources: Kim et al. 2024 (arXiv 2406.12356), eq. 5-9, and its ablation "without query bank"; Lee et al. 2021 (arXiv 2012.12624),
+"pre-batch negatives".
 """
 
 from contaccum.batch import MicroBatch
 from contaccum.methods.bank import Bank
-from contaccum.methods.loss import LossValue
-from contaccum.methods.step import Engine, Loss, row_weights
+from contaccum.methods.loss import LossValue, row_weights
+from contaccum.methods.objective import Loss, StepEngine
 
 
-def cont_accum(engine: Engine, micro_batches: list[MicroBatch], bank: Bank, loss: Loss) -> list[LossValue]:
-    """One pass; b current rows and the bank's, b (1 + H) current columns and the bank's."""
-    values = []
-    weights = row_weights(micro_batches, bank), row_weights(micro_batches)
-    for batch, *own in zip(engine.micro_steps(micro_batches), *weights, strict=True):
+def cont_accum(
+    engine: StepEngine, micro_batches: list[MicroBatch], bank: Bank, loss: Loss, *, bank_rows: bool = True
+) -> list[LossValue]:
+    """Compute the losses and gradients of one optimizer step with CONTACCUM. Each text is encoded once.
+
+    The loss of a micro-batch of b pairs has b (1 + H) current columns and all bank columns. It has b current rows and, if
+    ``bank_rows`` is true, all bank rows. After the backward pass, the b pairs are pushed into the bank. H: number of hard
+    negatives of a query.
+    """
+    values, rows = [], bank if bank_rows else None
+    weights = row_weights(micro_batches, rows), row_weights(micro_batches)
+    for batch, *weight in zip(engine.micro_steps(micro_batches), *weights, strict=True):
         queries, passages = engine.encode(batch)  # (b, d), (b, 1 + H, d)
-        value = loss(queries, passages, batch.ids, columns=bank, rows=bank).weighted(*own)
+        value = loss(queries, passages, batch.ids, columns=bank, rows=rows).weighted(*weight)
         engine.backward(value.value / len(micro_batches))
-        bank.push(queries, passages, batch.ids, value.previews)
+        bank.push(queries, passages, batch.ids, value.partials)
         values.append(value.detach())
     return values
+
+
+def passage_bank(engine: StepEngine, micro_batches: list[MicroBatch], bank: Bank, loss: Loss) -> list[LossValue]:
+    """Compute the losses and gradients of one optimizer step with pre-batch negatives. Each text is encoded once.
+
+    The loss of a micro-batch of b pairs has b rows, b (1 + H) current columns and all bank columns. It has no bank rows, so
+    only queries are compared with the bank, and current passages are not. H: number of hard negatives of a query.
+    """
+    return cont_accum(engine, micro_batches, bank, loss, bank_rows=False)

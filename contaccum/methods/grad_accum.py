@@ -1,13 +1,16 @@
-"""Vanilla gradient accumulation: every micro-batch is compared with itself alone."""
+"""Gradient accumulation: each query is compared only with the passages of its micro-batch."""
 
 from contaccum.batch import MicroBatch
 from contaccum.methods.bank import Bank
-from contaccum.methods.loss import LossValue
-from contaccum.methods.step import Engine, Loss, row_weights
+from contaccum.methods.loss import LossValue, row_weights
+from contaccum.methods.objective import Loss, StepEngine
 
 
-def grad_accum(engine: Engine, micro_batches: list[MicroBatch], bank: Bank, loss: Loss) -> list[LossValue]:
-    """One pass; b rows, b (1 + H) columns."""
+def grad_accum(engine: StepEngine, micro_batches: list[MicroBatch], bank: Bank, loss: Loss) -> list[LossValue]:
+    """Compute the losses and gradients of one optimizer step with gradient accumulation. Each text is encoded once.
+
+    The loss of a micro-batch of b pairs has b rows and b (1 + H) columns. H: number of hard negatives of a query.
+    """
     values = []
     for batch, weight in zip(engine.micro_steps(micro_batches), row_weights(micro_batches), strict=True):
         queries, passages = engine.encode(batch)  # (b, d), (b, 1 + H, d)

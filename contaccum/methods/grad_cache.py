@@ -1,17 +1,110 @@
-"""GradCache: the whole step is compared with itself at the memory of one micro-batch, for a second forward pass.
+"""GradCache, with and without a bank.
 
-Source: Gao et al. 2021 (arXiv 2101.06983).
+GradCache computes the loss over a whole step with the memory of one micro-batch, at the cost of a second forward pass. The
+functions are named after the steps of the algorithm in Gao et al. 2021 (arXiv 2101.06983).
 """
 
-from contaccum.batch import MicroBatch
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from contaccum.batch import MicroBatch, RowIds, Rows, concatenate
 from contaccum.methods.bank import Bank
 from contaccum.methods.loss import LossValue
-from contaccum.methods.step import Engine, Loss, cache_gradients, replay, represent
+from contaccum.methods.objective import Loss, StepEngine
+from contaccum.methods.replay import Cache, replay_sample
 
 
-def grad_cache(engine: Engine, micro_batches: list[MicroBatch], bank: Bank, loss: Loss) -> list[LossValue]:
-    """Two passes; N rows, N (1 + H) columns. Equal to in_batch to rounding."""
+def grad_cache(engine: StepEngine, micro_batches: list[MicroBatch], bank: Bank, loss: Loss) -> list[LossValue]:
+    """Compute the loss and the gradients of one optimizer step with GradCache. Texts are encoded twice.
+
+    The loss of a step of N pairs has N rows and N (1 + H) columns. The gradients are those of in_batch, except for rounding. H:
+    number of hard negatives of a query.
+    """
     parts = represent(engine, micro_batches)
     value, cache = cache_gradients(parts, loss)
-    replay(engine, micro_batches, parts[-1], cache)
-    return [value]
+    return [replay(engine, micro_batches, parts[-1], cache, value)]
+
+
+def cont_cache(engine: StepEngine, micro_batches: list[MicroBatch], bank: Bank, loss: Loss) -> list[LossValue]:
+    """Compute the loss and the gradients of one optimizer step with GradCache and a bank. Texts are encoded twice.
+
+    The loss of a step of N pairs has N current rows and all bank rows. It has N (1 + H) current columns and all bank columns.
+    Then the N pairs are pushed into the bank. H: number of hard negatives of a query.
+    """
+    parts = represent(engine, micro_batches)
+    value, cache = cache_gradients(parts, partial(loss, columns=bank, rows=bank))
+    value = replay(engine, micro_batches, parts[-1], cache, value)
+    bank.push(*concatenate(parts), value.partials)
+    return [value.detach()]
+
+
+def represent(engine: StepEngine, micro_batches: list[MicroBatch]) -> list[Rows]:
+    """Compute the embeddings of every micro-batch: the first pass, which is step 1 of the paper.
+
+    Only the last micro-batch is encoded with graph, so it needs no second forward pass. In partial replay, no micro-batch has a
+    graph.
+    """
+    earlier, last = (micro_batches[:-1], [micro_batches[-1:]]) if engine.replay_share == 1 else (micro_batches, [])
+    size = engine.no_grad_group_size
+    groups = [earlier[start : start + size] for start in range(0, len(earlier), size)] + last
+    parts: list[Rows] = []
+    for group, batch in zip(groups, engine.micro_steps([engine.join(group) for group in groups]), strict=True):
+        with torch.set_grad_enabled(len(parts) == len(earlier)):
+            queries, passages = engine.encode(batch)
+        parts += _split((queries, passages, batch.ids), [len(member.query_ids) for member in group])
+    return parts
+
+
+def _split(rows: Rows, sizes: list[int]) -> list[Rows]:
+    """Split joined rows into micro-batches again. sizes: number of rows of each micro-batch in one process."""
+    # (W * sum(sizes), ...) for W processes: all rows of process 0, then all rows of process 1, and so on
+    queries, passages, ids = rows
+    ends = list(accumulate(sizes))
+
+    def piece(tensor: Tensor, end: int, size: int) -> Tensor:
+        return tensor.unflatten(0, (-1, sum(sizes)))[:, end - size : end].flatten(0, 1)
+
+    return [
+        (piece(queries, *own), piece(passages, *own), RowIds.merge([ids], lambda part, own=own: piece(part[0], *own)))  # type: ignore[misc]
+        for own in zip(ends, sizes, strict=True)
+    ]
+
+
+def cache_gradients(parts: list[Rows], loss: Callable[[Tensor, Tensor, RowIds], LossValue]) -> tuple[LossValue, Cache]:
+    """Compute the loss of the whole step (step 2 of the paper).
+
+    Returns the loss without graph, and for each micro-batch the gradients of the loss with respect to the embeddings.
+    """
+    queries, passages, ids = concatenate(parts)
+    queries, passages = queries.detach().requires_grad_(), passages.detach().requires_grad_()  # (N, d), (N, 1 + H, d)
+    value = loss(queries, passages, ids)
+    gradients = torch.autograd.grad(value.value, (queries, passages))
+    sizes = [len(part[0]) for part in parts]
+    per_batch = list(zip(*(gradient.split(sizes) for gradient in gradients), strict=True))
+    return value.detach()._replace(partials=value.partials), per_batch
+
+
+def replay(
+    engine: StepEngine, micro_batches: list[MicroBatch], last: Rows, cache: Cache, value: LossValue
+) -> LossValue:
+    """Encode again with graph, and backpropagate the cached gradients: the second pass, steps 3 and 4 of the paper.
+
+    Dropout is the same as in the first pass. last: the rows of the last micro-batch, with the graph from the first pass.
+    Returns ``value``; partial replay sets ``value.replayed``.
+    """
+    if engine.replay_share < 1:
+        return value._replace(replayed=replay_sample(engine, micro_batches, cache))
+    _backward(engine, last[0], last[1], cache[-1])  # first, to free the graph of the first pass
+    for batch, gradients in zip(engine.micro_steps(micro_batches[:-1]), cache, strict=False):
+        queries, passages = engine.encode(batch)
+        _backward(engine, queries, passages, gradients)
+    return value
+
+
+def _backward(engine: StepEngine, queries: Tensor, passages: Tensor, gradients: tuple[Tensor, Tensor]) -> None:
+    # the gradient of this inner product with respect to the embeddings is the cached gradient
+    engine.backward((queries * gradients[0]).sum() + (passages * gradients[1]).sum())

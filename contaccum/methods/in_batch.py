@@ -1,17 +1,21 @@
-"""In-batch negatives: the whole step is compared with itself, and its graph is held until the one backward pass.
+"""In-batch negatives: one loss over the whole step. The graph of the whole step is in memory at once.
 
 Source: Karpukhin et al. 2020 (arXiv 2004.04906), section 3.2.
 """
 
-from contaccum.batch import MicroBatch
+from contaccum.batch import MicroBatch, concatenate
 from contaccum.methods.bank import Bank
 from contaccum.methods.loss import LossValue
-from contaccum.methods.step import Engine, Loss, whole_step
+from contaccum.methods.objective import Loss, StepEngine
 
 
-def in_batch(engine: Engine, micro_batches: list[MicroBatch], bank: Bank, loss: Loss) -> list[LossValue]:
-    """One pass; N rows, N (1 + H) columns. Memory follows N."""
+def in_batch(engine: StepEngine, micro_batches: list[MicroBatch], bank: Bank, loss: Loss) -> list[LossValue]:
+    """Compute the loss and the gradients of one optimizer step with in-batch negatives. Each text is encoded once.
+
+    The loss of a step of N pairs has N rows and N (1 + H) columns. The memory of the step grows with N. H: number of hard
+    negatives of a query.
+    """
     parts = [(*engine.encode(batch), batch.ids) for batch in engine.micro_steps(micro_batches)]
-    value = loss(*whole_step(parts))
+    value = loss(*concatenate(parts))
     engine.backward(value.value)
     return [value.detach()]

@@ -1,172 +1,226 @@
-"""Each bank row's log-sum-exp over all bank columns, kept exact while pushes overwrite the ring.
+"""Keeps the log-sum-exp of each bank row over all bank columns up to date while pushes overwrite columns.
 
-A log-sum-exp cannot be taken back: subtracting an overwritten column from a sum loses digits without bound. So the columns
-are divided into blocks, and a block's value is replaced as a whole. Narrow blocks make a push cheap but the table wide; hence
-several levels. The top level divides the ring into ``fan`` blocks; of each level one block, the one being overwritten, stands
-open and is divided into ``fan`` blocks of the level below. A block is opened by computing its parts from the stored vectors,
-and closed by summing them up, so each column is met once per level and turn of the ring: for M rows and pushes of b rows a
-push costs O(M * b) on average, and the state holds LEVELS * fan = O((M / b)^(1 / LEVELS)) numbers a row.
+Subtracting an overwritten column from a sum would add a rounding error in every push. Therefore the columns are divided into
+blocks, the table stores one log-sum-exp per row and block, and a push recomputes changed blocks. Small blocks make a push cheap
+but the table large, so there are several levels of blocks. Level 0 divides the ring into ``fan`` blocks. At each level except the
+last, one block is open: the block that the pushes overwrite now. The next level divides the open block into ``fan`` smaller
+blocks. To open a block, the log-sum-exps of its smaller blocks are computed from the stored embeddings. To close a block, the
+log-sum-exps of its smaller blocks are combined into one.
+
+While pushes overwrite the whole ring once, each level computes each column once. With M rows and pushes of b rows, one push costs
+O(M * b) on average, and the table has LEVELS * fan = O((M / b)^(1 / LEVELS)) numbers per row.
 """
 
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import accumulate, count
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from contaccum.methods.undo import Undo
-
 LEVELS = 3
-"""At 131,072 rows pushed 8 at a time this makes 79 numbers a row, beside 768 or more for its vectors."""
+"""Number of levels of blocks.
+
+With 3 levels, M = 131,072 and b = 8, the table has 79 numbers per row, few compared with the 768 or more of a usual embedding.
+"""
 
 Logits = Callable[[slice, slice], Tensor]
-"""Bank rows and bank slots, both without gaps -> logits (slots * columns per slot, rows), minus infinity where masked."""
+"""Function that computes the logits of a slice of bank rows and the columns in a slice of bank slots.
+
+The shape of the result is (slots * columns per slot, rows). Logits of masked pairs are minus infinity.
+"""
 
 
-class Preview:
-    """What a loss finds of b current rows and their columns against the bank: the push that follows need not compute it again."""
+class RollbackJournal:
+    """Copies of the tensor regions that an optimizer step overwrites, to undo a failed step.
+
+    A region that a step overwrites several times is copied only before the first time.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[int, str], tuple[Tensor, Any, Tensor]] = {}
+
+    def record(self, tensor: Tensor, region: Any) -> None:
+        """Copy ``tensor[region]``, unless it was already copied in this step. Call this before every write to that region."""
+        key = (id(tensor), repr(region))  # slices cannot be hashed before Python 3.12
+        if key not in self._copies:
+            self._copies[key] = (tensor, region, tensor[region].clone())
+
+    def restore(self) -> None:
+        """Write all copies back, the newest copy first.
+
+        If two regions overlap, the older copy is the right one and is written last.
+        """
+        for tensor, region, old in reversed(self._copies.values()):
+            tensor[region] = old
+        self.clear()
+
+    def clear(self) -> None:
+        self._copies = {}
+
+
+class PartialLogSumExp:
+    """Log-sum-exps of the logits between b current rows and the bank.
+
+    The loss computes them, and the push of the same b rows writes them to the table of ``NestedLogSumExp``.
+    """
 
     def __init__(self, slot: int, fill: int, rows: int, per_slot: int, sums: "NestedLogSumExp") -> None:
-        """slot: where the b = ``rows`` rows are going to be stored; fill: rows in use until then; per_slot: columns of a slot."""
-        self.slot = slot
-        self.columns = sums.values.new_full((fill,), -torch.inf)
-        """Log-sum-exp of each stored row over the current columns."""
-        self.rows = sums.values.new_full((LEVELS, sums.fan, rows), -torch.inf)
-        """Log-sum-exp of each current row over blocks of stored columns, the blocks of ``NestedLogSumExp.values``."""
-        self.open = list(sums.open)
-        self._widths = [width * per_slot for width in sums.widths]  # in columns
-        steps = zip(self.open, self._widths, strict=False)
-        self._inside = [0, *accumulate(block * width for block, width in steps)]  # the first column of each level
+        """Create empty log-sum-exps.
 
-    def take(self, rows: slice, first: int, logits: Tensor) -> None:
-        """Take in logits (r, c) of current rows against stored columns from ``first`` on; each column once, in any order."""
-        for level, (width, inside) in enumerate(zip(self._widths, self._inside, strict=True)):
-            begin, end = max(inside, first), min(inside + self.rows.shape[1] * width, first + logits.shape[1])
-            while begin < end:  # what is left of a block, whole blocks, what there is of the last one
-                block, before = divmod(begin - inside, width)
+        slot: first slot that the push overwrites. fill: number of slots that contain a row before the push. rows: number of
+        current rows, b. per_slot: number of columns in a slot. sums: table of the bank.
+        """
+        self.slot = slot
+        self.columns = sums.values.new_empty((fill,))
+        """Log-sum-exp of each stored row over the current columns, (fill,)."""
+        self.rows = sums.values.new_full((LEVELS, sums.fan, rows), -torch.inf)
+        """Log-sum-exp of each current row over each block of stored columns, (LEVELS, fan, b)."""
+        self.open = list(sums.open)
+        self._widths = [width * per_slot for width in sums.widths]  # number of columns of a block at each level
+        self._starts = [first * per_slot for first in sums.first_slots()]
+
+    def add(self, rows: slice, first: int, logits: Tensor) -> None:
+        """Add the logits (r, c) of the current rows ``rows`` and of the c stored columns that start at column ``first``.
+
+        Call this function exactly once for each pair of row and column.
+        """
+        for level, (width, start) in enumerate(zip(self._widths, self._starts, strict=True)):
+            begin, end = max(start, first), min(start + self.rows.shape[1] * width, first + logits.shape[1])
+            while begin < end:  # first the rest of a block, then all whole blocks, then the beginning of the last block
+                block, before = divmod(begin - start, width)
                 stop = min(end, begin - before + width)
                 if not before and end > stop:
                     stop = end - (end - begin) % width
                 part = logits.T[begin - first : stop - first]
-                held = self.rows[level, block : block + -(-len(part) // width), rows]
-                torch.logaddexp(held, _block_sums(part, min(width, len(part))), out=held)
+                sums = self.rows[level, block : block + -(-len(part) // width), rows]
+                if before or len(part) % width:
+                    torch.logaddexp(sums, part.logsumexp(0, keepdim=True), out=sums)
+                else:
+                    _block_sums(part, width, sums)
                 begin = stop
 
 
 class NestedLogSumExp:
-    """values (LEVELS, fan, M): log-sum-exp of a row per block; minus infinity where a block is open or has no column yet.
+    """Table of the log-sum-exp of each row over each block of columns.
 
-    Blocks come first: sums over them then run along memory, many rows at a time.
+    The table is ``values``, (LEVELS, fan, M). Its value is minus infinity if the block is open or contains no column. The last
+    dimension is the row, because a sum over blocks then reads contiguous memory.
     """
 
-    def __init__(self, size: int, push: int, tile: int, undo: Undo, device: torch.device | None = None) -> None:
-        """size: slots of the ring; push: slots that a push usually overwrites, the width of the finest block; tile: (row, slot)
-        pairs whose logits are held at once; undo: is told of what is overwritten (``open`` is the caller's to keep)."""
-        finest = -(-size // push)
-        fan = 1
-        while fan**LEVELS < finest:
-            fan += 1
-        self.fan = fan
-        # slots in one block of each level
+    def __init__(
+        self, logits: Logits, size: int, push: int, tile: int, journal: RollbackJournal, device: Any = None
+    ) -> None:
+        """Create the table of an empty bank.
+
+        logits: function that computes logits of bank rows and columns. size: number of slots of the ring. push: usual number of
+        slots that a push overwrites, which is also the number of slots in a block of the last level. tile: number of (row, slot)
+        pairs to compute at once. journal: gets a copy of every region before it is overwritten, but not of ``open``.
+        """
+        self.fan = fan = next(fan for fan in count(1) if fan**LEVELS * push >= size)
+        # number of slots in a block at each level
         self.widths = [push * fan ** (LEVELS - 1 - level) for level in range(LEVELS)]
         self.values = torch.full((LEVELS, fan, size), -torch.inf, device=device)
-        self.closed = torch.full((size,), -torch.inf, device=device)  # a row's sum over all levels but the finest
-        self.open = [0] * (LEVELS - 1)  # which block stands open at each level but the finest
-        self.tile = tile
-        self.undo = undo
+        # log-sum-exp of each row over all levels except the last
+        self.closed = torch.full((size,), -torch.inf, device=device)
+        self.open = [0] * (LEVELS - 1)  # index of the open block at each level except the last
+        self.logits, self.tile, self.journal = logits, tile, journal
 
     def total(self, fill: int) -> Tensor:
-        """Log-sum-exp of each of the first ``fill`` rows over all columns, (fill,)."""
+        """Return the log-sum-exp over all columns for each of the first ``fill`` rows, (fill,)."""
         return torch.logaddexp(self.closed[:fill], self.values[-1, :, :fill].logsumexp(0))
 
-    def load(self, values: Tensor, closed: Tensor, open_blocks: list[int]) -> None:
-        """Take over the state of another one of the same shape."""
-        self.values.copy_(values)
-        self.closed.copy_(closed)
-        self.open = list(open_blocks)
+    def first_slots(self) -> list[int]:
+        """Return the first slot that each level covers: 0 at level 0, then the first slot of the open block one level above."""
+        steps = zip(self.open, self.widths, strict=False)
+        return [0, *accumulate(block * width for block, width in steps)]
 
-    def preview(self, slot: int, fill: int, rows: int, per_slot: int) -> Preview | None:
-        """To be filled by a loss of ``rows`` rows that are then stored from ``slot`` on; None unless they make a block of the
-        finest level. Slots [0, fill) are in use, each with ``per_slot`` columns."""
-        whole = rows == self.widths[-1] and slot % rows == 0 and slot + rows <= self.values.shape[2]
-        return Preview(slot, fill, rows, per_slot, self) if whole else None
+    def overwrite(self, start: int, stop: int, fill: int, partial: PartialLogSumExp | None = None) -> None:
+        """Update the table after a push overwrote slots [start, stop).
 
-    def overwrite(self, start: int, stop: int, fill: int, logits: Logits, preview: Preview | None = None) -> None:
-        """Take in that slots [start, stop) hold new rows and columns; slots [0, fill) are in use. preview: what a loss has found
-        of these rows and columns since the last change."""
-        assert preview is None or preview.slot == start, "a preview of rows that go elsewhere"
+        fill: number of slots that contain a row now. partial: log-sum-exps that the loss computed for the pushed rows just
+        before this push. They are not computed again.
+        """
+        assert partial is None or partial.slot == start, "the partial log-sum-exps belong to other slots"
         width = self.widths[-1]
         for slot in range(start - start % width, stop, width):
-            self._open_around(slot, fill, logits)
+            path = [slot // width % self.fan for width in self.widths[:-1]]
+            if path != self.open:
+                self._open_blocks(slot, path, fill)
             block = slot // width % self.fan
-            self.undo.note(self.values, (-1, block))
-            if preview is not None:  # the rows that are new themselves are entered below
-                self.values[-1, block, : len(preview.columns)] = preview.columns
+            self.journal.record(self.values, (-1, block))
+            if partial is not None:  # _enter_rows computes the rows of the overwritten slots
+                self.values[-1, block, : len(partial.columns)] = partial.columns
             else:
-                self.values[-1, block, :fill] = self._blocks(0, fill, slot, 1, width, fill, logits)[0]
-        self._enter_rows(start, stop, fill, logits, preview)
+                self._compute(self.values[-1, block : block + 1, :fill], 0, slot, width, fill)
+        self._enter_rows(start, stop, fill, partial)
 
-    def _open_around(self, slot: int, fill: int, logits: Logits) -> None:
-        """Let the blocks around ``slot`` stand open at every level but the finest, and close those that stood open instead."""
-        path = [slot // width % self.fan for width in self.widths[:-1]]
-        if path == self.open:
-            return
+    def _open_blocks(self, slot: int, path: list[int], fill: int) -> None:
+        """Close the open blocks that do not contain ``slot``, and open the blocks that contain it.
+
+        path: index of the block that contains ``slot``, at each level except the last.
+        """
         first = next(level for level, block in enumerate(path) if block != self.open[level])
         for level in reversed(range(first, LEVELS - 1)):
-            self.undo.note(self.values, (level, self.open[level]))
-            self.values[level, self.open[level]] = self.values[level + 1].logsumexp(0)
+            self.journal.record(self.values, (level, self.open[level]))
+            torch.logsumexp(self.values[level + 1], 0, out=self.values[level, self.open[level]])
         for level in range(first, LEVELS - 1):
-            self.undo.note(self.values, (level, path[level]))
-            self.undo.note(self.values, level + 1)
-            self.values[level, path[level]] = -torch.inf
-            inside = slot - slot % self.widths[level]
-            width = self.widths[level + 1]
-            self.values[level + 1, :, :fill] = self._blocks(0, fill, inside, self.fan, width, fill, logits)
+            self.journal.record(self.values, (level, path[level]))
+            self.journal.record(self.values, level + 1)
+            self.values[level, path[level]].fill_(-torch.inf)
+            start = slot - slot % self.widths[level]
+            self._compute(self.values[level + 1, :, :fill], 0, start, self.widths[level + 1], fill)
         self.open = path
-        self.undo.note(self.closed, slice(None))
-        self.closed.copy_(self.values[:-1].logsumexp((0, 1)))
+        self.journal.record(self.closed, slice(None))
+        torch.logsumexp(self.values[:-1], (0, 1), out=self.closed)
 
-    def _enter_rows(self, start: int, stop: int, fill: int, logits: Logits, preview: Preview | None) -> None:
-        """Compute rows [start, stop) at every level."""
-        inside = 0
-        seen = preview if preview is not None and preview.open == self.open else None
-        for level, width in enumerate(self.widths):
-            self.undo.note(self.values, (level, slice(None), slice(start, stop)))
-            if seen is not None:
-                self.values[level, :, start:stop] = seen.rows[level]
-            else:
-                self.values[level, :, start:stop] = self._blocks(start, stop, inside, self.fan, width, fill, logits)
-            if level < LEVELS - 1:
-                self.values[level, self.open[level], start:stop] = -torch.inf
-                inside += self.open[level] * width
-        if seen is not None:  # it met the columns that were overwritten
-            own = (start - inside) // self.widths[-1]
-            self.values[-1, own, start:stop] = self._blocks(start, stop, start, 1, self.widths[-1], fill, logits)[0]
-        self.undo.note(self.closed, slice(start, stop))
-        self.closed[start:stop] = self.values[:-1, :, start:stop].logsumexp((0, 1))
+    def _enter_rows(self, start: int, stop: int, fill: int, partial: PartialLogSumExp | None) -> None:
+        """Write the log-sum-exps of rows [start, stop) over all blocks of every level."""
+        firsts = self.first_slots()
+        rows = self.values[:, :, start:stop]
+        self.journal.record(self.values, (slice(None), slice(None), slice(start, stop)))
+        if partial is not None and partial.open == self.open:
+            rows.copy_(partial.rows)
+            # the loss used the columns that were in these slots before this push
+            own = (start - firsts[-1]) // self.widths[-1]
+            self._compute(rows[-1, own : own + 1], start, start, self.widths[-1], fill)
+        else:
+            for sums, first, width in zip(rows, firsts, self.widths, strict=True):
+                self._compute(sums, start, first, width, fill)
+        for sums, block in zip(rows, self.open, strict=False):
+            sums[block].fill_(-torch.inf)
+        self.journal.record(self.closed, slice(start, stop))
+        torch.logsumexp(rows[:-1], (0, 1), out=self.closed[start:stop])
 
-    def _blocks(self, top: int, bottom: int, slot: int, count: int, width: int, fill: int, logits: Logits) -> Tensor:
-        """Log-sum-exp of rows [top, bottom) over ``count`` blocks of ``width`` slots from ``slot`` on, (count, bottom - top)."""
-        sums = self.values.new_full((count, bottom - top), -torch.inf)
+    def _compute(self, sums: Tensor, top: int, slot: int, width: int, fill: int) -> None:
+        """Compute the log-sum-exp of some rows over some blocks, and write it to ``sums`` (blocks, rows).
+
+        top: first row. slot: first slot of the first block. width: number of slots in a block. fill: number of slots that
+        contain a row.
+        """
+        count, rows = sums.shape
         end = min(slot + count * width, fill)
-        # whole blocks while they fit into a tile, else one block at a time and as many rows of it as fit
-        step = width * max(1, min(count, self.tile // (width * (bottom - top))))
+        if end < slot + count * width:
+            sums.fill_(-torch.inf)  # blocks that contain no row keep minus infinity
+        # a tile contains all rows and as many blocks as fit, or one block and as many rows as fit
+        step = width * max(1, min(count, self.tile // (width * rows)))
         height = max(1, self.tile // step)
         for left in range(slot, end, step):
             used = min(left + step, end)
             block, blocks = (left - slot) // width, -(-(used - left) // width)
-            for row in range(top, bottom, height):
-                below = min(row + height, bottom)
-                part = logits(slice(row, below), slice(left, used))  # (columns, rows)
-                per_block = width * len(part) // (used - left)
-                sums[block : block + blocks, row - top : below - top] = _block_sums(part, per_block)
-        return sums
+            for row in range(0, rows, height):
+                below = min(row + height, rows)
+                part = self.logits(slice(top + row, top + below), slice(left, used))  # (columns, rows)
+                _block_sums(part, width * len(part) // (used - left), sums[block : block + blocks, row:below])
 
 
-def _block_sums(logits: Tensor, width: int) -> Tensor:
-    """Log-sum-exp of logits (columns, rows) over blocks of ``width`` columns, the last maybe narrower, (blocks, rows)."""
+def _block_sums(logits: Tensor, width: int, sums: Tensor) -> None:
+    """Compute the log-sum-exp of logits (columns, rows) over each block of ``width`` columns.
+
+    The result is written to ``sums`` (blocks, rows).
+    """
     missing = -len(logits) % width
     if missing:
         logits = F.pad(logits, (0, 0, 0, missing), value=-torch.inf)
-    return logits.unflatten(0, (-1, width)).logsumexp(1)
+    torch.logsumexp(logits.unflatten(0, (-1, width)), 1, out=sums)

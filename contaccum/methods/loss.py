@@ -1,105 +1,130 @@
-"""InfoNCE over current and banked rows and columns: the only cross-entropy in the project, and the rule of who meets whom.
+"""InfoNCE loss and its gradients. The rows and columns come from the current micro-batch and from the bank.
 
-A row is a query, a column a candidate passage. A row's loss is  -log( exp(s+/t) / sum over columns of exp(s/t) ), t the
-temperature, s an inner product, s+ the row's own positive. The similarity matrix of current and bank rows against current
-and bank columns has four blocks:
+A row is a query, and a column is a candidate passage. Current rows and columns belong to the micro-batch; the bank contains past
+rows and columns. The loss of a row is
 
-                      current columns      bank columns
-    current rows      gradient to both     gradient to the rows
-    bank rows         gradient to columns  constant: the bank keeps its log-sum-exp
+    -log( exp(s+/t) / sum over columns of exp(s/t) )
 
-so no block is ever larger than what one push adds to it, and the cost of a bank is linear in its size. Loss and gradients
-are taken together, tile by tile, while a tile's similarities are at hand: none outlives its tile, and none is computed twice.
+where t is the temperature, s is the inner product of row and column, and s+ is the inner product of the row and its own positive.
+With hardness a, the term of each negative is multiplied by exp(a * s), whose gradient is stopped. The similarity matrix has
+four blocks:
+
+                      current columns       bank columns
+    current rows      gradient for both     gradient for rows
+    bank rows         gradient for columns  no gradient
+
+The bank stores the log-sum-exps of the last block, so that the loss does not compute this block. Therefore the cost of a bank is
+linear in its size. The matrix is computed in tiles, and the gradients are computed together with the loss. Only one tile is in
+memory at a time, and no similarity is computed twice.
 Sources: van den Oord et al. 2018 (arXiv 1807.03748); Karpukhin et al. 2020 (arXiv 2004.04906), eq. 2; Kim et al. 2024 (arXiv
-2406.12356), eq. 5-9; the running maximum over tiles: Milakov and Gimelshein 2018 (arXiv 1805.02867).
+2406.12356), eq. 5-9; the running maximum over tiles: Milakov and Gimelshein 2018 (arXiv 1805.02867); hardness: Lan et al. 2025
+(arXiv 2503.04812), eq. 5, here for all negatives.
 """
 
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from contaccum.batch import RowIds
-from contaccum.methods.logsumexp import Preview
-from contaccum.methods.masking import LeftOut, find_left_out
+from contaccum.batch import MicroBatch, RowIds
+from contaccum.methods.logsumexp import PartialLogSumExp
+from contaccum.methods.masking import NO_RULES, PairRules, Rows
+from contaccum.methods.similarity import MaskedPairs, Similarity, full_precision, tiles
+from contaccum.methods.symmetric import PassageToQuery, SymmetricBank
 
-TILE = 1 << 20
-"""Similarities held at once."""
+if TYPE_CHECKING:
+    from contaccum.methods.bank import Bank
 
 
 class LossValue(NamedTuple):
-    """The loss, and what it was taken over; of several widths, the whole one's counts."""
+    """Loss of one micro-batch or step, with statistics for the log. The statistics are those of the full width."""
 
     contrast: Tensor
-    """InfoNCE: the mean over rows, with gradient; scalar."""
+    """InfoNCE loss: the mean over the rows. Scalar with gradient."""
     negatives: Tensor
-    """Negatives that a current row meets, masked ones not counted, mean over the current rows; scalar."""
+    """Mean number of unmasked negatives per query of the current batch. Scalar."""
     masked: Tensor
-    """(row, column) pairs of the current rows that were left out as false negatives; scalar."""
+    """Number of masked (row, column) pairs of the current rows. Scalar."""
     row_weight: Tensor
-    """Weight of each row, current or banked, in ``contrast``; scalar."""
+    """Weight of each row in ``contrast``, the same for current rows and bank rows. Scalar."""
+    filtered: Tensor | None = None
+    """Number of pairs of the current rows that the similarity rule left out. Scalar; None without a similarity rule."""
     distilled: Tensor | None = None
-    """What a teacher's scores add (contaccum.methods.distillation), with gradient; scalar."""
-    previews: tuple[Preview | None, ...] = ()
-    """For each bank that gave rows and columns (the whole width's, then the narrower ones') what its next push can take over."""
+    """Distillation loss (see ``contaccum.methods.objective.Distillation``). Scalar with gradient; None without distillation."""
+    partials: tuple[PartialLogSumExp | None, ...] = ()
+    """Log-sum-exps that the push of the current rows reuses.
+
+    There is one element for the bank of each width. The full width is the first.
+    """
+    replayed: tuple[float, float] | None = None
+    """Two values of partial replay: the share of the texts that it encoded, and the relative variance that sampling added."""
+    counted: float = 1.0
+    """Denominator of ``contrast``, divided by the number of rows in its sum.
+
+    It is below 1 if the sum includes bank rows that the denominator does not count.
+    """
 
     @property
     def value(self) -> Tensor:
-        """What is differentiated; scalar."""
+        """InfoNCE loss plus distillation loss. Training differentiates this scalar."""
         return self.contrast if self.distilled is None else self.contrast + self.distilled
 
+    @property
+    def mean(self) -> Tensor:
+        """Loss for the log. It is like ``value``, but InfoNCE is always divided by the number of all current and bank rows."""
+        return self.value - self.contrast * (1 - self.counted)
+
     def detach(self) -> "LossValue":
-        """What the log keeps: no graph, no previews."""
+        """Return a copy for the log, without graph and without ``partials``."""
         distilled = None if self.distilled is None else self.distilled.detach()
-        return self._replace(contrast=self.contrast.detach(), distilled=distilled, previews=())
+        return self._replace(contrast=self.contrast.detach(), distilled=distilled, partials=())
 
     def weighted(self, rows: float, pairs: float | None = None) -> "LossValue":
-        """The same, times what it counts for in the mean over a step's micro-batches: ``rows`` for InfoNCE, whose rows may be
-        banked too, ``pairs`` (not given: the same) for the teacher's part."""
-        taught = None if self.distilled is None else self.distilled * (rows if pairs is None else pairs)
-        return self._replace(contrast=self.contrast * rows, distilled=taught)
+        """Return a copy whose losses are multiplied by weights.
+
+        rows: weight of the InfoNCE loss. pairs: weight of the distillation loss. Default: the value of ``rows``.
+        """
+        distilled = None if self.distilled is None else self.distilled * (rows if pairs is None else pairs)
+        return self._replace(contrast=self.contrast * rows, distilled=distilled)
 
     def plus(self, other: "LossValue", weight: float) -> "LossValue":
-        """The same, ``weight`` times the losses of ``other`` added."""
+        """Return a copy to which the losses of ``other`` are added, multiplied by ``weight``.
+
+        The partials of ``other`` are appended to the partials of this value.
+        """
         pairs = zip((self.contrast, self.distilled), (other.contrast, other.distilled), strict=True)
         contrast, distilled = (None if one is None or two is None else one + weight * two for one, two in pairs)
         assert contrast is not None
-        return self._replace(contrast=contrast, distilled=distilled, previews=self.previews + other.previews)
+        return self._replace(contrast=contrast, distilled=distilled, partials=self.partials + other.partials)
 
 
-class BankRows(Protocol):
-    """What the loss needs of a bank; M' is its fill. Ids are on the CPU, everything else on the device."""
+def row_weights(micro_batches: Sequence[MicroBatch], bank: "Bank | None" = None) -> list[float]:
+    """Return the weight of each micro-batch in the mean loss of the step.
 
-    passages: Tensor  # (M, columns per row, d)
-    column_ids: Tensor  # (M, columns per row)
-    queries: Tensor | None  # (M, d), None when no query is banked
-    positives: Tensor  # (M, P)
-    positive_logits: Tensor  # (M,)
-    row_weight: str
-
-    @property
-    def fill(self) -> int: ...  # how many rows, from the first on, may be used
-
-    def logsumexp(self) -> Tensor: ...  # (fill,)
-
-    def falls(self) -> Tensor | None: ...  # (fill,), by how much age lowers the logits of a stored and a current vector
-
-    def preview(self, rows: int, columns: int) -> Preview | None: ...  # to be filled for a push of so many
+    The loss of a micro-batch is a mean over its rows, so its weight is proportional to its number of rows. All rows of the step
+    then count equally. The rows of a micro-batch are its pairs, plus the bank rows that count when the step begins. If all
+    micro-batches have the same size, all weights are 1.
+    """
+    rows = [len(batch.ids.columns) + (bank.weighted_rows if bank else 0) for batch in micro_batches]
+    return [len(rows) * count / sum(rows) for count in rows]
 
 
 class InfoNCE:
-    """The loss of one micro-batch (or of a whole step, in the two-pass methods) against itself and a bank."""
+    """InfoNCE loss of one micro-batch, or of a whole step in the two-pass methods. A bank is optional."""
 
-    def __init__(self, temperature: float, mask_false_negatives: bool = True, tile: int = TILE) -> None:
-        """
-        temperature: divides every similarity.
-        mask_false_negatives: leave out columns whose passage is known to be relevant for the row, other than its own positive.
-        tile: similarities held at once (see TILE).
-        """
-        self.temperature = temperature
-        self.mask_false_negatives = mask_false_negatives
-        self.tile = tile
+    def __init__(
+        self,
+        temperature: float,
+        mask_false_negatives: bool = True,
+        tile: int | None = None,
+        rules: PairRules = NO_RULES,
+        hardness: float = 0.0,
+        symmetric: bool = False,
+    ) -> None:
+        self.similarity = Similarity(temperature, mask_false_negatives, tile, rules, hardness)
+        self.symmetric = symmetric
 
     def __call__(
         self,
@@ -107,134 +132,181 @@ class InfoNCE:
         passages: Tensor,
         ids: RowIds,
         *,
-        columns: BankRows | None = None,
-        rows: BankRows | None = None,
+        columns: "Bank | None" = None,
+        rows: "Bank | None" = None,
     ) -> LossValue:
-        """
-        queries (b, d); passages (b, 1 + H, d), the positive first; ids of all b rows, on the CPU. Both carry gradient for the
-        rows of this process alone. columns: a bank whose passages are further columns; rows: a bank whose queries are further
-        rows (it then gives columns too). The mean is over current and bank rows, or over the current rows, as the bank's
-        row_weight says.
+        """Return the mean loss over the current rows and the bank rows.
+
+        queries: (b, d). passages: (b, 1 + H, d), where the first passage of each query is its positive. ids: passage ids of the
+        b rows, on the CPU. The b rows come from all processes, but only the rows of this process have a gradient. columns: bank
+        whose passages are additional columns. rows: bank whose queries are additional rows. If ``rows`` is set, ``columns``
+        must be the same bank; if the loss is symmetric, a SymmetricBank.
         """
         current = passages.flatten(0, 1)  # (b * (1 + H), d)
-        with torch.no_grad(), torch.autocast(queries.device.type, enabled=False):
-            preview = rows.preview(*passages.shape[:2]) if rows is not None and rows is columns else None
-            sums = _Sums(self, queries.detach(), current.detach(), preview)
-            sums.add_current_rows(ids, columns if columns is not None and columns.fill else None)
-            n_rows = len(queries)
+        with torch.no_grad(), full_precision(queries.device):
+            partial = rows.partial(*passages.shape[:2]) if rows is not None and rows is columns else None
+            bank = columns if columns is not None and columns.fill else None
+            penalty = bank.age_penalty() if bank is not None else None
+            sums = _Sums(self.similarity, queries.detach(), current.detach(), partial, penalty)
+            sums.add_current_rows(ids, bank)
+            n_rows = n_summed = len(queries)
             if rows is not None and rows.queries is not None and rows.fill:
                 sums.add_bank_rows(rows, rows.queries, ids.columns.flatten())
-                n_rows += rows.fill if rows.row_weight == "all" else 0
+                n_rows, n_summed = n_rows + rows.weighted_rows, n_summed + rows.fill
+            if self.symmetric:
+                stored = rows if n_summed > len(queries) else None
+                assert stored is None or isinstance(stored, SymmetricBank)
+                sums.average(PassageToQuery(self.similarity, queries.detach(), passages[:, 0].detach(), ids, stored))
         value = _WithGradients.apply(queries, current, sums.total, sums.for_queries, sums.for_columns) / n_rows
-        met = sums.columns_met - 1 - sums.masked / len(queries)
-        negatives, masked, weight = (value.new_full((), number) for number in (met, sums.masked, 1 / n_rows))
-        return LossValue(value, negatives, masked, weight, previews=(preview,))
-
-    def left_out(self, positives: Tensor, column_ids: Tensor) -> LeftOut:
-        """Which columns (c,) to leave out for which rows (r, P), a row's own positive among them; none when masking is off."""
-        return find_left_out(positives, column_ids) if self.mask_false_negatives else LeftOut.nothing()
-
-    def logits(self, rows: Tensor, columns: Tensor, left_out: LeftOut) -> Tensor:
-        """Similarities over the temperature, (r, c) float32, minus infinity where left out."""
-        with torch.autocast(rows.device.type, enabled=False):
-            if len(rows) >= len(columns):
-                return left_out.clear(self._products(rows, columns))
-            # a short matrix times a long one takes half as long again as the other way round
-            return left_out.clear(self._products(columns, rows).T.contiguous())
-
-    def _products(self, left: Tensor, right: Tensor) -> Tensor:
-        return torch.addmm(left.new_empty(()), left, right.T, beta=0, alpha=1 / self.temperature)
+        found = (sums.n_columns - 1 - sums.n_masked / len(queries), sums.n_masked, 1 / n_rows)
+        negatives, masked, weight = (value.new_full((), number) for number in found)
+        if self.similarity.rules:
+            negatives = sums.counts[0] / len(queries) - 1
+        filtered = None if self.similarity.rules.margin is None else sums.counts[1]
+        return LossValue(value, negatives, masked, weight, filtered, partials=(partial,), counted=n_rows / n_summed)
 
 
 class _Sums:
-    """Sum of the rows' losses and its gradients for queries (b, d) and columns (c, d), gathered tile by tile."""
+    """Sum of the losses of all rows, and its gradients for the current queries (b, d) and columns (c, d)."""
 
-    def __init__(self, loss: InfoNCE, queries: Tensor, columns: Tensor, preview: Preview | None) -> None:
-        self.loss, self.queries, self.columns, self.preview = loss, queries, columns, preview
+    def __init__(
+        self,
+        similarity: Similarity,
+        queries: Tensor,
+        columns: Tensor,
+        partial: PartialLogSumExp | None,
+        penalty: Tensor | None,
+    ) -> None:
+        self.similarity, self.queries, self.columns = similarity, queries, columns
+        self.partial, self.penalty, self.tile = partial, penalty, similarity.tile_on(queries.device)
+        self.scale = 1 / similarity.temperature
         self.total = queries.new_zeros(())
         self.for_queries = torch.zeros_like(queries)
         self.for_columns = torch.zeros_like(columns)
-        self.masked = self.columns_met = 0
+        self.n_masked = self.n_columns = 0
+        # numbers of pairs of current rows that the rules keep, and that the similarity rule left out; only if there are rules
+        self.counts = queries.new_zeros(2, dtype=torch.long)
 
-    def add_current_rows(self, ids: RowIds, bank: BankRows | None) -> None:
-        """The upper blocks: each current row against the current columns and the bank's."""
+    def add_current_rows(self, ids: RowIds, bank: "Bank | None") -> None:
+        """Add the losses of the current rows over current columns and the columns of ``bank``. Also add the gradients."""
         b, c = len(self.queries), len(self.columns)
-        own = torch.arange(b, device=self.queries.device) * (c // b)  # the column of each row's positive
-        falls = None if bank is None else bank.falls()
-        near = self.loss.left_out(ids.positives, ids.columns.flatten()).without(torch.arange(b), own.cpu())
-        stored, far = self.queries.new_empty(0, self.queries.shape[1]), LeftOut.nothing()
-        if bank is not None:
-            stored = bank.passages[: bank.fill].flatten(0, 1)
-            far = self.loss.left_out(ids.positives, bank.column_ids[: bank.fill].flatten())
-            if falls is not None:
-                falls = falls.repeat_interleave(bank.passages.shape[1])
-        self.masked, self.columns_met = len(near) + len(far), c + len(stored)
-        for tile in _tiles(b, self.loss.tile // c):
+        own = torch.arange(0, c, c // b, device=self.queries.device)  # index of the column with each row's own positive
+        masked = self.similarity.masked_pairs(ids.positives, ids.columns.flatten())
+        masked = masked.without(torch.arange(b), torch.arange(0, c, c // b))
+        self.n_masked, self.n_columns = len(masked), c
+        against_bank, for_rules = None if bank is None else self._bank_columns(ids, bank), None
+        for tile in tiles(b, self.tile // c):
             rows = self.queries[tile]
-            logits = self.loss.logits(rows, self.columns, near.block(tile, slice(0, c)))  # (r, c)
-            positive = logits.gather(1, own[tile].unsqueeze(1)).squeeze(1)
+            logits = self.similarity.logits(rows, self.columns, masked.block(tile, slice(0, c)))  # (r, c)
+            positive = scores = logits.gather(1, own[tile].unsqueeze(1)).squeeze(1)
+            if self.similarity.hardness:
+                positive = positive * self.similarity.positive_share
+                logits.scatter_(1, own[tile].unsqueeze(1), positive.unsqueeze(1))
+            if rules := self.similarity.rules:
+                queries = None if ids.queries is None else ids.queries[tile]
+                for_rules = Rows(queries, ids.columns[tile, 0], scores, self.similarity.scale)
+                own_pairs = tile, slice(0, b)
+                rules.leave_out(logits, for_rules, ids.columns.flatten(), own_pairs, counts=self.counts)
             denominator = logits.logsumexp(1)
-            if len(stored):
-                against_bank, mean = self._against_bank(tile, stored, falls, far.block(tile, slice(0, len(stored))))
-                denominator = torch.logaddexp(denominator, against_bank)
-                self.for_queries[tile] += (against_bank - denominator).exp().unsqueeze(1) * mean
+            if against_bank is not None:
+                over_bank, mean = self._against_bank(tile, for_rules, *against_bank)
+                denominator = torch.logaddexp(denominator, over_bank)
+                self.for_queries[tile].add_((over_bank - denominator).exp().unsqueeze(1) * mean)
             self.total += (denominator - positive).sum()
-            weights = logits.sub_(denominator.unsqueeze(1)).exp_()  # (r, c), what the softmax gives each column
+            weights = logits.sub_(denominator.unsqueeze(1)).exp_()  # (r, c), softmax over the columns
             weights.scatter_add_(1, own[tile].unsqueeze(1), weights.new_full((len(rows), 1), -1))
-            self.for_queries[tile].addmm_(weights, self.columns, alpha=1 / self.loss.temperature)
-            self.for_columns.addmm_(weights.T, rows, alpha=1 / self.loss.temperature)
+            self.for_queries[tile].addmm_(weights, self.columns, alpha=self.scale)
+            self.for_columns.addmm_(weights.T, rows, alpha=self.scale)
+
+    def _bank_columns(self, ids: RowIds, bank: "Bank") -> tuple[Tensor, Tensor, Tensor | None, MaskedPairs]:
+        """Return all bank columns (m, d), their passage ids (m,), their age penalties (m,), and the masked pairs.
+
+        The masked pairs are the (current row, bank column) pairs to mask. Both numbers, of masked pairs and of bank columns, are
+        added to the counters.
+        """
+        columns, per_slot = bank.passages[: bank.fill].flatten(0, 1), bank.passages.shape[1]
+        penalty = None if self.penalty is None else self.penalty.unsqueeze(1).expand(-1, per_slot).reshape(-1)
+        masked = bank.masked_columns(ids.positives, slice(0, bank.fill))
+        self.n_masked += len(masked)
+        self.n_columns += len(columns)
+        return columns, bank.column_ids[: bank.fill].flatten(), penalty, masked
 
     def _against_bank(
-        self, current: slice, stored: Tensor, falls: Tensor | None, left_out: LeftOut
+        self,
+        current: slice,
+        for_rules: Rows | None,
+        columns: Tensor,
+        ids: Tensor,
+        penalty: Tensor | None,
+        masked: MaskedPairs,
     ) -> tuple[Tensor, Tensor]:
-        """Log-sum-exp of ``current`` rows over bank columns (m, d), (r,), and its gradient for the rows, (r, d)."""
-        rows = self.queries[current]
-        highest = rows.new_full((len(rows), 1), torch.finfo(rows.dtype).min)
-        mass, mean = rows.new_zeros(len(rows), 1), torch.zeros_like(rows)
-        for tile in _tiles(len(stored), self.loss.tile // len(rows)):
-            logits = self.loss.logits(rows, stored[tile], left_out.block(slice(0, len(rows)), tile))  # (r, t)
-            if falls is not None:
-                logits.sub_(falls[tile])
-            if self.preview is not None:
-                self.preview.take(current, tile.start, logits)
-            raised = torch.maximum(highest, logits.amax(1, keepdim=True))
-            shrink = (highest - raised).exp()
-            weights = logits.sub_(raised).exp_()
-            mass = mass * shrink + weights.sum(1, keepdim=True)
-            mean = mean.mul_(shrink).addmm_(weights, stored[tile])
-            highest = raised
-        # a row all of whose columns are left out has no mass: its log-sum-exp is minus infinity, its gradient zero
-        mean /= mass.clamp(min=torch.finfo(rows.dtype).tiny) * self.loss.temperature
-        return (highest + mass.log()).squeeze(1), mean
+        """Compute the log-sum-exp of some current rows over all bank columns.
 
-    def add_bank_rows(self, bank: BankRows, queries: Tensor, column_ids: Tensor) -> None:
-        """The lower left block: bank rows have no gradient of their own, but push current passages away."""
-        left_out = self.loss.left_out(bank.positives[: bank.fill], column_ids).transposed()
-        kept, falls = bank.logsumexp(), bank.falls()
-        for tile in _tiles(bank.fill, self.loss.tile // len(self.columns)):
-            block = left_out.block(slice(0, len(column_ids)), tile)
-            logits = self.loss.logits(
-                self.columns, queries[tile], block
-            )  # (c, r): sums run fastest over the outer side
-            if falls is not None:
-                logits.sub_(falls[tile])
-            over_columns = logits.logsumexp(0)
-            if self.preview is not None:
-                self.preview.columns[tile] = over_columns
-            denominator = torch.logaddexp(over_columns, kept[tile])
+        current: slice of the r current rows. for_rules: the same rows for the rules, or None without rules. The other arguments
+        are the values that ``_bank_columns`` returned. Returns the log-sum-exp (r,), and its gradient for the r rows, (r, d).
+        """
+        rows, rules = self.queries[current], self.similarity.rules
+        masked = masked.block(current, slice(0, len(columns)))
+        limits, highest = torch.finfo(rows.dtype), None
+        for tile in tiles(len(columns), self.tile // len(rows)):
+            block = masked.block(slice(0, len(rows)), tile)
+            logits = self.similarity.logits(rows, columns[tile], block)  # (r, t)
+            if for_rules is not None:
+                rules.leave_out(logits, for_rules, ids[tile], counts=self.counts)
+            if penalty is not None:
+                logits.sub_(penalty[tile])
+            if self.partial is not None:
+                self.partial.add(current, tile.start, logits)
+            raised = logits.amax(1, keepdim=True)
+            if rules or len(block):  # a row may be masked in all columns of the tile
+                raised.clamp_(min=limits.min)
+            raised = raised if highest is None else torch.maximum(highest, raised)
+            weights = logits.sub_(raised).exp_()
+            if highest is None:
+                mass, mean = weights.sum(1, keepdim=True), weights @ columns[tile]
+            else:
+                shrink = (highest - raised).exp()
+                mass = mass * shrink + weights.sum(1, keepdim=True)
+                mean.mul_(shrink).addmm_(weights, columns[tile])
+            highest = raised
+        assert highest is not None
+        over_bank = (highest + mass.log()).squeeze(1)
+        # if all columns of a row are masked, its log-sum-exp is minus infinity and its gradient is zero
+        if rules or len(masked):
+            mass = mass.clamp(min=limits.tiny)
+        return over_bank, mean.div_(mass * self.similarity.temperature)
+
+    def add_bank_rows(self, bank: "Bank", queries: Tensor, column_ids: Tensor) -> None:
+        """Add the losses of the bank rows, and their gradients for the current columns.
+
+        The bank rows themselves get no gradient. queries: bank queries. column_ids: passage id of each current column.
+        """
+        masked = bank.masked_rows(column_ids, slice(0, bank.fill))
+        over_bank = bank.logsumexp()
+        sums = over_bank.new_empty(bank.fill) if self.partial is None else self.partial.columns
+        for tile in tiles(bank.fill, self.tile // len(self.columns)):
+            block = masked.block(slice(0, len(column_ids)), tile)
+            # (c, r), because a sum is fastest over dimension 0
+            logits = self.similarity.logits(self.columns, queries[tile], block)
+            if self.similarity.rules:
+                self.similarity.rules.leave_out(logits.T, bank.rule_rows(tile), column_ids)
+            if self.penalty is not None:
+                logits.sub_(self.penalty[tile])
+            denominator = torch.logaddexp(torch.logsumexp(logits, 0, out=sums[tile]), over_bank[tile])
             self.total += (denominator - bank.positive_logits[tile]).sum()
             weights = logits.sub_(denominator).exp_()
-            self.for_columns.addmm_(weights, queries[tile], alpha=1 / self.loss.temperature)
+            self.for_columns.addmm_(weights, queries[tile], alpha=self.scale)
 
-
-def _tiles(count: int, height: int) -> list[slice]:
-    """``count`` rows in slices of ``height``, at least one row each."""
-    height = max(1, height)
-    return [slice(start, min(start + height, count)) for start in range(0, count, height)]
+    def average(self, other: PassageToQuery) -> None:
+        """Replace the sum and the gradients by the means over both directions."""
+        self.total = (self.total + other.total) / 2
+        self.for_queries.add_(other.for_queries).div_(2)
+        self.for_columns.unflatten(0, (len(self.queries), -1))[:, 0].add_(other.for_positives)
+        self.for_columns.div_(2)
 
 
 class _WithGradients(torch.autograd.Function):
-    """Lets autograd know a scalar's gradients, which were computed along with it."""
+    """Autograd function that returns ``total``. Its backward pass uses gradients that were already computed."""
 
     @staticmethod
     def forward(ctx: Any, queries: Tensor, columns: Tensor, total: Tensor, *gradients: Tensor) -> Tensor:

@@ -1,75 +1,158 @@
-"""Which (row, column) pairs the loss leaves out because the passage is known to be relevant for the row.
+"""Rules for (row, column) pairs that the loss leaves out, besides the known positives.
 
-Found by id, as a list of pairs: known positives are few, and a matrix of flags would be as large as the similarities. Ids
-stay on the CPU, where every process has them without communication, so that no device is ever waited for.
+A row is a query, and a column is a passage. In the passage-to-query direction of the symmetric loss, a row is a positive and a
+column is a query. The rules are computed block by block on the device, from small numbers that the micro-batch and the bank have
+for each row and column. No rule reads a value from the device. A rule never leaves out a row's own positive.
+
+Similarity rule: let s+ be the score of a row and its own positive. A column with a score above s+ - margin is left out. With a
+relative margin, the bound is s+ - margin |s+|. The score of a stored row and a stored column never changes, so the cached
+log-sum-exps of the bank stay valid.
+Source: Solatorio 2024 (GISTEmbed, arXiv 2402.16829), here with a margin.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from contaccum.batch import NO_PASSAGE
+from contaccum.batch import MISSING
+
+CHUNK = 4096  # number of guide vectors to read at once for each side of a block
+TOLERANCE = (
+    1e-5  # scores that differ by less count as equal, because products of equal vectors are rounded in different ways
+)
 
 
-class LeftOut(NamedTuple):
-    """Pairs of a matrix, each once, in no order."""
+class Rows(NamedTuple):
+    """Rows of a block. Each row belongs to a pair of a query and a positive."""
 
-    rows: Tensor  # (pairs,) int64, on the CPU
-    columns: Tensor  # (pairs,) int64, on the CPU
-
-    @classmethod
-    def nothing(cls) -> "LeftOut":
-        return cls(torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long))
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def transposed(self) -> "LeftOut":
-        return LeftOut(self.columns, self.rows)
-
-    def without(self, rows: Tensor, columns: Tensor) -> "LeftOut":
-        """All pairs but these, of which no row has two. rows (n,) ascending, columns (n,)."""
-        place = torch.searchsorted(rows, self.rows).clamp(max=len(rows) - 1)
-        stays = (rows[place] != self.rows) | (columns[place] != self.columns)
-        return LeftOut(self.rows[stays], self.columns[stays])
-
-    def block(self, rows: slice, columns: slice) -> "LeftOut":
-        """The pairs within a block of the matrix, counted from its corner."""
-        if not len(self):
-            return self
-        inside = (self.rows >= rows.start) & (self.rows < rows.stop)
-        inside &= (self.columns >= columns.start) & (self.columns < columns.stop)
-        return LeftOut(self.rows[inside] - rows.start, self.columns[inside] - columns.start)
-
-    def clear(self, logits: Tensor) -> Tensor:
-        """Set these places of a matrix to minus infinity, in place."""
-        if len(self):
-            where = tuple(numbers.to(logits.device, non_blocking=True) for numbers in (self.rows, self.columns))
-            logits.index_put_(where, logits.new_full((), -torch.inf))
-        return logits
+    queries: Tensor | None
+    """Row number of each query in the training set, (r,) int64 on the CPU. None: no rule uses it."""
+    positives: Tensor
+    """Passage id of each positive, (r,) int64 on the CPU."""
+    scores: Tensor
+    """Logit of each query and its positive, (r,)."""
+    scale: float
+    """Logit of the similarity 1."""
 
 
-def find_left_out(positives: Tensor, column_ids: Tensor) -> LeftOut:
-    """The columns that hold a passage known to be relevant for a row.
+class Vectors(Protocol):
+    """Vectors of n texts. A call with k row numbers, (k,) int64 on the CPU, returns their vectors, (k, d) on the CPU."""
 
-    positives (r, P) passage ids padded with NO_PASSAGE; column_ids (c,). Time grows with r * P + c and the pairs found, not
-    with r * c.
+    name: str
+
+    def __call__(self, rows: Tensor) -> Tensor: ...
+
+
+class Guide(NamedTuple):
+    """Vectors of the training queries and passages by an encoder that is not trained. Their inner products are the scores."""
+
+    queries: Vectors
+    passages: Vectors
+
+
+@dataclass(frozen=True, eq=False)
+class PairRules:
+    """Rules for pairs of current and banked rows and columns. Without arguments, no pair is left out."""
+
+    missing: bool = False
+    """Whether columns may be MISSING. No row is compared with such a column."""
+    separate: Tensor | None = None
+    """Whether a query is compared only with the columns of its own pair, (n,) bool on the CPU, for all training queries."""
+    margin: float | None = None
+    """Margin of the similarity rule. None: no similarity rule."""
+    relative: bool = False
+    """Whether the margin is relative."""
+    guide: Guide | None = None
+    """Encoder whose scores the similarity rule uses. None: the similarities of the trained model."""
+    key: str = ""
+    """Text that names the values of all fields except ``missing``. Log-sum-exps with another key are not valid."""
+
+    def __bool__(self) -> bool:
+        return self.missing or self.separate is not None or self.margin is not None
+
+    @property
+    def by_query(self) -> bool:
+        """Whether a rule needs the row numbers of the queries."""
+        return self.separate is not None or self.guide is not None
+
+    def leave_out(
+        self,
+        logits: Tensor,
+        rows: Rows,
+        columns: Tensor | None,
+        pairs: tuple[slice, slice] | None = None,
+        *,
+        of_queries: bool = False,
+        counts: Tensor | None = None,
+    ) -> None:
+        """Mask the pairs that the rules leave out: their logits become minus infinity.
+
+        logits: (r, c). columns: passage id of each column, (c,) on the CPU; with ``of_queries``, the row number of each query,
+        or None if no rule uses it.
+        pairs: pair numbers of the rows and of the columns; all pairs have equally many columns. None: no row and column belong to
+        the same pair. counts: two whole numbers, (2,). The number of pairs that are kept, and the number that the similarity rule
+        left out, are added to them.
+        """
+        own = None if pairs is None else _own_columns(logits, *pairs)
+        self._leave_out_by_id(logits, rows, None if of_queries else columns, own)
+        if self.margin is None:
+            if counts is not None:
+                counts[0] += (logits > -torch.inf).sum()
+            return
+        if counts is not None:
+            counts[1] += (logits > -torch.inf).sum()
+        kept = None if own is None else own[0].clone()
+        if self.guide is None or columns is None or rows.queries is None:
+            logits.masked_fill_(logits > self._bounds(rows.scores, rows.scale), -torch.inf)
+        else:
+            for top in range(0, len(logits), CHUNK):  # inline, because a function would make the call stack deeper
+                part = slice(top, top + CHUNK)
+                queries, positives = self.guide.queries(rows.queries[part]), self.guide.passages(rows.positives[part])
+                queries, positives = (each.to(logits.device).float() for each in (queries, positives))
+                bounds = self._bounds((queries * positives).sum(1), 1.0)
+                vectors, source = (positives, self.guide.queries) if of_queries else (queries, self.guide.passages)
+                for left in range(0, len(columns), CHUNK):
+                    others = source(columns[left : left + CHUNK].clamp(min=0))  # a missing column has no vector
+                    scores = vectors @ others.to(logits.device).float().T
+                    logits[part, left : left + CHUNK].masked_fill_(scores > bounds, -torch.inf)
+        if own is not None and kept is not None:
+            own[0].copy_(kept)
+        if counts is not None:
+            remaining = (logits > -torch.inf).sum()
+            counts[0] += remaining
+            counts[1] -= remaining
+
+    def _leave_out_by_id(self, logits: Tensor, rows: Rows, passages: Tensor | None, own: Tensor | None) -> None:
+        """Mask missing passages, and for separate rows all columns except ``own``."""
+        device = logits.device
+        if self.missing and passages is not None:
+            logits.masked_fill_((passages == MISSING).to(device, non_blocking=True), -torch.inf)
+        if self.separate is not None and (alone := self.separate[rows.queries]).any():
+            kept = None if own is None else own.clone()
+            logits.masked_fill_(alone.to(device, non_blocking=True).unsqueeze(1), -torch.inf)
+            if own is not None and kept is not None:
+                own.copy_(kept)
+
+    def _bounds(self, scores: Tensor, scale: float) -> Tensor:
+        """Return, for each row, the score above which a column is left out, (r, 1). scores: scores of the rows' own positives."""
+        assert self.margin is not None
+        drop = scores.abs() * self.margin if self.relative else self.margin * scale
+        return (scores - drop + TOLERANCE * scores.abs().clamp(min=scale)).unsqueeze(1)
+
+
+def _own_columns(logits: Tensor, rows: slice, columns: slice) -> Tensor | None:
+    """Return a view of the logits (r, c) of rows and columns that belong to the same pair: (columns of a pair, pairs).
+
+    rows, columns: numbers of their pairs. The result is None if they have no pair in common.
     """
-    rows, columns = torch.arange(len(positives)), torch.arange(len(column_ids))
-    if len(column_ids) > positives.numel():  # of the longer side mostly few can match at all
-        columns = torch.isin(column_ids, positives).nonzero().squeeze(1)
-    else:
-        rows = torch.isin(positives, column_ids).any(1).nonzero().squeeze(1)
-    if not len(rows) or not len(columns):
-        return LeftOut.nothing()
-    ids, order = column_ids[columns].sort()
-    wanted = positives[rows].flatten()  # (r' * P,)
-    first = torch.searchsorted(ids, wanted)
-    counts = torch.searchsorted(ids, wanted, right=True) - first
-    counts[wanted == NO_PASSAGE] = 0
-    row = rows.repeat_interleave(positives.shape[1]).repeat_interleave(counts)
-    begin = (counts.cumsum(0) - counts).repeat_interleave(counts)
-    column = columns[order[first.repeat_interleave(counts) + torch.arange(len(row)) - begin]]
-    pairs = torch.unique(row * len(column_ids) + column)  # a row may list a passage twice
-    return LeftOut(pairs // len(column_ids), pairs % len(column_ids))
+    first, end = max(rows.start, columns.start), min(rows.stop, columns.stop)
+    if first >= end:
+        return None
+    per_pair = logits.shape[1] // (columns.stop - columns.start)
+    part = logits[first - rows.start : end - rows.start].unflatten(1, (-1, per_pair))
+    return part[:, first - columns.start : end - columns.start].diagonal(dim1=0, dim2=1)
+
+
+NO_RULES = PairRules()

@@ -1,34 +1,116 @@
-"""What a step minimises: InfoNCE at the whole width, and where they are asked for at smaller ones and against a teacher.
+"""Training objective: InfoNCE, with optional losses of truncated embeddings (Matryoshka) and distillation from a teacher."""
 
-An Objective is called as InfoNCE is, so no method asks which of the two it was given.
-"""
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
-from functools import partial
-
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from contaccum.batch import RowIds
-from contaccum.methods.bank import Bank
-from contaccum.methods.distillation import Distillation
+from contaccum.batch import MicroBatch, RowIds, Tokens
+from contaccum.methods.bank import Bank, BankOptions
+from contaccum.methods.logsumexp import PartialLogSumExp
 from contaccum.methods.loss import InfoNCE, LossValue
-from contaccum.methods.matryoshka import WHOLE, Prefixes
+from contaccum.methods.similarity import Similarity, full_precision
+from contaccum.methods.symmetric import SymmetricBank
+
+
+@dataclass(frozen=True)
+class Matryoshka:
+    """Settings of the additional losses on truncated embeddings (Kusupati et al. 2022, arXiv 2205.13147, eq. 1)."""
+
+    widths: tuple[int, ...] = ()
+    """Widths of the truncated embeddings. Each width is smaller than the full width d."""
+    weights: tuple[float, ...] = ()
+    """Weight of the loss at each truncated width. The loss at the full width has weight 1."""
+    unit: bool = False
+    """Whether truncated embeddings are scaled to length 1."""
+
+    def truncate(self, vectors: Tensor, width: int) -> Tensor:
+        """Return the first ``width`` dimensions of ``vectors`` (..., d). The result is (..., width)."""
+        part = vectors[..., :width]
+        return F.normalize(part, dim=-1) if self.unit else part
+
+
+FULL_WIDTH = Matryoshka()
+
+
+class Distillation:
+    """Distillation loss. It compares the scores of a student and a teacher for the passages of each query.
+
+    The student is the trained model. s(p) is the student's similarity of passage p, divided by the student's temperature.
+    t(p) is the teacher's score of passage p, divided by the teacher's temperature. s+ and t+ are the values for the positive.
+    Passages without a teacher score do not count. For each query, the loss is
+
+        kl       sum over p of softmax(t)(p) * (log softmax(t)(p) - log softmax(s)(p))
+        margin   mean over hard negatives p of ((s+ - s(p)) - (t+ - t(p)))^2
+
+    The result is the mean over the queries.
+    Sources of kl: Hinton et al. 2015 (arXiv 1503.02531); for the passages of a query, Ren et al. 2021 (arXiv 2110.07367), eq. 2.
+    Source of margin: Hofstaetter et al. 2020 (arXiv 2010.02666), eq. 1.
+    """
+
+    def __init__(
+        self, kind: Literal["kl", "margin"], temperature: float, teacher_temperature: float = 1.0, weight: float = 1.0
+    ) -> None:
+        """Set the options of the loss.
+
+        temperature: number that divides the student's similarities. teacher_temperature: number that divides the teacher's
+        scores. weight: number that multiplies the loss.
+        """
+        self.row_losses = {"kl": _divergence, "margin": _margins}[kind]
+        self.temperature, self.teacher_temperature, self.weight = temperature, teacher_temperature, weight
+
+    def __call__(self, queries: Tensor, passages: Tensor, teacher: Tensor) -> Tensor:
+        """Return the weighted loss, a scalar.
+
+        queries: (b, d). passages: (b, 1 + H, d), where the first passage of each query is its positive. teacher: the teacher's
+        scores (b, 1 + H), float32 on any device, NaN for a missing score. If a query has no score of its positive, or no score
+        of any negative, its loss is 0.
+        """
+        with full_precision(queries.device):
+            student = torch.einsum("bd,bpd->bp", queries, passages) / self.temperature  # (b, 1 + H)
+            scored = ~teacher.isnan()
+            scored &= scored[:, :1] & scored[:, 1:].any(1, keepdim=True)
+            scores = (teacher / self.teacher_temperature).nan_to_num()
+            scored, scores = (each.to(student.device, non_blocking=True) for each in (scored, scores))
+            return self.weight * self.row_losses(student, scores, scored).sum() / len(queries)
+
+
+def _divergence(student: Tensor, teacher: Tensor, scored: Tensor) -> Tensor:
+    """Return the Kullback-Leibler divergence of each query, (b,), over the passages with a score."""
+    lowest = torch.finfo(student.dtype).min  # not minus infinity, because a row without scores would give NaN
+    target = teacher.masked_fill(~scored, lowest).log_softmax(1)
+    found = student.masked_fill(~scored, lowest).log_softmax(1)
+    return (target.exp() * (target - found)).masked_fill(~scored, 0).sum(1)
+
+
+def _margins(student: Tensor, teacher: Tensor, scored: Tensor) -> Tensor:
+    """Return the mean squared error of the margins of each query, (b,), over the hard negatives with a score."""
+    error = (student[:, :1] - student[:, 1:]) - (teacher[:, :1] - teacher[:, 1:])  # (b, H)
+    counts = scored[:, 1:].sum(1).clamp(min=1)
+    return error.square().masked_fill(~scored[:, 1:], 0).sum(1) / counts
 
 
 class Objective:
-    """The sum over widths of what each counts for times (InfoNCE + the distillation's weight times its loss)."""
+    """Training loss: the weighted sum, over all widths, of InfoNCE loss plus distillation loss."""
 
-    def __init__(self, info_nce: InfoNCE, prefixes: Prefixes = WHOLE, distillation: Distillation | None = None) -> None:
-        self.info_nce, self.prefixes, self.distillation = info_nce, prefixes, distillation
+    def __init__(
+        self, info_nce: InfoNCE, matryoshka: Matryoshka = FULL_WIDTH, distillation: Distillation | None = None
+    ) -> None:
+        self.info_nce, self.matryoshka, self.distillation = info_nce, matryoshka, distillation
+        self.similarity = info_nce.similarity
 
     def __call__(
         self, queries: Tensor, passages: Tensor, ids: RowIds, *, columns: Bank | None = None, rows: Bank | None = None
     ) -> LossValue:
-        """As InfoNCE's; the banks are to have been made with the same ``prefixes``."""
+        """Return the loss. The arguments are those of InfoNCE. A bank must be a MatryoshkaBank with the same truncated widths."""
         value = self._at_one_width(queries, passages, ids, columns, rows)
-        for number, (width, weight) in enumerate(zip(self.prefixes.widths, self.prefixes.weights, strict=True)):
-            one, other = (bank if bank is None else bank.narrower[number] for bank in (columns, rows))
-            cut = partial(self.prefixes.cut, width=width)
-            value = value.plus(self._at_one_width(cut(queries), cut(passages), ids, one, other), weight)
+        for index, (width, weight) in enumerate(zip(self.matryoshka.widths, self.matryoshka.weights, strict=True)):
+            own_columns, own_rows = (None if bank is None else bank.truncated[index] for bank in (columns, rows))
+            vectors, candidates = (self.matryoshka.truncate(each, width) for each in (queries, passages))
+            value = value.plus(self._at_one_width(vectors, candidates, ids, own_columns, own_rows), weight)
         return value
 
     def _at_one_width(
@@ -39,3 +121,65 @@ class Objective:
             return value
         assert ids.teacher is not None
         return value._replace(distilled=self.distillation(queries, passages, ids.teacher))
+
+
+Loss = InfoNCE | Objective
+"""Loss function that a training method calls."""
+
+
+class StepEngine(Protocol):
+    """The attributes and functions of ``contaccum.runtime.engine.Engine`` that training methods use. Engine documents them."""
+
+    no_grad_group_size: int
+    replay_share: float
+    replay_balance: bool
+
+    def micro_steps(self, micro_batches: list[MicroBatch]) -> Iterator[MicroBatch]: ...
+    def join(self, micro_batches: list[MicroBatch]) -> MicroBatch: ...
+    def encode(self, batch: MicroBatch) -> tuple[Tensor, Tensor]: ...
+    def backward(self, value: Tensor) -> None: ...
+
+    # used by partial replay only
+    def in_step(self, batches: Iterable[Tensor]) -> list[Tensor]: ...
+    def encode_texts(self, side: int, texts: Tokens, index: int) -> Tensor: ...
+    def own_rows(self, rows: Tensor) -> Tensor: ...
+    def uniform(self, index: int) -> float: ...
+
+
+class MatryoshkaBank(SymmetricBank):
+    """Bank of embeddings of the full width. It contains one more bank for each truncated width."""
+
+    truncated: Sequence[SymmetricBank] = ()
+
+    def __init__(
+        self, size: int, dim: int, similarity: Similarity, options: BankOptions, matryoshka: Matryoshka, **rest: Any
+    ) -> None:
+        """Create empty banks. rest: the arguments ``push`` and ``device`` of Bank."""
+        super().__init__(size, dim, similarity, options, **rest)
+        self.matryoshka = matryoshka
+        self.truncated = [SymmetricBank(size, width, similarity, options, **rest) for width in matryoshka.widths]
+
+    def push(
+        self, queries: Tensor, passages: Tensor, ids: RowIds, partials: Sequence[PartialLogSumExp | None] = ()
+    ) -> None:
+        start = self.pointer
+        super().push(queries, passages, ids, partials)
+        for index, bank in enumerate(self.truncated, 1):
+            vectors, candidates = (self.matryoshka.truncate(each.detach(), bank.dim) for each in (queries, passages))
+            bank.push(vectors, candidates, ids, partials[index : index + 1])
+        for bank in (self, *self.truncated):
+            bank.update_reversed(start, len(queries))
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors, numbers = super().state()
+        for bank in self.truncated:
+            own, numbers[str(bank.dim)] = bank.state()
+            tensors |= {f"{bank.dim}/{name}": tensor for name, tensor in own.items()}
+        return tensors, numbers
+
+    def load_state(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+        for bank in self.truncated:
+            prefix = f"{bank.dim}/"
+            own = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
+            bank.load_state(own, numbers.get(str(bank.dim), {}))
+        super().load_state(tensors, numbers)

@@ -1,1 +1,1 @@
-"""From texts to a ranked run: embedding shards, exact and approximate search, BM25."""
+"""Encode texts, search a corpus (exactly, approximately or with BM25), and mine hard negatives."""

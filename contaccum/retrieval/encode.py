@@ -1,4 +1,7 @@
-"""Texts to embeddings: in memory, or as shards on disk that survive a kill and can be made by several processes."""
+"""Encode texts into vectors, either in memory or as shards on disk.
+
+Several processes can encode the shards of one folder together. A restart encodes only the missing shards.
+"""
 
 import hashlib
 import os
@@ -11,65 +14,57 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tqdm.auto import tqdm
 
-from contaccum.data.records import Passage
-from contaccum.errors import InputError
-from contaccum.files import sweep
-from contaccum.lock import folder_lock
+from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
+from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
+from contaccum.formats.records import Passage
 from contaccum.retrieval.shards import (
-    DTYPES,
-    Job,
+    MANIFEST,
+    EncodingJob,
     Shard,
     ShardFolder,
+    Shards,
     check_folder,
     damage,
-    read_entry,
+    read_record,
     refuse_infinite,
     write_manifest,
     write_shard,
 )
+from contaccum.runtime.checks import refuse_input_as_output
+from contaccum.runtime.files import sweep
+from contaccum.runtime.locks import folder_lock
+from contaccum.runtime.processes import ALONE, Processes, joined
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-CHUNK = 16_384  # texts in one call of the encoder: it sorts and tokenises them in windows, the next ahead of time
-SAMPLE = 32  # texts of the corpus that are encoded to tell how long the whole of it takes
-WORTH = 50  # samples that a set must hold to be planned: the sample then costs 2 % at most
-LONG = 60.0  # seconds from which on a plan is printed
+    from contaccum.encoder import DualEncoder
 
-
-class Encoder(Protocol):
-    """What encoding and searching need of a model; DualEncoder is one."""
-
-    @property
-    def dim(self) -> int: ...
-    @property
-    def device(self) -> object:
-        """Where it encodes, as torch names it (``cpu``, ``cuda:0``); the search stays there too."""
-        ...
-
-    def encode_queries(self, texts: list[str], batch_tokens: int | None = ...) -> np.ndarray: ...
-    def encode_passages(self, texts: list[str], batch_tokens: int | None = ...) -> np.ndarray: ...
-    def fingerprint(self, kind: str) -> str: ...
+WINDOW = 4096  # number of texts that the encoder sorts by length together; a shard that ends between two windows changes no batch
+CHUNK = 4 * WINDOW  # number of texts in one call of the encoder
+SAMPLE = 32  # number of texts that are encoded to estimate the time for all texts
+ESTIMATE_FROM = 50 * SAMPLE  # minimum number of texts for an estimate, so that the sample takes at most 2 % of the time
+ESTIMATE_SECONDS = 60.0  # an estimate is printed only if it is longer than this
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Ids and texts of a set, read in slices, so that a memory-mapped corpus is never loaded whole."""
+    """Ids and texts of a corpus or of queries. They are read in slices, because a corpus may be larger than the memory."""
 
     kind: str
     """``query`` or ``passage``."""
     rows: int
     read: Callable[[int, int], tuple[list[str], list[str]]]
-    """From first row and the row behind the last to ids and texts."""
+    """Function that returns the ids and the texts of the rows ``start`` to ``stop`` - 1."""
 
     @classmethod
     def of_corpus(cls, corpus: "Dataset") -> "Texts":
-        """Passages of a table with the columns id, title and text; the text is title and text joined, as everywhere."""
+        """Make Texts from a corpus with the columns id, title and text. The title and the text of a passage are joined."""
 
         def read(start: int, stop: int) -> tuple[list[str], list[str]]:
             rows = corpus[start:stop]
@@ -80,13 +75,17 @@ class Texts:
 
     @classmethod
     def of_queries(cls, queries: Mapping[str, str]) -> "Texts":
-        """Queries by id, in the mapping's order."""
+        """Make Texts from queries (id -> text), in the same order."""
         ids, texts = list(queries), list(queries.values())
         return cls("query", len(ids), lambda start, stop: (ids[start:stop], texts[start:stop]))
 
+    def encode_method(self, encoder: "DualEncoder") -> Callable[..., np.ndarray]:
+        """Return the method of ``encoder`` that encodes texts of this kind."""
+        return encoder.encode_queries if self.kind == "query" else encoder.encode_passages
+
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of all ids and texts in order: the same data gives the same hash, wherever its files lie."""
+        """SHA-256 of all ids and texts in their order. It does not depend on file names."""
         digest = hashlib.sha256()
         for start in range(0, self.rows, CHUNK):
             for row in zip(*self.read(start, min(self.rows, start + CHUNK)), strict=True):
@@ -97,96 +96,122 @@ class Texts:
         return digest.hexdigest()
 
 
-def encode_shard(encoder: Encoder, texts: Texts, start: int, stop: int, batch_tokens: int | None, bar: tqdm) -> Shard:
-    """Ids and float32 vectors of the rows from start to stop; ``bar`` counts the texts.
+def encode_shard(
+    encoder: "DualEncoder",
+    texts: Texts,
+    start: int,
+    stop: int,
+    batch_tokens: int | None,
+    bar: tqdm,
+    keep_texts: bool = False,
+) -> Shard:
+    """Encode the rows ``start`` to ``stop`` - 1. Return a shard with their ids and float32 vectors.
 
-    Raises InputError naming the first text whose vector holds NaN or infinity.
+    bar: progress bar that counts the texts. keep_texts: whether the shard also gets the texts. Raises InputError with the id of
+    the first text whose vector contains NaN or infinity.
     """
-    encode = _encode_of(encoder, texts)
     ids: list[str] = []
+    kept: list[str] = []
+    encode = texts.encode_method(encoder)
     vectors = np.empty((stop - start, encoder.dim), dtype=np.float32)
     for first in range(start, stop, CHUNK):
         last = min(stop, first + CHUNK)
-        more, content = texts.read(first, last)
-        ids += more
-        made = vectors[first - start : last - start]
-        made[:] = encode(content, batch_tokens=batch_tokens)
-        refuse_infinite(texts.kind, more, made)
+        chunk_ids, content = texts.read(first, last)
+        ids += chunk_ids
+        kept += content if keep_texts else []
+        chunk = vectors[first - start : last - start]
+        chunk[:] = encode(content, batch_tokens)
+        refuse_infinite(texts.kind, chunk_ids, chunk)
         bar.update(last - first)
-    return Shard(ids, vectors)
+    return Shard(ids, vectors, kept if keep_texts else None)
 
 
-def _encode_of(encoder: Encoder, texts: Texts) -> Callable[..., np.ndarray]:
-    return encoder.encode_queries if texts.kind == "query" else encoder.encode_passages
+def encode_in_memory(encoder: "DualEncoder", texts: Texts, batch_tokens: int | None = None) -> Shard:
+    """Encode all texts into one float32 shard in memory. The vectors take rows * dimension * 4 bytes."""
+    return _encode_spans(encoder, texts, [(0, texts.rows)], batch_tokens)[0]
 
 
-def encode_in_memory(encoder: Encoder, texts: Texts, batch_tokens: int | None = None) -> Shard:
-    """The whole set as one float32 shard, for sets that fit: rows times dimension times 4 bytes."""
-    announce(encoder, texts, texts.rows, batch_tokens)
-    with tqdm(total=texts.rows, desc=f"encode {texts.kind}", unit="text", disable=None, leave=False) as bar:
-        return encode_shard(encoder, texts, 0, texts.rows, batch_tokens, bar)
+def _encode_spans(
+    encoder: "DualEncoder", texts: Texts, spans: list[tuple[int, int]], batch_tokens: int | None
+) -> list[Shard]:
+    rows = sum(stop - start for start, stop in spans)
+    with encoder.in_step(texts.kind):
+        print_estimate(encoder, texts, rows, batch_tokens)
+        with tqdm(total=rows, desc=f"encode {texts.kind}", unit="text", disable=None, leave=False) as bar:
+            return [encode_shard(encoder, texts, start, stop, batch_tokens, bar) for start, stop in spans]
 
 
-def encode_own(encoder: Encoder, texts: Texts, batch_tokens: int | None, rank: int, world: int) -> list[Shard]:
-    """As ``encode_in_memory``, the part of process ``rank`` of ``world``: every W-th call of the encoder, each a shard.
+def passage_shards(
+    encoder: "DualEncoder", corpus: "Dataset", settings: SearchConfig, group: Processes = ALONE, *, whole: bool = False
+) -> Shards:
+    """Return the vectors of the corpus, from a folder or in memory.
 
-    So each vector is made in the company in which one process makes it, and comes out the same to the bit.
+    The vectors are read from the folder ``settings.embeddings``. If the folder lacks shards, they are encoded first. If
+    ``settings.embeddings`` is None, the corpus is encoded in memory. Each of W processes gets every W-th shard. With ``whole``,
+    each process gets all shards of the folder.
     """
-    starts = range(rank * CHUNK, texts.rows, world * CHUNK)
-    spans = [(start, min(texts.rows, start + CHUNK)) for start in starts]
-    total = sum(stop - start for start, stop in spans)
-    with tqdm(total=total, desc=f"encode {texts.kind}", unit="text", disable=None, leave=False) as bar:
-        return [encode_shard(encoder, texts, start, stop, batch_tokens, bar) for start, stop in spans]
+    texts, rank, world = Texts.of_corpus(corpus), group.rank, group.world
+    if settings.embeddings is not None:
+        # a finished folder may have shards of any size and dtype
+        finished = (Path(settings.embeddings) / MANIFEST).is_file()
+        group.barrier()  # wait until every process has checked the folder, before one of them writes the manifest
+        if not finished:
+            form: dict[str, Any] = {"dtype": settings.dtype, "batch_tokens": settings.batch_tokens}
+            encode_texts(encoder, texts, settings.embeddings, rank=rank, world=world, **form)
+            group.barrier()
+        part = {} if whole else {"rank": rank, "world": world}
+        return ShardFolder(settings.embeddings, encoder.fingerprint(texts.kind), texts.fingerprint, **part)
+    # spans end between windows of the encoder, so a vector has the same bits for any number of processes
+    size = texts.rows if world == 1 else WINDOW * max(1, min(CHUNK // WINDOW, -(-texts.rows // WINDOW) // world))
+    spans = [(start, min(texts.rows, start + size)) for start in range(rank * size, texts.rows, world * size or 1)]
+    return _encode_spans(encoder, texts, spans, settings.batch_tokens)
 
 
 def encode_texts(
-    encoder: Encoder,
+    encoder: "DualEncoder",
     texts: Texts,
     output_dir: str | Path,
     *,
     dtype: str = "float32",
     shard_size: int = 50_000,
     batch_tokens: int | None = None,
+    format: str = "npy",
+    text: bool = False,
     rank: int = 0,
     world: int = 1,
 ) -> bool:
-    """Encode a set into shards; True when the whole set is finished, by this process or with the others' shards.
+    """Encode texts into shards in ``output_dir``. Return True if the shards of all processes are finished, else False.
 
-    Process ``rank`` of ``world`` makes the shards rank, rank + world, … ; whichever finds all finished writes the
-    manifest. A finished shard that is whole is never made again, whatever number of processes made it; one that is
-    damaged is made again with a warning. A shard is written while the next one is encoded, so memory holds two.
-    Raises InputError when the folder holds anything else, or embeddings of other texts, another encoder or another
-    form, and when an embedding is not finite.
+    format: ``npy`` or ``parquet``. text: whether Parquet files also contain the texts. Process ``rank`` of ``world`` encodes the
+    shards rank, rank + world, … The process that finishes last writes the manifest. Finished shards are reused. Damaged shards
+    are encoded again with a warning. Each shard is written while the next shard is encoded, so memory holds two shards.
+
+    Raises InputError if a vector is not finite, or if the folder contains other files or the embeddings of a different job
+    (texts, encoder, dtype, shard size or format).
     """
-    if dtype not in DTYPES:
-        raise InputError(f"dtype is {dtype!r}, expected {' or '.join(DTYPES)}")
-    if shard_size < 1:
-        raise InputError(f"shard_size is {shard_size}, expected at least 1")
-    assert 0 <= rank < world
     folder = Path(output_dir)
-    job = Job(texts.kind, encoder.fingerprint(texts.kind), texts.fingerprint, texts.rows, shard_size, dtype)
+    identity = texts.kind, encoder.fingerprint(texts.kind), texts.fingerprint, texts.rows
+    job = EncodingJob(*identity, shard_size, dtype, format, text and format == "parquet")
     check_folder(folder, job)
-    # one lock a launch: the shards of its other processes are theirs alone
+    # process 0 holds the lock for all processes of the launch; each process writes different shards
     with folder_lock(folder) if rank == 0 else nullcontext():
-        if world == 1:  # the others of a launch may be writing already
+        if world == 1:  # not with several processes, because another process may already write here
             sweep(folder)
-        return _encode_own(encoder, texts, folder, job, batch_tokens, range(rank, job.count, world))
-
-
-def _encode_own(encoder: Encoder, texts: Texts, folder: Path, job: Job, batch_tokens: int | None, own: range) -> bool:
-    missing = [number for number in own if not _is_whole(folder, number, job)]
-    rows = sum(stop - start for start, stop in map(job.span, missing))
-    announce(encoder, texts, rows, batch_tokens, job.dtype)
-    with tqdm(total=rows, unit="text", disable=None) as bar, _written_beside() as write:
-        for number in missing:
-            start, stop = job.span(number)
-            write(folder, number, job, encode_shard(encoder, texts, start, stop, batch_tokens, bar))
-    return write_manifest(folder, job)
+        missing = [
+            number for number in range(rank, job.count, world) if not _is_finished(folder, number, job, encoder.dim)
+        ]
+        rows = sum(stop - start for start, stop in map(job.span, missing))
+        print_estimate(encoder, texts, rows, batch_tokens, job.dtype)
+        with tqdm(total=rows, unit="text", disable=None) as bar, _background_writer() as write:
+            for number in missing:
+                start, stop = job.span(number)
+                write(folder, number, job, encode_shard(encoder, texts, start, stop, batch_tokens, bar, job.text))
+        return write_manifest(folder, job)
 
 
 @contextmanager
-def _written_beside() -> Iterator[Callable[[Path, int, Job, Shard], None]]:
-    """``write_shard`` in a thread, one shard at a time; its error is raised by the next call, or when the block ends well."""
+def _background_writer() -> Iterator[Callable[[Path, int, EncodingJob, Shard], None]]:
+    """Yield a function that writes a shard in a thread. The next call, or the end, raises an error of the thread."""
     last: Future[None] | None = None
     with ThreadPoolExecutor(1, "write") as pool:
 
@@ -201,62 +226,78 @@ def _written_beside() -> Iterator[Callable[[Path, int, Job, Shard], None]]:
             last.result()
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What encoding a set is expected to take, from a sample of its own texts."""
-
-    rows: int
-    rate: float
-    """Texts a second, measured on the sample."""
-    bytes: int
-    """Of the vectors, in memory or on disk."""
-
-    @property
-    def seconds(self) -> float:
-        return self.rows / self.rate
-
-    def __str__(self) -> str:
-        hours, minutes = divmod(round(self.seconds / 60), 60)
-        return (
-            f"{self.rows:,} texts at {self.rate:,.4g} a second: about {hours} h {minutes:02d} min, "
-            f"{self.bytes / 1e6:,.0f} MB of vectors"
-        )
-
-
-def make_plan(rows: int, dim: int, dtype: str, sampled: int, seconds: float) -> Plan:
-    """From the time that a sample took to the time and bytes of ``rows`` texts with ``dim`` numbers of ``dtype`` each."""
-    return Plan(rows, sampled / seconds, rows * dim * np.dtype(dtype).itemsize)
-
-
-def announce(encoder: Encoder, texts: Texts, rows: int, batch_tokens: int | None, dtype: str = "float32") -> None:
-    """Print to stderr what encoding ``rows`` texts of a set will take, where that is more than a minute.
-
-    The sample stands at even distances in the whole set, since a corpus is often sorted. Of several processes the first speaks,
-    for its own part.
-    """
-    if rows < WORTH * SAMPLE:
-        return
-    places = np.linspace(0, texts.rows - 1, SAMPLE, dtype=int)
-    sample = [texts.read(place, place + 1)[1][0] for place in map(int, places)]
-    encode = _encode_of(encoder, texts)
-    encode(sample[:1], batch_tokens=batch_tokens)  # what is loaded at the first call is not counted
-    start = time.perf_counter()
-    encode(sample, batch_tokens=batch_tokens)
-    plan = make_plan(rows, encoder.dim, dtype, SAMPLE, time.perf_counter() - start)
-    if plan.seconds > LONG and int(os.environ.get("RANK", 0)) == 0:
-        print(f"contaccum: {plan}", file=sys.stderr)
-
-
-def _is_whole(folder: Path, number: int, job: Job) -> bool:
-    entry = read_entry(folder, number, job)
-    if entry is None:
-        return False
-    fault = damage(folder, number, entry)
-    if fault:
+def _is_finished(folder: Path, number: int, job: EncodingJob, dimension: int) -> bool:
+    record = read_record(folder, number, job)
+    if record and (fault := damage(folder, record)):
         warnings.warn(f"{fault}; shard {number} is encoded again", stacklevel=3)
-    return fault is None
+        return False
+    return record is not None and record.dimension == dimension
 
 
-def open_embeddings(encoder: Encoder, texts: Texts, folder: str | Path) -> ShardFolder:
-    """The finished shards of a folder, refused when they were made by another encoder or from other texts."""
-    return ShardFolder(folder, encoder.fingerprint(texts.kind), texts.fingerprint)
+def make_estimate(rows: int, dim: int, dtype: str, sampled: int, seconds: float) -> tuple[float, str]:
+    """Return the estimated seconds to encode ``rows`` texts, and a sentence with this estimate.
+
+    sampled: number of texts in the sample. seconds: time that their encoding took.
+    """
+    rate, megabytes = sampled / seconds, rows * dim * np.dtype(dtype).itemsize / 1e6
+    hours, minutes = divmod(round(rows / rate / 60), 60)
+    time_needed = f"about {hours} h {minutes:02d} min, {megabytes:,.0f} MB of vectors"
+    return rows / rate, f"{rows:,} texts at {rate:,.4g} a second: {time_needed}"
+
+
+def print_estimate(
+    encoder: "DualEncoder", texts: Texts, rows: int, batch_tokens: int | None, dtype: str = "float32"
+) -> None:
+    """Estimate the time to encode ``rows`` texts, and print it to stderr if it is more than a minute.
+
+    The time is measured on a sample of texts. The sample is spread evenly over all texts, because corpora are often sorted. For
+    fewer than ``ESTIMATE_FROM`` texts nothing is estimated. If there are several processes, only the first one prints.
+    """
+    if rows < ESTIMATE_FROM:
+        return
+    sample = [
+        texts.read(number, number + 1)[1][0] for number in map(int, np.linspace(0, texts.rows - 1, SAMPLE, dtype=int))
+    ]
+    encode = texts.encode_method(encoder)
+    encode(sample[:1], batch_tokens)  # the first call is slower, because it loads libraries
+    start = time.perf_counter()
+    encode(sample, batch_tokens)
+    seconds, estimate = make_estimate(rows, encoder.dim, dtype, SAMPLE, time.perf_counter() - start)
+    if seconds > ESTIMATE_SECONDS and int(os.environ.get("RANK", 0)) == 0:
+        print(f"contaccum: {estimate}", file=sys.stderr)
+
+
+def encode(
+    choice: EncoderConfig,
+    source: str,
+    output: str,
+    *,
+    kind: str = "passage",
+    dtype: str = "float32",
+    shard_size: int = 50_000,
+    batch_tokens: int | None = None,
+    format: str = "npy",
+    text: bool = False,
+    policy: DataPolicy = DEFAULT_POLICY,
+) -> str:
+    """Encode a corpus or queries into shards in the folder ``output``. Return a sentence that describes the result.
+
+    kind: ``passage`` or ``query``. The other arguments are those of ``encode_texts``. Processes started by torchrun divide the
+    shards among themselves. A second call keeps the finished shards and encodes only the missing shards.
+    """
+    from contaccum.encoder import load_encoder
+
+    refuse_input_as_output(output, source, choice.model)
+    with (
+        joined(choice.timeout_minutes) as group,
+        group.main_first(),
+    ):  # after this block, processes do not wait for each other
+        given = open_dataset(source, policy=policy)
+        texts = Texts.of_corpus(given.corpus) if kind == "passage" else Texts.of_queries(given.queries)
+    encoder = load_encoder(choice)
+    form = {"dtype": dtype, "shard_size": shard_size, "batch_tokens": batch_tokens, "format": format, "text": text}
+    if encode_texts(encoder, texts, output, rank=group.rank, world=group.world, **form):  # type: ignore[arg-type]
+        return f"{output}: {texts.rows} {kind} vectors of {encoder.dim} numbers"
+    return (
+        f"{output}: process {group.rank} of {group.world} has finished its shards; other processes are still encoding"
+    )

@@ -1,81 +1,97 @@
-"""Hard negatives for a training set: its queries are searched block after block, and what the filters leave is written.
+"""Mine hard negatives: search for the queries of a training set, filter the passages found, and write the examples.
 
-Beside the output, while it is made, stands ``OUTPUT.mining`` with a file of lines and one of numbers for every block that is
-finished; a process that starts again goes on behind them, and the processes of a launch take every W-th block.
+Queries are mined in blocks. Each of W processes mines every W-th block. Until the mining is finished, the folder
+``OUTPUT.mining`` contains two files for each finished block: the lines of the output, and the statistics. A restart keeps the
+finished blocks.
 """
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from datasets import Dataset, concatenate_datasets
 from tqdm.auto import tqdm
 
-from contaccum.data.arrow import PASSAGE_COLUMNS, column_batches
-from contaccum.data.convert import Examples, Form, example_record, framed, record_line
+from contaccum.config.commands import DataPolicy, EncoderConfig, MineConfig, SearchConfig
 from contaccum.data.corpus import find_rows
-from contaccum.data.records import Example, Passage, Scores, content_id
+from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
+from contaccum.data.examples import ExampleTable
+from contaccum.data.tables import PASSAGE_COLUMNS, column_batches
 from contaccum.errors import InputError
-from contaccum.files import read_json, remove_folder, sweep, whole_file, write_json
-from contaccum.lock import folder_lock
-from contaccum.options import MineSettings
-from contaccum.processes import ALONE, Processes
-from contaccum.retrieval.candidates import Pool, Search, pool_of
+from contaccum.formats.records import Example, Passage, TeacherScores, content_id, record_line
+from contaccum.formats.training import Form, example_record, framed
+from contaccum.retrieval.blocks import SPREAD, BlockFolder, Statistics
 from contaccum.retrieval.encode import Texts
-from contaccum.retrieval.negatives import check, choose
-from contaccum.retrieval.rerank import CrossEncoder
-
-if TYPE_CHECKING:
-    from datasets import Dataset
+from contaccum.retrieval.negatives import CrossEncoder, select_negatives
+from contaccum.retrieval.retriever import DEFAULTS, Retriever
+from contaccum.runtime.checks import refuse_input_as_output
+from contaccum.runtime.files import remove_folder, sweep, whole_file, write_json
+from contaccum.runtime.locks import folder_lock
+from contaccum.runtime.processes import ALONE, Processes
 
 FORMAT = "contaccum-mining"
-JOB = "job.json"
-QUARTILES = ("min", "25%", "median", "75%", "max")
+MINING = MineConfig()
 
 
-class Asked:
-    """The queries that negatives are mined for, the passages that may become them, and which are known to be none."""
+class MiningQueries:
+    """Queries to mine negatives for, the corpus, and the passages that must not become negatives."""
 
-    def __init__(self, examples: Examples, corpus: "Dataset | None" = None) -> None:
-        """corpus: passages (columns id, title, text) to mine from instead of those of the examples; positives that it lacks are
-        scored with it."""
+    def __init__(self, examples: ExampleTable, corpus: Dataset | None = None) -> None:
+        """corpus: passages that may become negatives (columns id, title, text). None: the passages of the examples."""
         self.examples = examples
         digest = hashlib.sha256()
-        keys: dict[str, list[str]] = {}  # of every text that no negative may have: ids of the passages with that text
         ids: dict[str, None] = {}
-        answers: dict[
-            str, dict[str, str]
-        ] = {}  # of every query's text: its positives' ids, and the keys of their texts
+        # hash of a text that no negative may have -> ids of the passages with this text
+        ids_of_text: dict[str, list[str]] = {}
+        # hash of a query text -> id of each positive -> hash of the positive's text
+        answers: dict[str, dict[str, str]] = {}
         for query, positives, *_ in examples:
             digest.update(json.dumps([query, *positives]).encode())
-            keys[_key(query.text)] = []
+            ids_of_text[_key(query.text)] = []
             own = answers.setdefault(_key(query.text), {})
             for passage in positives:
                 own[passage.id] = _key(passage.content)
-                keys[own[passage.id]] = []
+                ids_of_text[own[passage.id]] = []
                 ids[passage.id] = None
         self.fingerprint = digest.hexdigest()
-        self.pool: Pool = pool_of(examples.corpus, corpus, ids)
-        self.passages = self.pool.all
+        self.corpus = examples.passages if corpus is None else corpus
+        self.extra = None if corpus is None else _missing(examples.passages, corpus, ids)
+        """Positives that ``corpus`` lacks, or None if there are none. They get scores but never become negatives."""
+        self.passages = self.corpus if self.extra is None else concatenate_datasets([self.corpus, self.extra])
+        """Passages of ``corpus``, followed by the passages of ``extra``."""
         for batch in column_batches(self.passages, PASSAGE_COLUMNS):
             for row in zip(*(batch[name] for name in PASSAGE_COLUMNS), strict=True):
                 passage = Passage(*row)
                 for key in {_key(passage.content), _key(passage.text)}:
-                    if key in keys:
-                        keys[key].append(passage.id)
-        self._keys, self._answers = keys, answers
+                    if key in ids_of_text:
+                        ids_of_text[key].append(passage.id)
+        self._ids_of_text, self._answers = ids_of_text, answers
 
     def known(self, example: Example) -> set[str]:
-        """Ids of the passages that are no negatives: positives of this example and of others with the same query text, and what
-        has the text of one of them or of the query."""
+        """Return the ids of passages that must not become negatives of an example.
+
+        These are the positives of all queries with this query's text, and every passage whose text equals that of the query or of
+        one of these positives.
+        """
         query = _key(example.query.text)
         answers = self._answers[query]
-        return set(answers).union(*(self._keys[key] for key in (query, *answers.values())))
+        return set(answers).union(*(self._ids_of_text[key] for key in (query, *answers.values())))
+
+
+def _missing(examples_corpus: Dataset, corpus: Dataset, ids: Collection[str]) -> Dataset | None:
+    """Return the passages with the given ids that ``corpus`` lacks. If ``corpus`` has all of them, return None.
+
+    The passages are read from ``examples_corpus``.
+    """
+    known = find_rows(corpus, ids)
+    rows = find_rows(examples_corpus, [key for key in ids if key not in known])
+    # the rows are copied, because reading a column of a selected part of a table reads all rows of the table
+    return Dataset.from_dict(examples_corpus[sorted(rows.values())], features=corpus.features) if rows else None
 
 
 def _key(text: str) -> str:
@@ -84,194 +100,188 @@ def _key(text: str) -> str:
 
 @dataclass(frozen=True)
 class Mining:
-    """What is mined, how, and into which form of file."""
+    """One mining job: queries, retriever, settings and output format."""
 
-    asked: Asked
-    search: Search
-    settings: MineSettings
+    queries: MiningQueries
+    retriever: Retriever
+    settings: MineConfig
     to: Form = "jsonl"
-    rerank: CrossEncoder | None = None
+    cross_encoder: CrossEncoder | None = None
 
     def job(self) -> dict[str, Any]:
-        """What tells one mining from another: of equal ones every block is the same."""
+        """Return the settings and hashes that determine the content of the blocks. Equal jobs have equal blocks."""
         return {
             "format": FORMAT,
-            "search": self.search.fingerprint,
-            **self.search.settings,
-            "cross_encoder": self.rerank and self.rerank.fingerprint(),
-            "queries": self.asked.fingerprint,
-            "passages": f"{len(self.asked.pool.corpus)} first of {Texts.of_corpus(self.asked.passages).fingerprint}",
+            "search": self.retriever.fingerprint,
+            **self.retriever.index_settings,
+            "cross_encoder": self.cross_encoder and self.cross_encoder.fingerprint(),
+            "queries": self.queries.fingerprint,
+            "passages": f"{len(self.queries.corpus)} first of {Texts.of_corpus(self.queries.passages).fingerprint}",
             "to": self.to,
             **{name: value for name, value in asdict(self.settings).items() if name != "cross_encoder"},
         }
 
-    def block(self, start: int) -> "Block":
-        """Mine for the examples from number ``start`` of the data on, one block of them."""
-        examples = list(self.asked.examples.part(start, start + self.settings.block_size))
-        known = [self.asked.known(example) for example in examples]
-        rows = find_rows(self.asked.passages, {passage.id for example in examples for passage in example.positives})
+    def block(self, start: int, found: Statistics) -> list[bytes]:
+        """Mine the block that starts with example ``start``. Return its lines, and add its statistics to ``found``."""
+        examples = list(self.queries.examples.part(start, start + self.settings.block_size))
+        known = [self.queries.known(example) for example in examples]
+        rows = find_rows(self.queries.passages, {passage.id for example in examples for passage in example.positives})
         positives = [[rows[passage.id] for passage in example.positives] for example in examples]
         depth = self.settings.range_max + max(map(len, known))
-        found = list(self.search.find([example.query.text for example in examples], positives, depth))
-        hits = [
-            [hit for hit in one.hits if hit[0] not in own][: self.settings.range_max]
-            for one, own in zip(found, known, strict=True)
+        texts = [example.query.text for example in examples]
+        scored = list(self.retriever.search_with_positives(texts, positives, depth))
+        candidates = [
+            [hit for hit in hits if hit[0] not in own][: self.settings.range_max]
+            for (hits, _), own in zip(scored, known, strict=True)
         ]
-        rows = find_rows(self.asked.passages, {key for each in hits for key, _ in each})
-        block = Block()
-        for number, (example, each, one) in enumerate(zip(examples, hits, found, strict=True), start):
-            passages, scores = self._distinct(each, rows)
-            block.removed["same text"] += len(each) - len(passages)
-            self._add(block, number, example, passages, scores, one.positives)
-        return block
+        rows = find_rows(self.queries.passages, {key for hits in candidates for key, _ in hits})
+        return [
+            self._mined_line(found, number, example, hits, scores, rows)
+            for number, (example, hits, (_, scores)) in enumerate(zip(examples, candidates, scored, strict=True), start)
+        ]
 
-    def _distinct(self, hits: list[tuple[str, float]], rows: dict[str, int]) -> tuple[list[Passage], np.ndarray]:
-        """The passages found, each text once, where it stands highest, and their scores."""
-        batch = self.asked.passages[[rows[key] for key, _ in hits]]
-        texts: dict[str, tuple[Passage, float]] = {}
-        for row, (_, score) in zip(zip(*(batch[name] for name in PASSAGE_COLUMNS), strict=True), hits, strict=True):
-            passage = Passage(*row)
-            texts.setdefault(passage.content, (passage, score))
-        return [passage for passage, _ in texts.values()], np.array([score for _, score in texts.values()])
-
-    def _add(
+    def _mined_line(
         self,
-        block: "Block",
+        found: Statistics,
         number: int,
         example: Example,
-        passages: list[Passage],
-        scores: np.ndarray,
+        hits: list[tuple[str, float]],
         positives: np.ndarray,
-    ) -> None:
-        """Choose a query's negatives among its candidates, which stand in a run's order, and add its line to the block."""
-        if self.rerank:
-            texts = [passage.content for passage in (*example.positives, *passages)]
-            positives, scores = np.split(self.rerank.scores(example.query.text, texts), [len(positives)])
-            order = sorted(range(len(passages)), key=lambda place: (scores[place], passages[place].id), reverse=True)
-            passages, scores = [passages[place] for place in order], scores[order]
-        chosen = choose(scores, positives, self.settings, number)
-        found = Scores([float(score) for score in positives], [float(scores[place]) for place in chosen.places])
-        mined = example._replace(negatives=[passages[place] for place in chosen.places], scores=found)
-        block.lines.append(record_line(example_record(mined, self.to)))
-        block.removed.update(chosen.removed)
-        block.short += len(chosen.places) < self.settings.num_negatives
-        block.positives.append(min(found.positives))
-        block.negatives += found.negatives
-        block.margins += [min(found.positives) - score for score in found.negatives]
+        rows: dict[str, int],
+    ) -> bytes:
+        """Select the negatives of one query among ``hits``. Return the example with these negatives as a line of the output.
+
+        The query's statistics are added to ``found``. positives: scores of the positives. rows: passage id -> row number.
+        """
+        batch = self.queries.passages[[rows[key] for key, _ in hits]]
+        texts: dict[str, tuple[Passage, float]] = {}  # text -> best passage with this text, and its score
+        for row, (_, score) in zip(zip(*(batch[name] for name in PASSAGE_COLUMNS), strict=True), hits, strict=True):
+            texts.setdefault(Passage(*row).content, (Passage(*row), score))
+        passages, scores = [passage for passage, _ in texts.values()], np.array([score for _, score in texts.values()])
+        removed = {"same text": len(hits) - len(passages)}
+        if self.cross_encoder:
+            pairs = [passage.content for passage in (*example.positives, *passages)]
+            positives, scores = np.split(self.cross_encoder.scores(example.query.text, pairs), [len(positives)])
+            order = sorted(range(len(passages)), key=lambda row: (scores[row], passages[row].id), reverse=True)
+            passages, scores = [passages[row] for row in order], scores[order]
+        selected = select_negatives(scores, positives, self.settings, number)
+        teacher = TeacherScores([float(score) for score in positives], [float(scores[row]) for row in selected.indices])
+        for name, count in (removed | selected.removed).items():
+            found.removed[name] = found.removed.get(name, 0) + count
+        found.short += len(selected.indices) < self.settings.num_negatives
+        found.positives.append(min(teacher.positives))
+        found.negatives += teacher.negatives
+        found.margins += [min(teacher.positives) - score for score in teacher.negatives]
+        mined = example._replace(negatives=[passages[row] for row in selected.indices], scores=teacher)
+        return record_line(example_record(mined, self.to))
 
 
-@dataclass
-class Block:
-    """What was mined for some queries; all but the lines is kept for the report."""
+def mine(
+    choice: EncoderConfig,
+    data: str,
+    output: str,
+    *,
+    split: str = "train",
+    corpus: str | None = None,
+    to: Form = "jsonl",
+    mining: MineConfig = MINING,
+    settings: SearchConfig = DEFAULTS,
+    policy: DataPolicy = DEFAULT_POLICY,
+    group: Processes = ALONE,
+) -> dict[str, Any]:
+    """Search for hard negatives, and write training examples with these negatives. Return the report of the mining.
 
-    lines: list[bytes] = field(default_factory=list)
-    short: int = 0
-    """Queries with fewer negatives than asked for."""
-    removed: Counter[str] = field(default_factory=Counter)
-    """Candidates that each filter took away."""
-    positives: list[float] = field(default_factory=list)
-    """Lowest score of each query's positives."""
-    negatives: list[float] = field(default_factory=list)
-    margins: list[float] = field(default_factory=list)
-    """By how much each negative scores lower than its query's positive."""
-
-
-def mine(mining: Mining, output: str | Path, about: Mapping[str, Any], group: Processes = ALONE) -> dict[str, Any]:
-    """Write the examples with mined negatives to ``output``, and beside it ``about`` with what was mined; returns the latter.
-
-    The file has the passages' scores: ``pos_scores`` and ``neg_scores`` in JSONL, ``score`` with each passage elsewhere.
-    Raises InputError where ``output`` exists, or the work begun beside it belongs to another mining.
+    data: a BEIR folder or name, or a file of training examples; negatives in this file are replaced. corpus: passages that may
+    become negatives (a BEIR folder or name, a corpus.jsonl or a passages TSV); None takes the passages of ``data``. group:
+    processes that share the work. All of them call this function. The report is also written to a file next to ``output``.
     """
-    check(mining.settings)
+    from contaccum.runtime.devices import encoding_device
+
+    mining.check()
+    if group.is_main:
+        _sweep_beside(Path(output))
+    if Path(output).exists():
+        raise InputError(f"{output}: exists already; choose a new path")
+    refuse_input_as_output(about_path(Path(output)), data, corpus, choice.model)
+    with group.main_first():
+        given = open_dataset(corpus, policy=policy).corpus if corpus else None
+        queries = MiningQueries(open_dataset(data, split, policy).examples(), given)
+    settings = replace(settings, seed=mining.seed)
+    retriever = Retriever.open(choice, queries.corpus, settings, group, mining=True, extra=queries.extra)
+    cross_encoder = None
+    if mining.cross_encoder is not None:
+        device, size = str(encoding_device(choice.device)), mining.cross_encoder_batch_size
+        cross_encoder = CrossEncoder(mining.cross_encoder, device, size, choice.trust_remote_code)
+    about = {"model": choice.model, "data": data, "split": split, "corpus": corpus}
+    return write_mined(Mining(queries, retriever, mining, to, cross_encoder), output, about, group)
+
+
+def write_mined(
+    mining: Mining, output: str | Path, about: Mapping[str, Any], group: Processes = ALONE
+) -> dict[str, Any]:
+    """Write the mined examples to ``output``, and a report to a file next to it. Return the report.
+
+    about: entries to add to the report. ``output`` contains the scores of the passages: ``pos_scores`` and ``neg_scores`` in
+    JSONL, ``score`` in other formats. Raises InputError if the folder of unfinished blocks belongs to a different job. Processes
+    other than the main process return an empty report.
+    """
     output = Path(output)
-    if output.exists():
-        raise InputError(f"{output}: exists already, expected a new path")
-    folder = output.with_name(f"{output.name}.mining")
-    with folder_lock(folder) if group.is_main else nullcontext():
+    blocks = BlockFolder(_work_folder(output), mining.job(), len(_starts(mining)))
+    with folder_lock(blocks.folder) if group.is_main else nullcontext():
         if group.is_main:
-            _claim(folder, mining.job())
+            blocks.claim()
         group.barrier()
-        _mine_blocks(mining, folder, group)
+        _mine_blocks(mining, blocks, group)
         group.barrier()
         report: dict[str, Any] = {}
         if group.is_main:
-            report = {**about, "search": mining.search.settings, **_report(folder, mining.settings)}
+            settings = {"settings": asdict(mining.settings)}
+            report = {**about, "search": mining.retriever.index_settings, **settings, **blocks.report()}
             write_json(about_path(output), report)
             with whole_file(output) as file:
-                file.writelines(framed(_lines(folder), mining.to))
-            remove_folder(folder)
+                file.writelines(framed(blocks.lines(), mining.to))
+            remove_folder(blocks.folder)
     group.barrier()
     return report
 
 
+def _work_folder(output: Path) -> Path:
+    return output.with_name(f"{output.name}.mining")
+
+
+def _sweep_beside(output: Path) -> None:
+    """Remove the files that killed calls left next to ``output``, unless a running call holds the lock."""
+    with folder_lock(_work_folder(output)):
+        for path in (output, about_path(output), _work_folder(output)):
+            sweep(path.parent, path.name)
+
+
 def about_path(output: str | Path) -> Path:
-    """Where it stands what was mined: ``mined.about.json`` beside ``mined.jsonl``."""
+    """Return the path of the report of an output file: ``mined.about.json`` for ``mined.jsonl``."""
     return Path(output).with_suffix(".about.json")
 
 
-def _claim(folder: Path, job: dict[str, Any]) -> None:
-    """Make the folder of unfinished work this mining's, or refuse it."""
-    sweep(folder)
-    if not (folder / JOB).is_file():
-        write_json(folder / JOB, job)
-    found = read_json(folder / JOB)
-    if found != job:
-        changed = [name for name in job if not isinstance(found, dict) or found.get(name) != job[name]]
-        raise InputError(
-            f"{folder}: holds an unfinished mining with another {' and '.join(changed)}, expected the same to go on; or "
-            "delete it"
-        )
+def _mine_blocks(mining: Mining, blocks: BlockFolder, group: Processes) -> None:
+    """Mine the blocks of this process that are not finished."""
+    starts = _starts(mining)
+    with tqdm(total=starts.stop, desc="mining", unit="query", disable=None) as bar:
+        for number, start in enumerate(starts):
+            if number % group.world == group.rank and not blocks.is_finished(number):
+                found = Statistics(blocks.job_hash, number)
+                blocks.write(found, mining.block(start, found))
+            bar.update(min(starts.step, starts.stop - start))
 
 
-def _mine_blocks(mining: Mining, folder: Path, group: Processes) -> None:
-    """Write every block of this process that is missing; its numbers come last, so that a block with numbers is finished."""
-    count, size = len(mining.asked.examples), mining.settings.block_size
-    with tqdm(total=count, desc="mining", unit="query", disable=None) as bar:
-        for number, start in enumerate(range(0, count, size)):
-            numbers = folder / f"{number:05d}.json"
-            if number % group.world == group.rank and not numbers.exists():
-                block = mining.block(start)
-                with whole_file(folder / f"{number:05d}.lines") as file:
-                    file.writelines(block.lines)
-                write_json(numbers, {name: value for name, value in vars(block).items() if name != "lines"})
-            bar.update(min(size, count - start))
-
-
-def _lines(folder: Path) -> Iterator[bytes]:
-    for path in sorted(folder.glob("*.lines")):
-        with open(path, "rb") as file:
-            yield from file
-
-
-def _report(folder: Path, settings: MineSettings) -> dict[str, Any]:
-    """What stands in ``about.json``: settings, counts, and how scores and margins are distributed."""
-    blocks = [read_json(path) for path in sorted(folder.glob("[0-9]*.json"))]
-    removed: Counter[str] = Counter()
-    for block in blocks:
-        removed.update(block["removed"])
-    values = {name: np.array([v for b in blocks for v in b[name]]) for name in ("positives", "negatives", "margins")}
-    return {
-        "settings": asdict(settings),
-        "queries": len(values["positives"]),
-        "negatives": len(values["negatives"]),
-        "queries_with_fewer": sum(block["short"] for block in blocks),
-        "removed": dict(removed),
-        "scores": {name: _spread(found) for name, found in values.items() if len(found)},
-    }
-
-
-def _spread(values: np.ndarray) -> dict[str, float]:
-    quartiles = zip(QUARTILES, np.percentile(values, [0, 25, 50, 75, 100]), strict=True)
-    return {"mean": float(values.mean()), **{name: float(value) for name, value in quartiles}}
+def _starts(mining: Mining) -> range:
+    return range(0, len(mining.queries.examples), mining.settings.block_size)
 
 
 def render_mined(report: Mapping[str, Any], output: str | Path) -> str:
-    """The report for the eye."""
+    """Format a mining report as text."""
     head = f"{output}: {report['negatives']} negatives for {report['queries']} queries"
     if report["queries_with_fewer"]:
         head += f"; {report['queries_with_fewer']} have fewer than {report['settings']['num_negatives']}"
     taken = ", ".join(f"{name} {count}" for name, count in report["removed"].items())
-    names = ("mean", *QUARTILES)
-    table = [" " * 10 + "".join(f"{name:>10s}" for name in names)]
-    table += [f"{name:10s}" + "".join(f"{row[n]:10.4f}" for n in names) for name, row in report["scores"].items()]
+    table = [" " * 10 + "".join(f"{name:>10s}" for name in SPREAD)]
+    table += [f"{name:10s}" + "".join(f"{row[n]:10.4f}" for n in SPREAD) for name, row in report["scores"].items()]
     return "\n".join([head, f"candidates removed: {taken}", *table])

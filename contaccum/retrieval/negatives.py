@@ -1,58 +1,46 @@
-"""From the candidates that a search found for a query to its hard negatives: filters, rank window, sampling."""
+"""Select the hard negatives of a query among its candidates, and score candidates with a cross-encoder."""
 
+import hashlib
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
+from contaccum.config.commands import MineConfig
 from contaccum.errors import InputError
-from contaccum.options import MineSettings
-
-_NO_SMALLER = ("num_negatives", 1), ("range_min", 0), ("seed", 0), ("block_size", 1), ("cross_encoder_batch_size", 1)
 
 
-def check(settings: MineSettings) -> None:
-    """InputError naming a setting that is out of its range, or two that do not go together."""
-    for name, least in _NO_SMALLER:
-        if getattr(settings, name) < least:
-            raise InputError(f"{name} is {getattr(settings, name)}, expected at least {least}")
-    if settings.range_max < settings.range_min + settings.num_negatives:
-        raise InputError(
-            f"range_max is {settings.range_max}, expected at least the {settings.range_min} of range_min and the "
-            f"{settings.num_negatives} of num_negatives together"
-        )
-    for name in ("relative_margin", "absolute_margin", "max_score", "min_score"):
-        value = getattr(settings, name)
-        if value is not None and not np.isfinite(value):
-            raise InputError(f"{name} is {value}, expected a finite number")
-    if settings.relative_margin is not None and not 0 <= settings.relative_margin <= 1:
-        raise InputError(f"relative_margin is {settings.relative_margin}, expected a share between 0 and 1")
-    if None not in (low := settings.min_score, high := settings.max_score) and low > high:  # type: ignore[operator]
-        raise InputError(f"min_score is {low} and max_score {high}, expected them the other way round")
+class Selection(NamedTuple):
+    """Negatives selected among the candidates of one query."""
 
-
-class Choice(NamedTuple):
-    """What became of a query's candidates."""
-
-    places: np.ndarray
-    """Of the negatives among the candidates, rising, (at most num_negatives,)."""
+    indices: np.ndarray
+    """Positions of the negatives in the list of candidates, in ascending order. There are at most ``num_negatives``."""
     removed: dict[str, int]
-    """How many candidates each filter took away, from what those before it had left."""
+    """Name of a filter -> number of candidates that it removed. Filters run in order, so each candidate is counted once."""
 
 
-def choose(scores: np.ndarray, positives: np.ndarray, settings: MineSettings, number: int) -> Choice:
-    """The hard negatives among candidates of the given scores (n,), which fall, for a query with those of its positives (P,).
+def select_negatives(scores: np.ndarray, positives: np.ndarray, settings: MineConfig, number: int) -> Selection:
+    """Select hard negatives of one query among n candidates.
 
-    Query ``number`` of the data draws by a random stream of its own, so that a draw depends on no other query. With
-    p the lowest of the positives' scores, a candidate of score s is kept where s <= p - absolute_margin,
-    s <= p - relative_margin |p|, s <= max_score and s >= min_score. The relative margin is TopK-PercPos of Moreira et
-    al. 2024 (NV-Retriever, arXiv 2407.15831), the absolute one its TopK-MarginPos, max_score its TopK-Abs.
+    scores: scores of the candidates, (n,), descending. positives: scores of the query's positives, (P,). number: position of the
+    query in the data. It seeds the random sample, so the sample does not depend on other queries.
+
+    Let p be the lowest score of the query's positives. A candidate with score s is kept if s <= p - absolute_margin, s <= p -
+    relative_margin |p|, s <= max_score and s >= min_score. A setting that is None has no effect. Moreira et al. 2024
+    (NV-Retriever, arXiv 2407.15831) call the relative margin TopK-PercPos, the absolute margin TopK-MarginPos and max_score
+    TopK-Abs.
     """
     exact = scores.astype(np.float64)
     lowest = float(positives.min())
     left = np.ones(len(scores), dtype=bool)
     removed = {}
-    for name, sign, bound in _bounds(lowest, settings):
-        fails = left & (sign * exact > sign * bound)
+    for name in ("absolute_margin", "relative_margin", "max_score", "min_score"):
+        bound = getattr(settings, name)
+        if bound is None:
+            continue
+        if name.endswith("margin"):  # abs() keeps the bound below the lowest positive, even if its score is negative
+            bound = lowest - bound * (abs(lowest) if name == "relative_margin" else 1)
+        fails = left & (exact < bound if name == "min_score" else exact > bound)
         removed[name] = int(fails.sum())
         left &= ~fails
     window = np.flatnonzero(left)[settings.range_min :]
@@ -60,19 +48,50 @@ def choose(scores: np.ndarray, positives: np.ndarray, settings: MineSettings, nu
     if settings.sampling_strategy == "random" and len(window) > take:
         random = np.random.Generator(np.random.Philox(np.random.SeedSequence([settings.seed, number])))
         window = np.sort(random.choice(window, take, replace=False))
-    return Choice(window[:take], removed)
+    return Selection(window[:take], removed)
 
 
-def _bounds(lowest: float, settings: MineSettings) -> list[tuple[str, int, float]]:
-    """Name of each filter that is set, 1 for an upper and -1 for a lower bound on a score, and the bound."""
-    found = []
-    if settings.absolute_margin is not None:
-        found.append(("absolute_margin", 1, lowest - settings.absolute_margin))
-    if settings.relative_margin is not None:
-        # of a negative score less of it would be more
-        found.append(("relative_margin", 1, lowest - settings.relative_margin * abs(lowest)))
-    if settings.max_score is not None:
-        found.append(("max_score", 1, settings.max_score))
-    if settings.min_score is not None:
-        found.append(("min_score", -1, settings.min_score))
-    return found
+class CrossEncoder:
+    """Model of sentence-transformers that reads a query and a passage together and gives one score."""
+
+    def __init__(self, name: str, device: str, batch_size: int, trust_remote_code: bool = False) -> None:
+        """Load the model.
+
+        Raises InputError if the model is not found, if it has several outputs, or if sentence-transformers is missing.
+        """
+        try:
+            from sentence_transformers import CrossEncoder as Model
+        except ImportError as error:
+            raise InputError(
+                f'cross_encoder {name} needs sentence-transformers, which is not installed. Run: pip install "contaccum[mine]"'
+            ) from error
+        self.name, self._batch_size = name, batch_size
+        try:
+            self._model = Model(name, device=device, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise InputError(
+                f"{name}: not a cross-encoder ({reason}); give the folder or the Hub name of a cross-encoder"
+            ) from error
+        if self._model.num_labels != 1:
+            raise InputError(f"{name}: has {self._model.num_labels} outputs; expected a cross-encoder with one output")
+
+    def fingerprint(self) -> str:
+        """Return the SHA-256 of the model's weights."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self._model.state_dict().items()):
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def scores(self, query: str, passages: list[str]) -> np.ndarray:
+        """Return the scores of n passages for one query, (n,) float32. Raises InputError if a score is not finite."""
+        pairs = [(query, passage) for passage in passages]
+        scores = np.asarray(
+            self._model.predict(pairs, batch_size=self._batch_size, show_progress_bar=False), dtype=np.float32
+        ).reshape(len(pairs))
+        if not np.isfinite(scores).all():
+            raise InputError(
+                f"{self.name}: a score for the query {query[:80]!r} is NaN or infinite; the cross-encoder is not usable"
+            )
+        return scores

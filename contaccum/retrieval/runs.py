@@ -1,41 +1,41 @@
-"""Runs: ranked passages for each query, and the TREC files that hold them.
+"""Sort, write, read and print runs. A run contains the ranked passages of each query.
 
-The order is trec_eval's own: by score, highest first, and where scores are equal by id, greatest first (as UTF-8
-bytes). So the list that a run holds is the list that the metrics see, and a run cut at k is the top of any longer
-one.
+Passages are sorted by score, highest first. Passages with equal scores are sorted by id (as UTF-8 bytes), greatest first.
+trec_eval uses the same order, so metrics use the order of the run. A run with a larger k begins with the same passages as a run
+with a smaller k.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+from unicodedata import combining, east_asian_width
 
-from contaccum.data.arrow import column_batches
-from contaccum.data.bad_records import Place
-from contaccum.data.lines import numbered_lines
+from contaccum.data.tables import column_batches
 from contaccum.errors import InputError
-from contaccum.files import whole_file
+from contaccum.formats.records import SourceLocation, numbered_lines
+from contaccum.runtime.files import whole_file
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 Run = dict[str, list[tuple[str, float]]]
-"""From query id to (passage id, score), best first."""
+"""Query id -> list of (passage id, score), best first."""
 
 _COLUMNS = "six columns: query id, Q0, passage id, rank, score, tag"
 
 
 def ranked(pairs: Iterable[tuple[str, float]], k: int | None = None) -> list[tuple[str, float]]:
-    """(passage id, score) pairs in a run's order, cut at k."""
-    # code points compare as UTF-8 bytes do, so plain string comparison is trec_eval's
+    """Sort (passage id, score) pairs in the order of a run. Return the first k pairs, or all pairs if k is None."""
+    # Python compares strings by code point, which gives the same order as trec_eval's comparison of UTF-8 bytes
     return sorted(pairs, key=lambda pair: (pair[1], pair[0]), reverse=True)[:k]
 
 
 def write_run(path: str | Path, run: Run, tag: str = "contaccum") -> None:
-    """Write a TREC run: ``query Q0 passage rank score tag`` a line, ranks from 1, scores with all their digits.
+    """Write a TREC run file. Each line is ``query Q0 passage rank score tag``. Ranks start at 1. Scores have all digits.
 
-    Raises InputError when an id or the tag is empty or holds white space, which the format cannot carry; the file
-    appears whole or not at all.
+    The file appears only when it is complete. Raises InputError if an id or the tag is empty or contains white space, because the
+    format does not allow this.
     """
     _refuse_white_space(tag, "tag", path)
     with whole_file(path) as file:
@@ -46,11 +46,11 @@ def write_run(path: str | Path, run: Run, tag: str = "contaccum") -> None:
                 file.write(f"{query_id} Q0 {passage_id} {rank} {float(score)!r} {tag}\n".encode())
 
 
-def check_ids(path: str | Path, queries: Iterable[str], corpus: "Dataset") -> None:
-    """Refuse ids that ``write_run`` would refuse, before anything is searched; of a corpus, all that it may find."""
+def refuse_unwritable_ids(path: str | Path, queries: Iterable[str], corpus: "Dataset") -> None:
+    """Raise InputError if a query id or a passage id is not allowed in a TREC run file. This check runs before the search."""
     batches = (batch["id"] for batch in column_batches(corpus, ["id"]))
     for what, ids in [("query id", list(queries)), *(("passage id", ids) for ids in batches)]:
-        if " ".join(ids).split() != ids:  # one by one it takes longer
+        if " ".join(ids).split() != ids:  # much faster than a check of each id
             for key in ids:
                 _refuse_white_space(key, what, path)
 
@@ -58,38 +58,95 @@ def check_ids(path: str | Path, queries: Iterable[str], corpus: "Dataset") -> No
 def _refuse_white_space(value: str, what: str, path: str | Path) -> None:
     if value.split() != [value]:
         raise InputError(
-            f"{path}: {what} {value!r} is empty or holds white space, which separates the columns of a TREC run"
+            f"{path}: {what} {value!r} is empty or contains white space, which a TREC run file does not allow"
         )
 
 
 def read_run(path: str | Path) -> Run:
-    """Read a TREC run, plain or gzipped. As in trec_eval, the score decides the order and the rank column is not read.
+    """Read a TREC run file, plain or gzipped. Sort the passages by score and ignore the ranks, as trec_eval does.
 
-    Raises InputError naming the line: wrong number of columns, a score that is no finite number, a passage listed
-    twice.
+    Raises InputError with the line number if the number of columns is wrong, if a score is not finite, or if a query has the same
+    passage twice.
     """
     path = Path(path)
     scores: dict[str, dict[str, float]] = {}
     for number, line in numbered_lines(path):
-        place = Place(path, number)
+        location = SourceLocation(path, number)
         columns = line.split()
         if len(columns) != 6:
-            raise place.error(f"{len(columns)} columns, expected {_COLUMNS}")
+            raise location.error(f"found {len(columns)} columns; expected {_COLUMNS}")
         query_id, _, passage_id, _, score, _ = columns
         hits = scores.setdefault(query_id, {})
         if passage_id in hits:
-            raise place.error(f"passage {passage_id!r} comes a second time for query {query_id!r}, expected it once")
-        hits[passage_id] = _score(score, place)
+            raise location.error(f"passage {passage_id!r} is listed twice for query {query_id!r}; expected it once")
+        try:
+            hits[passage_id] = float(score)
+        except ValueError:
+            hits[passage_id] = math.nan
+        if not math.isfinite(hits[passage_id]):
+            raise location.error(f"score is {score!r}; expected a finite number")
     if not scores:
-        raise InputError(f"{path}: holds no line, expected a TREC run with {_COLUMNS}")
+        raise InputError(f"{path}: is empty; expected a TREC run with {_COLUMNS}")
     return {query_id: ranked(hits.items()) for query_id, hits in scores.items()}
 
 
-def _score(text: str, place: Place) -> float:
-    try:
-        score = float(text)
-    except ValueError as error:
-        raise place.error(f"score {text!r} is no number, expected a number") from error
-    if not math.isfinite(score):
-        raise place.error(f"score {text!r} is not finite, expected a finite number")
-    return score
+class RankedPassage(NamedTuple):
+    """Passage found for a query, with its score, title and text."""
+
+    id: str
+    score: float
+    title: str
+    text: str
+
+
+def read_passages(corpus: "Dataset", ranking: Sequence[tuple[str, float]]) -> list[RankedPassage]:
+    """Read the title and the text of each passage of a ranking. The order of the ranking stays the same."""
+    rows = rows_of(corpus, {passage_id for passage_id, _ in ranking})
+    read = corpus[[rows[passage_id] for passage_id, _ in ranking]]
+    return [
+        RankedPassage(passage_id, score, title, text)
+        for (passage_id, score), title, text in zip(ranking, read["title"], read["text"], strict=True)
+    ]
+
+
+def rows_of(corpus: "Dataset", ids: set[str]) -> dict[str, int]:
+    """Return the row number of each passage id in the corpus. Raises InputError if the corpus lacks an id."""
+    from contaccum.data.corpus import find_rows  # imports datasets, which takes a second
+
+    rows = find_rows(corpus, ids)
+    if missing := sorted(ids - rows.keys()):
+        raise InputError(
+            f"passage {missing[0]!r} of the run is not in the corpus (missing: {len(missing)}); give the corpus that was searched"
+        )
+    return rows
+
+
+def render_passages(
+    passages: Sequence[RankedPassage], grades: Mapping[str, int] | None = None, width: int | None = None
+) -> str:
+    """Format each passage as two lines of at most ``width`` columns.
+
+    The first line contains rank, score, id and title. The second line contains the text. grades: passage id -> grade. A + after
+    the rank marks a relevant passage. A - marks a passage that was judged not relevant.
+    """
+    lines = []
+    for rank, passage in enumerate(passages, start=1):
+        judged = grades is not None and passage.id in grades
+        mark = ("+" if grades[passage.id] > 0 else "-") if grades and judged else " "
+        lines += [f"{rank:3d} {mark} {passage.score:7.4f}  {passage.id}  {passage.title}", f"      {passage.text}"]
+    return "\n".join(truncate_line(line, width) for line in lines)
+
+
+def truncate_line(text: str, width: int | None) -> str:
+    """Return a text as one line of at most ``width`` terminal columns. Control characters become spaces."""
+    line = "".join(letter if letter.isprintable() else " " for letter in text)
+    if width is None or sum(map(_columns, line)) <= width:
+        return line
+    used, end = 0, 0
+    while used + _columns(line[end]) <= width - 1:  # one column is kept for the ellipsis
+        used, end = used + _columns(line[end]), end + 1
+    return line[:end] + "…"
+
+
+def _columns(letter: str) -> int:
+    return 0 if combining(letter) else 2 if east_asian_width(letter) in "WF" else 1

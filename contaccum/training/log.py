@@ -1,78 +1,105 @@
-"""A run's log: one progress line on the console, one JSON line a step in log.jsonl, and accelerate's trackers."""
+"""Record a training run: progress bar, log.jsonl, environment.json, and the drift of the bank."""
 
 import contextlib
 import json
+import math
+import os
+import platform
 import sys
+from importlib import metadata
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from tqdm import tqdm
 
-from contaccum.engine import Engine
-from contaccum.errors import InputError
-from contaccum.files import write_text
+from contaccum.batch import MISSING, MicroBatch
+from contaccum.data.batches import Batches
+from contaccum.errors import InputError, NotFiniteError
+from contaccum.methods.bank import Bank
+from contaccum.methods.loss import LossValue
+from contaccum.runtime.engine import Engine
+from contaccum.runtime.files import decode_json, read_json, write_json, write_text
+from contaccum.training.out_of_memory import MicroBatchSize
 
 LOG_FILE = "log.jsonl"
+ENVIRONMENT_FILE = "environment.json"
+PACKAGES = ("contaccum", "torch", "transformers", "accelerate", "tokenizers", "numpy")
+LOG_VERSION = 2
+"""Number ``format_version`` in the first line of log.jsonl. A log without such a first line has version 1."""
+_RENAMED = {"row_weight": "weight_per_row"}  # keys: names in version 1; values: names since version 2
+DRIFT_SAMPLE = 4  # number of micro-batches to encode again for the drift
 
 
 def read_log(run: Path) -> list[dict[str, Any]]:
-    """All complete lines of a run's log; what a kill or a power cut left of a line is left out."""
+    """Return the content of a run's log: one dict for each logged step, skipped step and evaluation.
+
+    Lines that a kill or a power failure truncated are skipped. Fields that had another name in an older version get their new
+    name. Raises InputError if a newer version of contaccum wrote the log.
+    """
     path = run / LOG_FILE
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    found = map(_line, lines[:-1])  # what stands behind the last newline is no whole line
-    return [line for line in found if line is not None]
-
-
-def _line(text: str) -> dict[str, Any] | None:
-    try:
-        line = json.loads(text)
-    except json.JSONDecodeError:
-        return None
-    return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None
+    content = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    header, *rest = content.split("\n")
+    if header.startswith('{"format_version"'):
+        decode_json(header, dict[str, Any], str(path), version=LOG_VERSION)
+    found: list[dict[str, Any]] = []
+    for text in (header, *rest[:-1]) if rest else ():  # the text after the last newline is incomplete
+        with contextlib.suppress(InputError):
+            line = decode_json(text, dict[str, Any], str(path))
+            if isinstance(line.get("step"), int):
+                found.append({_RENAMED.get(name, name): value for name, value in line.items()})
+    return found
 
 
 class RunLog:
-    """Written by the main process alone; the others' log is silent."""
+    """Progress bar, log.jsonl and trackers of a run, in the main process only."""
 
     def __init__(self, engine: Engine, run: Path, total: int, resumed_at: int) -> None:
-        """total: steps of the run; resumed_at: steps already taken, whose lines stay while later ones are dropped."""
-        self.engine = engine
-        self.active = engine.is_main
+        """Open the log of a run, and remove the lines of all steps after step ``resumed_at``.
+
+        total: number of optimizer steps of the run. resumed_at: step at which the run continues, 0 for a new run.
+        """
+        self.engine, self.active = engine, engine.is_main
         if not self.active:
             return
         kept = [line for line in read_log(run) if line["step"] <= resumed_at]
-        write_text(run / LOG_FILE, "".join(json.dumps(line) + "\n" for line in kept))
-        self.file = open(run / LOG_FILE, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - closed by close()
+        lines = [{"format_version": LOG_VERSION}, *kept]
+        write_text(run / LOG_FILE, "".join(json.dumps(line) + "\n" for line in lines))
+        self.file = open(run / LOG_FILE, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - close() closes the file
         self.bar = tqdm(total=total, initial=resumed_at, unit="step", disable=None, file=sys.stderr, dynamic_ncols=True)
 
     def step(self, values: dict[str, Any], write: bool) -> None:
-        """One optimizer step: the progress line, and where ``write`` is true a line in the log."""
+        """Show one optimizer step in the progress bar. If ``write`` is true, also add ``values`` to the log and the trackers."""
         if not self.active:
             return
         self.bar.update()
-        shown = {"loss": values["loss"], "grad ratio": values["grad_norm_ratio"], "pairs/s": values["pairs_per_second"]}
-        self.bar.set_postfix(
-            {name: f"{value:.4g}" for name, value in shown.items() if value is not None}, refresh=False
-        )
+        shown = {"loss": values["loss"], "negatives": values["negatives"], "pairs/s": values["pairs_per_second"]}
+        shown = {name: f"{value:.4g}" for name, value in shown.items()}
+        shown["peak"] = f"{values['peak_memory'] / 2**30:.3g} GiB"
+        self.bar.set_postfix(shown, refresh=False)
         if write:
             self._write(values)
 
     def skipped(self, step: int, sentence: str, count: int) -> None:
-        """A step that was dropped, the run's ``count``-th."""
+        """Record that a step was skipped.
+
+        sentence: the reason. count: number of skipped steps of this run, including this step.
+        """
         if self.active:
             self.bar.update()
-            self.say(f"{sentence}; the step is skipped, the {count}. of this run")
+            self.say(f"{sentence}; the step was skipped (skipped steps of this run: {count})")
             self._write({"step": step, "skipped": sentence, "skips": count})
 
     def evaluation(self, step: int, scores: dict[str, float]) -> None:
+        """Add the metrics of an evaluation on the dev set to the log and the trackers."""
         if self.active:
             self._write({"step": step, "dev": scores})
             self.engine.track({f"dev/{name}": value for name, value in scores.items()}, step)
 
     def say(self, text: str) -> None:
-        """A sentence for whoever watches; stdout stays free for results."""
+        """Print a message to stderr, because stdout is only for results."""
         if self.active:
             self.bar.write(text, file=sys.stderr)
 
@@ -80,7 +107,7 @@ class RunLog:
         try:
             self.file.write(json.dumps(values) + "\n")
         except OSError as error:
-            raise InputError(f"{self.file.name}: could not be written ({error.strerror or error})") from error
+            raise InputError(f"{self.file.name}: cannot be written ({error.strerror or error})") from error
         if "loss" in values:
             numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
             self.engine.track(numbers, values["step"])
@@ -88,5 +115,137 @@ class RunLog:
     def close(self) -> None:
         if self.active:
             self.bar.close()
-            with contextlib.suppress(OSError):  # what could not be written was reported when it was tried
+            with contextlib.suppress(OSError):  # a failed write has already raised an error
                 self.file.close()
+
+
+def mean_losses(losses: list[LossValue], micro_batches: list[MicroBatch], step: int) -> dict[str, float]:
+    """Return the values to log for the losses of one optimizer step.
+
+    losses: one loss per micro-batch, or one loss for the whole step. Raises NotFiniteError if a loss is NaN or infinite.
+    """
+    optional = [name for name in ("filtered", "distilled") if getattr(losses[0], name) is not None]
+    names = ["value", "mean", "negatives", "masked", "row_weight", *optional]
+    # one row of numbers per loss
+    table = torch.stack([torch.stack([getattr(value, name).float() for name in names]) for value in losses]).tolist()
+    for number, (loss, *_) in enumerate(table):
+        if not math.isfinite(loss):
+            batches = micro_batches if len(table) == 1 else [micro_batches[number]]
+            queries = named_queries([name for batch in batches for name in batch.query_ids])
+            raise NotFiniteError(
+                f"step {step}, micro-batch {number + 1} of {len(table)} ({queries}): the loss is {loss}, not a finite number"
+            )
+    pairs = [len(batch.ids.columns) for batch in micro_batches] if len(table) > 1 else [1]
+    shares = [count / sum(pairs) for count in pairs]
+    columns = dict(zip(names, zip(*table, strict=True), strict=True))
+    loss, mean, negatives, weight = (columns[name] for name in ("value", "mean", "negatives", "row_weight"))
+    replayed = losses[0].replayed  # only two-pass methods set this field, and they return one loss
+    return {
+        "loss": sum(mean) / len(table),  # the losses already contain their weights
+        **({"differentiated_loss": sum(loss) / len(table)} if loss != mean else {}),
+        **({"distillation": sum(columns["distilled"]) / len(table)} if "distilled" in columns else {}),
+        "negatives": sum(share * number for share, number in zip(shares, negatives, strict=True)),
+        "masked": sum(columns["masked"]),
+        **({"filtered": sum(columns["filtered"])} if "filtered" in columns else {}),
+        "weight_per_row": sum(share * number for share, number in zip(shares, weight, strict=True)),
+        **({"replay_share": replayed[0], "replay_variance": replayed[1]} if replayed else {}),
+    }
+
+
+def named_queries(ids: list[str]) -> str:
+    return f"queries {', '.join(ids[:8])}{', …' if len(ids) > 8 else ''}"
+
+
+def write_environment(run: Path, engine: Engine) -> None:
+    """Write environment.json: versions, device, and numbers of processes, cores and threads.
+
+    The file contains no name of a machine or a person.
+    """
+    device = engine.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    environment = {
+        "python": platform.python_version(),
+        **{package: metadata.version(package) for package in PACKAGES},
+        "system": platform.system(),
+        "device": f"{device.type} ({name})",
+        "processes": engine.world,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+    write_json(run / ENVIRONMENT_FILE, environment)
+
+
+def read_environment(run: Path) -> dict[str, Any]:
+    """Return the content of environment.json. If the file does not exist, return an empty dict."""
+    path = run / ENVIRONMENT_FILE
+    return read_json(path, dict[str, Any]) if path.is_file() else {}
+
+
+class Drift:
+    """Measures the drift of the bank: the cosine between stored embeddings and new embeddings of the same texts.
+
+    Both are computed with the same dropout noise, so only the weights differ.
+    """
+
+    def __init__(self, engine: Engine, bank: Bank, batches: Batches, size: MicroBatchSize) -> None:
+        """Store the objects that are needed to measure the drift.
+
+        batches: source of the training batches, a clone that only this object uses. size: object that knows the micro-batch
+        size of every past step.
+        """
+        self.engine, self.bank, self.batches, self.size = engine, bank, batches, size
+
+    def measure(self) -> dict[str, Any]:
+        """Encode a sample of past micro-batches again, and return the drift for the log.
+
+        Returns the mean cosine of the queries, the mean cosine of the passages, and the two mean cosines of each sampled
+        micro-batch with its age in optimizer steps. Only the main process measures the drift, and only on its own rows. The
+        result is an empty dict in the other processes, or if the bank does not contain all rows of any micro-batch.
+        """
+        if not (self.engine.is_main or self.engine.sharded):  # a pass over sharded weights needs all processes
+            return {}
+        self.engine.encoder.train()
+        found = [one for chosen in self._sample() if (one := self._cosines(*chosen)) is not None]
+        if not found:
+            return {}
+        queries = [one["query"] for one in found if one["query"] is not None]
+        return {
+            "drift_query_cosine": sum(queries) / len(queries) if queries else None,
+            "drift_passage_cosine": sum(one["passage"] for one in found) / len(found),
+            "drift": found,
+        }
+
+    def _sample(self) -> list[tuple[int, int, torch.Tensor]]:
+        """Choose up to DRIFT_SAMPLE past micro-batches whose rows are all in the bank, evenly spread over their ages.
+
+        Return (optimizer step, index in that step, bank slots of the rows) for each micro-batch.
+        """
+        bank = self.bank
+        steps, indices = bank.written_step[: bank.stored].cpu(), bank.index_in_step[: bank.stored]
+        complete: list[tuple[int, int, torch.Tensor]] = []
+        for step in steps.unique().tolist():
+            spans = pairwise(accumulate(self.batches.rows_of(step, self.size.at(step)), initial=0))
+            for number, (start, end) in enumerate(spans):
+                slots = ((steps == step) & (indices >= start) & (indices < end)).nonzero().squeeze(1)
+                if len(slots) == end - start:  # false if the bank has already overwritten some of the rows
+                    complete.append((step, number, slots[indices[slots].argsort()]))
+        chosen = torch.linspace(0, len(complete) - 1, DRIFT_SAMPLE).round().long().unique().tolist() if complete else []
+        return [complete[index] for index in chosen]
+
+    def _cosines(self, step: int, number: int, slots: torch.Tensor) -> dict[str, Any] | None:
+        batch = self.batches.step(step, self.size.at(step))[number]
+        queries, passages = self.engine.encode_again(batch, step, number)  # (B, d), (B, 1 + H, d)
+        slots_here = slots[self.engine.rank * len(queries) :][: len(queries)]
+        own, there = (each.to(self.engine.device) for each in (slots_here, self.bank.column_ids[slots_here] != MISSING))
+        if not torch.equal(self.bank.column_ids[slots, 0], batch.ids.columns[:, 0]):
+            return None  # the step had other micro-batches, because the run had another number of processes before the resume
+        stored = self.bank.passages[own]  # (B, 1 or 1 + H, d)
+        return {
+            "age": self.bank.step - step,
+            "query": None if self.bank.queries is None else _mean_cosine(self.bank.queries[own], queries),
+            "passage": _mean_cosine(stored[there], passages[:, : stored.shape[1]][there]),
+        }
+
+
+def _mean_cosine(stored: torch.Tensor, now: torch.Tensor) -> float:
+    return F.cosine_similarity(stored.float(), now.float(), dim=-1).mean().item()

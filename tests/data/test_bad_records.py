@@ -1,4 +1,4 @@
-"""Bad records that are left out: exactly those, each with the sentence it would have been refused with, the rest as it is."""
+"""Rejected records: only invalid ones are skipped, each listed with its usual error."""
 
 import json
 import random
@@ -10,22 +10,21 @@ from typing import NamedTuple
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from opened import judged_split, load_examples, open_corpus, open_queries, open_retrieval_set, open_train_set
 from tiny_data import beir, context, dpr, lines, write, write_gzip
 
 from contaccum.cli import main
-from contaccum.data import lines as lines_module
-from contaccum.data.bad_records import LONGEST, BadRecords
-from contaccum.data.convert import convert
-from contaccum.data.corpus import load_corpus, load_queries
-from contaccum.data.dataset import load_train_set
-from contaccum.data.examples import load_examples
-from contaccum.data.formats import numbered_corpus, numbered_examples, numbered_queries, read_qrels, read_questions
-from contaccum.data.tables import judged_split, load_retrieval_set
+from contaccum.config.commands import DataPolicy
+from contaccum.data.commands import convert
 from contaccum.errors import InputError
+from contaccum.formats import records as lines_module
+from contaccum.formats.dpr import read_questions
+from contaccum.formats.readers import numbered_corpus, numbered_examples, numbered_queries, read_qrels
+from contaccum.formats.records import LONGEST, RejectedRecords
 
 
 class Form(NamedTuple):
-    """A format: its reader, sound records, and bad ones; each piece is one record as it stands in the file."""
+    """A format: its reader, valid records and invalid records, each as written in the file."""
 
     read: Callable
     sound: list[str]
@@ -35,7 +34,7 @@ class Form(NamedTuple):
 
 
 def second(rows):
-    """The records of a reader that also gives their places."""
+    """Records of a reader that also yields locations."""
     return [record for _, record in rows]
 
 
@@ -138,9 +137,9 @@ def refusal(call: Callable, *arguments: object, **options: object) -> str:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 @given(seed=st.integers(0, 2**32), count=st.integers(1, 4))
-def test_bad_records_among_sound_ones_are_left_out_and_the_rest_is_as_without_them(tmp_path, name, seed, count):
+def test_bad_records_are_skipped_and_the_others_read_as_usual(tmp_path, name, seed, count):
     form, draw = FORMS[name], random.Random(seed)
-    clean = form.read(file_of(form, list(form.sound), tmp_path / "clean"), BadRecords())
+    clean = form.read(file_of(form, list(form.sound), tmp_path / "clean"), RejectedRecords())
     pieces: list[tuple[str | bytes, bool]] = [(piece, True) for piece in form.sound]
     for piece in draw.choices(form.bad, k=count):
         pieces.insert(draw.randrange(len(pieces) + 1), (piece, False))
@@ -150,61 +149,61 @@ def test_bad_records_among_sound_ones_are_left_out_and_the_rest_is_as_without_th
         places += [] if good else [line]
         line += piece.count(b"\n" if isinstance(piece, bytes) else "\n") + form.joined[1].count("\n")
 
-    bad = BadRecords(count)
+    bad = RejectedRecords(count)
     assert form.read(path, bad) == clean
-    assert sorted(entry["line"] for entry in bad.found) == places
-    assert all(entry["error"].startswith(f"{path}, line {entry['line']}") for entry in bad.found)
+    assert sorted(entry["line"] for entry in bad.entries) == places
+    assert all(entry["error"].startswith(f"{path}:{entry['line']}") for entry in bad.entries)
     # one less is an error: that of the last of them; none is the first's. The first record may tell the format
-    fewer, none = refusal(form.read, path, BadRecords(count - 1)), refusal(form.read, path, BadRecords())
+    fewer, none = refusal(form.read, path, RejectedRecords(count - 1)), refusal(form.read, path, RejectedRecords())
     if pieces[0][1]:
-        assert (fewer, none) == (bad.found[-1]["error"], bad.found[0]["error"])
+        assert (fewer, none) == (bad.entries[-1]["error"], bad.entries[0]["error"])
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_every_kind_of_bad_record_is_refused_alone(tmp_path, name):
-    """Negative control: each of the pieces above is bad, and where nothing is, nothing is left out."""
+def test_every_kind_of_bad_record_is_refused_by_default(tmp_path, name):
+    """Negative control: each invalid piece above is refused, and valid files lose nothing."""
     form = FORMS[name]
     for piece in form.bad:
         path = file_of(form, [*form.sound, piece], tmp_path / "file")
-        assert str(path) in refusal(form.read, path, BadRecords())
-    bad = BadRecords(100)
+        assert str(path) in refusal(form.read, path, RejectedRecords())
+    bad = RejectedRecords(100)
     assert form.read(file_of(form, list(form.sound), tmp_path / "clean"), bad)
-    assert bad.found == []
+    assert bad.entries == []
 
 
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
         ("corpus", b"\x1f\x8b\x08\0", "gzip stream"),
-        ("dpr list", "[" + json.dumps(EXAMPLES[0]), "where ',' should stand"),
+        ("dpr list", "[" + json.dumps(EXAMPLES[0]), "instead of ','"),
         ("dpr list", "[{'a': 1}, " + json.dumps(EXAMPLES[0]) + "]", "not JSON"),
-        ("dpr list", "[" + json.dumps(EXAMPLES[0]) + "] more", "behind the list"),
+        ("dpr list", "[" + json.dumps(EXAMPLES[0]) + "] more", "text follows the end of the list"),
         ("passages", "id\ttitle\ttext\n1\tt\tT\n2\tt\tT\n", "the header is"),
     ],
 )
-def test_damage_that_is_no_record_stays_an_error(tmp_path, name, content, words):
+def test_damage_outside_records_is_always_an_error(tmp_path, name, content, words):
     path = write(tmp_path / "file", content)
-    sentence = refusal(FORMS[name].read, path, BadRecords(100))
+    sentence = refusal(FORMS[name].read, path, RejectedRecords(100))
     assert words in sentence
-    assert sentence == refusal(FORMS[name].read, path, BadRecords())
+    assert sentence == refusal(FORMS[name].read, path, RejectedRecords())
 
 
-def test_a_line_without_end_is_passed_over_to_the_next(tmp_path, monkeypatch):
+def test_an_overlong_line_is_skipped(tmp_path, monkeypatch):
     monkeypatch.setattr(lines_module, "MAX_LINE", 4000)
     rows = [lines({"_id": n, "text": "t"}) for n in range(3)]
     path = write(tmp_path / "c.jsonl", rows[0] + "x" * 20_000 + "\n" + rows[1] + "y" * 4001 + "\n" + rows[2])
-    bad = BadRecords(2)
+    bad = RejectedRecords(2)
     assert [passage.id for _, passage in numbered_corpus(path, bad)] == ["0", "1", "2"]
-    assert [(entry["line"], entry["cut"], len(entry["text"])) for entry in bad.found] == [
+    assert [(entry["line"], entry["cut"], len(entry["text"])) for entry in bad.entries] == [
         (2, True, LONGEST),
         (4, True, LONGEST),
     ]
 
 
-def test_a_number_that_stands_for_an_id_is_the_record_s_own(tmp_path):
+def test_made_up_query_ids_count_skipped_records(tmp_path):
     records = [lines({"query": "a", "pos": ["a"]}), "\udcff\n", "{}\n", lines({"query": "b", "pos": ["b"]})]
     path = write(tmp_path / "t.jsonl", "".join(records).encode("utf-8", "surrogateescape"))
-    assert [example.query.id for _, example in numbered_examples(path, BadRecords(2))] == [
+    assert [example.query.id for _, example in numbered_examples(path, RejectedRecords(2))] == [
         "unnamed-query-1",
         "unnamed-query-4",
     ]
@@ -214,7 +213,7 @@ def test_a_number_that_stands_for_an_id_is_the_record_s_own(tmp_path):
 
 
 def spoilt_folder(folder: Path) -> Path:
-    """Of eight passages three are bad, of four queries one, of the judgements one; others name what is bad."""
+    """Folder with 3 of 8 passages, 1 of 4 queries and 1 judgement invalid, and judgements that name them."""
     beir(folder, passages=5, queries=3)
     corpus = (folder / "corpus.jsonl").read_text().splitlines(keepends=True)
     broken = ['{"_id": "p3", "text"\n', lines({"_id": "p0", "text": "again"}), lines({"_id": "p7", "text": " "})]
@@ -227,7 +226,7 @@ def spoilt_folder(folder: Path) -> Path:
 
 
 def said(call: Callable, *arguments: object, **options: object):
-    """What a call gives, and the warnings it gives."""
+    """Return a call's result and warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         value = call(*arguments, **options)
@@ -238,9 +237,9 @@ def quarantine(sentence: str) -> list[dict]:
     return [json.loads(line) for line in Path(sentence.partition("listed in ")[2]).read_text().splitlines()]
 
 
-def test_a_folder_is_read_without_its_bad_records_and_what_names_them(tmp_path):
+def test_judgements_of_skipped_records_are_skipped(tmp_path):
     folder = spoilt_folder(tmp_path / "b")
-    judged, sentences = said(load_retrieval_set, folder, "train", max_bad_records=3)
+    judged, sentences = said(open_retrieval_set, folder, "train", max_bad_records=3)
     assert judged.corpus["id"][:] == ["p0", "p1", "p2", "p4"]
     assert judged.corpus["text"][0] == "text 0"
     assert judged.qrels == {"q0": {"p0": 1, "p1": 0, "p2": 1}, "q1": {"p1": 1, "p2": 0}, "q2": {"p2": 1}}
@@ -249,10 +248,10 @@ def test_a_folder_is_read_without_its_bad_records_and_what_names_them(tmp_path):
         "corpus.jsonl": 3, "queries.jsonl": 1, "qrels/train.tsv": 1, "judgements of what is left out": 3,
     }  # fmt: skip
     assert [sentence.split(", listed in")[0] for sentence in sentences] == [
-        f"{folder / 'queries.jsonl'}: 1 bad record is left out",
-        f"{folder / 'corpus.jsonl'}: 3 bad records are left out",
-        f"{folder / 'qrels' / 'train.tsv'}: 1 bad record is left out",
-        f"{folder / 'qrels' / 'train.tsv'}: 3 judgements are left out, which name a passage or a query that is left out",
+        f"{folder / 'queries.jsonl'}: 1 invalid record is skipped",
+        f"{folder / 'corpus.jsonl'}: 3 invalid records are skipped",
+        f"{folder / 'qrels' / 'train.tsv'}: 1 invalid record is skipped",
+        f"{folder / 'qrels' / 'train.tsv'}: 3 judgements are skipped, because they name a skipped passage or query",
     ]
     entries = quarantine(sentences[1])
     assert [(entry["line"], entry["text"]) for entry in entries] == [
@@ -260,45 +259,43 @@ def test_a_folder_is_read_without_its_bad_records_and_what_names_them(tmp_path):
         (5, '{"_id": "p0", "text": "again"}'),
         (6, '{"_id": "p7", "text": " "}'),
     ]
-    assert [
-        word in entry["error"] for word, entry in zip(("not JSON", "stood already", "is empty"), entries, strict=True)
-    ]
+    assert [word in entry["error"] for word, entry in zip(("not JSON", "first at", "empty text"), entries, strict=True)]
     # what is cached says the same again
-    assert said(load_retrieval_set, folder, "train", max_bad_records=3)[1] == sentences
+    assert said(open_retrieval_set, folder, "train", max_bad_records=3)[1] == sentences
 
 
-def test_one_bad_record_more_than_may_be_is_the_usual_error(tmp_path):
+def test_one_bad_record_above_the_limit_raises_the_usual_error(tmp_path):
     folder = spoilt_folder(tmp_path / "b")
-    assert "line 6: the text of passage 'p7' is empty" in refusal(load_corpus, folder, max_bad_records=2)
-    assert "line 4: not JSON" in refusal(load_corpus, folder)
-    assert "line 5: the text of query 'q3' is empty" not in refusal(load_queries, folder)
-    assert "query 'q3' is empty" in refusal(load_queries, folder)
-    assert "max_bad_records is -1" in refusal(load_corpus, folder, max_bad_records=-1)
+    assert ":6: passage 'p7' has an empty text" in refusal(open_corpus, folder, max_bad_records=2)
+    assert ":4: not JSON" in refusal(open_corpus, folder)
+    assert ":5: query 'q3' has an empty text" not in refusal(open_queries, folder)
+    assert "query 'q3' is empty" in refusal(open_queries, folder)
+    assert "max_bad_records is -1" in refusal(open_corpus, folder, max_bad_records=-1)
 
 
-def test_an_id_that_no_bad_record_explains_is_a_bad_judgement(tmp_path):
+def test_an_unexplained_unknown_id_is_a_bad_judgement(tmp_path):
     folder = beir(tmp_path / "b", "q0\tp0\t1\nq0\tx\t1\nq1\tp1\t1\nq1\ty\t1\n")
     judged, sentences = said(judged_split, folder, "train", max_bad_records=2)
     qrels = judged.qrels
     assert qrels == {"q0": {"p0": 1}, "q1": {"p1": 1}}
     assert [entry["line"] for entry in quarantine(sentences[0])] == [3, 5]
-    assert "line 5: found the passage id 'y'" in refusal(judged_split, folder, "train", max_bad_records=1)
-    assert "line 3: found the passage id 'x'" in refusal(judged_split, folder, "train")
+    assert ":5: unknown passage id 'y'" in refusal(judged_split, folder, "train", max_bad_records=1)
+    assert ":3: unknown passage id 'x'" in refusal(judged_split, folder, "train")
     # with one passage left out, one of the two ids may have been its
     with open(folder / "corpus.jsonl", "a") as file:
         file.write("garbage\n")
     assert said(judged_split, folder, "train", max_bad_records=1)[0].qrels == qrels
 
 
-def test_repaired_ids_and_texts_are_not_bad(tmp_path):
+def test_repaired_records_are_not_rejected(tmp_path):
     folder = spoilt_folder(tmp_path / "b")
-    corpus, sentences = said(load_corpus, folder, repair=True, max_bad_records=1)
+    corpus, sentences = said(open_corpus, folder, repair=True, max_bad_records=1)
     assert corpus["id"][:] == ["p1", "p2", "p0", "p7", "p4"]
     assert corpus["text"][2] == "again"
     assert [entry["line"] for entry in quarantine(sentences[0])] == [4]
 
 
-def test_an_example_is_left_out_whole(tmp_path):
+def test_an_example_is_skipped_as_a_whole(tmp_path):
     bad = [
         dpr("empty passage", [context("new"), context("blank", " ")], query_id="e"),
         dpr("twice", [context("other")], query_id=0),
@@ -316,16 +313,16 @@ def test_an_example_is_left_out_whole(tmp_path):
     assert "record 4" in refusal(load_examples, path, max_bad_records=2)
 
 
-def test_training_data_is_that_of_the_file_without_them(tmp_path):
-    spoilt, _ = said(load_train_set, spoilt_folder(tmp_path / "b"), hard_negatives=1, max_bad_records=3)
+def test_training_data_equals_the_file_without_bad_records(tmp_path):
+    spoilt, _ = said(open_train_set, spoilt_folder(tmp_path / "b"), hard_negatives=1, max_bad_records=3)
     clean = beir(tmp_path / "c", "q0\tp0\t1\nq0\tp1\t0\nq1\tp1\t1\nq1\tp2\t0\nq2\tp2\t1\nq0\tp2\t1\n", passages=5)
     corpus = (clean / "corpus.jsonl").read_text().splitlines(keepends=True)
     write(clean / "corpus.jsonl", "".join(corpus[:3] + corpus[4:]))
-    assert spoilt.fingerprint == load_train_set(clean, hard_negatives=1).fingerprint
+    assert spoilt.fingerprint == open_train_set(clean, hard_negatives=1).fingerprint
 
 
-def test_a_converted_set_has_none_of_them(tmp_path):
-    said(convert, spoilt_folder(tmp_path / "b"), tmp_path / "t.jsonl", "jsonl", max_bad_records=3)
+def test_a_converted_set_has_no_bad_records(tmp_path):
+    said(convert, spoilt_folder(tmp_path / "b"), tmp_path / "t.jsonl", "jsonl", policy=DataPolicy(max_bad_records=3))
     assert [example.query.id for _, example in numbered_examples(tmp_path / "t.jsonl")] == ["q0", "q1", "q2"]
 
 
@@ -340,7 +337,7 @@ TINY = [
 
 @pytest.mark.filterwarnings("always")
 @pytest.mark.acceptance
-def test_every_verb_takes_the_option(tmp_path, monkeypatch, capsys):
+def test_every_command_takes_max_bad_records(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     folder = str(spoilt_folder(tmp_path / "b").relative_to(tmp_path))
     data = ["--data.train", folder, "--data.max_bad_records", "3", "--data.dev", folder, "--data.dev_split", "train"]
@@ -359,7 +356,7 @@ def test_every_verb_takes_the_option(tmp_path, monkeypatch, capsys):
     ]
     for call in calls:
         assert main(call) == 0, call
-        assert "left out, listed in" in capsys.readouterr().err, call
+        assert "skipped, listed in" in capsys.readouterr().err, call
     counts = {"corpus.jsonl": 3, "queries.jsonl": 1, "qrels/train.tsv": 1, "judgements of what is left out": 3}
     assert json.loads(Path("metrics.json").read_text())["left_out"] == counts
     assert json.loads(Path("run/dev_metrics.json").read_text())["left_out"] == counts
@@ -372,16 +369,16 @@ def test_every_verb_takes_the_option(tmp_path, monkeypatch, capsys):
     assert main([*train[:-6], "--output_dir", "other", "--data.max_bad_records", "0"]) == 2
 
 
-def test_the_count_stands_in_the_metrics_of_questions(tmp_path, monkeypatch):
+def test_question_metrics_report_rejected_records(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "p.tsv", "id\ttext\ttitle\n1\tone\tT\n2\t\n3\tthree\tT\n")
     write(tmp_path / "q.csv", "who?\t['one']\nwhen?\n")
     from helpers import tiny_encoder
 
-    from contaccum import api
-    from contaccum.options import ModelChoice
+    from contaccum import evaluate_questions
+    from contaccum.config.commands import DataPolicy, EncoderConfig
 
     tiny_encoder().save(tmp_path / "model")
-    choice = ModelChoice("model", device="cpu")
-    metrics, _ = said(api.evaluate_questions, choice, "q.csv", "p.tsv", k=1, max_bad_records=1)
+    choice = EncoderConfig("model", device="cpu")
+    metrics, _ = said(evaluate_questions, choice, "q.csv", "p.tsv", k=1, policy=DataPolicy(max_bad_records=1))
     assert metrics["left_out"] == {"q.csv": 1, "p.tsv": 1}

@@ -1,15 +1,16 @@
-"""The statistics of hand-made data sets, counted by hand."""
+"""Statistics of small data sets, against hand counts."""
 
 import json
 
 import pytest
 from tiny_data import beir, context, dpr, lines, write, write_gzip
 
-from contaccum.data.check import check, render
+from contaccum.config.commands import DataPolicy
+from contaccum.data.commands import check, render
 from contaccum.errors import InputError
 
 
-def test_a_beir_folder_is_counted(tmp_path):
+def test_check_reports_statistics_of_a_beir_folder(tmp_path):
     beir(tmp_path, "q0\tp0\t1\nq0\tp0\t1\nq0\tp1\t2\nq1\tp1\t0\n")
     with pytest.warns(UserWarning, match="1 queries"):
         found = check(tmp_path)
@@ -23,7 +24,7 @@ def test_a_beir_folder_is_counted(tmp_path):
     assert "6" in render(found)
 
 
-def test_one_split_is_checked_alone(tmp_path):
+def test_check_reads_only_the_chosen_split(tmp_path):
     beir(tmp_path, split="test")
     beir(tmp_path, "q0\tpX\t1\n")
     assert list(check(tmp_path, "test")["splits"]) == ["test"]
@@ -31,16 +32,16 @@ def test_one_split_is_checked_alone(tmp_path):
         check(tmp_path)
 
 
-def test_queries_in_two_splits_are_counted(tmp_path):
+def test_check_counts_queries_in_several_splits(tmp_path):
     beir(tmp_path, "q0\tp0\t1\nq1\tp0\t1\n", "train")
     beir(tmp_path, "q1\tp1\t1\n", "test")
     assert check(tmp_path)["queries in several splits"] == 1
 
 
-def test_strict_refuses_what_is_otherwise_counted(tmp_path):
+def test_strict_refuses_queries_without_a_positive(tmp_path):
     beir(tmp_path, "q0\tp0\t1\nq1\tp1\t0\n")
     with pytest.raises(InputError, match="'q1'"):
-        check(tmp_path, strict=True)
+        check(tmp_path, policy=DataPolicy(strict=True))
 
 
 def test_a_folder_without_splits_is_refused(tmp_path):
@@ -49,7 +50,7 @@ def test_a_folder_without_splits_is_refused(tmp_path):
         check(tmp_path)
 
 
-def test_examples_are_counted(tmp_path):
+def test_check_reports_statistics_of_examples(tmp_path):
     records = [
         dpr("one two?", [context(1), context(2)], [context(3)], [context(4)]),
         dpr("three?", [{"title": "", "text": "text 1", "passage_id": 5}, {"text": "text 1", "passage_id": 6}]),
@@ -64,34 +65,34 @@ def test_examples_are_counted(tmp_path):
     assert found["other negatives per query"]["max"] == 1
 
 
-def test_a_corpus_queries_and_questions_are_counted(tmp_path):
+def test_check_reports_statistics_of_corpus_queries_and_questions(tmp_path):
     assert check(write(tmp_path / "c.tsv", "1\ta b c\tT\n2\td\tT\n"))["words per passage"]["mean"] == 2.0
     assert check(write(tmp_path / "queries.jsonl", lines({"_id": 1, "text": "a b"})))["words per query"]["max"] == 2
     found = check(write(tmp_path / "qa.csv", "who is it?\t['a', 'b']\n"))
     assert (found["questions"], found["answers per question"]["max"]) == (1, 2)
 
 
-def test_records_of_id_and_text_are_what_the_name_or_a_title_says(tmp_path):
+def test_file_name_or_title_decides_between_corpus_and_queries(tmp_path):
     bare, titled = {"_id": 1, "text": "a b"}, {"_id": 2, "title": "T", "text": "c"}
     for name in ("corpus.jsonl", "corpus.jsonl.gz"):
         made = write_gzip if name.endswith(".gz") else write
         assert check(made(tmp_path / name, lines(bare)))["passages"] == 1
     assert check(write(tmp_path / "other.jsonl", lines(bare, titled)))["passages"] == 2
     assert check(write(tmp_path / "queries.jsonl", lines(titled, bare)))["queries"] == 2
-    with pytest.warns(UserWarning, match="is taken for queries, for no record has a title"):
+    with pytest.warns(UserWarning, match="read as queries, because no record has a title"):
         assert check(write(tmp_path / "other.jsonl", lines(bare)))["queries"] == 1
 
 
-def test_repair_lets_a_flawed_set_be_counted(tmp_path):
+def test_check_with_repair_accepts_a_flawed_set(tmp_path):
     beir(tmp_path)
     write(tmp_path / "corpus.jsonl", (tmp_path / "corpus.jsonl").read_text() + lines({"_id": "p0", "text": "new"}))
     with pytest.raises(InputError, match="'p0'"):
         check(tmp_path)
     with pytest.warns(UserWarning, match="1 passages"):
-        assert check(tmp_path, repair=True)["passages"] == 6
+        assert check(tmp_path, policy=DataPolicy(repair=True))["passages"] == 6
 
 
-def test_render_has_a_line_for_every_figure(tmp_path):
+def test_render_prints_every_statistic(tmp_path):
     found = check(beir(tmp_path))
     shown = render(found)
     assert shown.startswith(f"{tmp_path}: beir\n")
@@ -100,7 +101,7 @@ def test_render_has_a_line_for_every_figure(tmp_path):
             assert name in shown
 
 
-def test_examples_with_a_teachers_scores_are_counted_and_checked(tmp_path):
+def test_check_counts_and_validates_teacher_scores(tmp_path):
     scored = {"query": "a", "pos": ["x"], "neg": ["y"], "pos_scores": [2], "neg_scores": [1]}
     records = [
         scored,
@@ -115,5 +116,5 @@ def test_examples_with_a_teachers_scores_are_counted_and_checked(tmp_path):
     plain = check(write(tmp_path / "plain.jsonl", lines(records[2])))
     assert "examples with a teacher's scores" not in plain
     wrong = write(tmp_path / "wrong.jsonl", lines(scored, {**scored, "neg_scores": []}))
-    with pytest.raises(InputError, match="line 2: found the scores 1 of positives and 0 of negatives"):
+    with pytest.raises(InputError, match=":2: found scores for 1 of 1 positives and 0 of 1 negatives"):
         check(wrong)

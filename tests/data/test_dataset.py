@@ -1,4 +1,4 @@
-"""The training set and the order of examples, against plain lists and against what the words of the contract say."""
+"""Training sets and the order of examples, against plain lists."""
 
 import json
 import shutil
@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from opened import open_train_set
 from tiny_data import beir, context, dpr, lines, write
 
-from contaccum.batch import NO_PASSAGE
-from contaccum.data.arrow import Ragged
-from contaccum.data.dataset import TrainSet, load_train_set
+from contaccum.batch import MISSING, NO_PASSAGE
 from contaccum.data.sampler import StepSampler
+from contaccum.data.tables import Ragged
+from contaccum.data.train_set import TrainSet
 from contaccum.errors import InputError
 
 
@@ -24,14 +25,14 @@ def by_id(train_set: TrainSet, lists: Ragged) -> list[list[str]]:
 
 
 def numbers(positives: list[list[int]], negatives: list[list[int]], passages: int) -> TrainSet:
-    """A set of the right form whose texts nobody reads."""
+    """Training set whose texts are never read."""
     queries = [{"id": f"q{number}"} for number in range(len(positives))]
     return TrainSet(queries, range(passages), Ragged.of(positives), Ragged.of(negatives), "")  # type: ignore[arg-type]
 
 
 def test_judgements_become_positives_and_hard_negatives(tmp_path):
     folder = beir(tmp_path, "q1\tp4\t2\nq0\tp0\t1\nq1\tp1\t0\nq1\tp3\t1\nq0\tp4\t-1\n")
-    found = load_train_set(folder, hard_negatives=1)
+    found = open_train_set(folder, hard_negatives=1)
     assert found.queries["id"][:] == ["q1", "q0"]
     assert found.queries["text"][:] == ["query 1", "query 0"]
     assert by_id(found, found.positives) == [["p4", "p3"], ["p0"]]
@@ -40,49 +41,49 @@ def test_judgements_become_positives_and_hard_negatives(tmp_path):
 
 
 def test_without_hard_negatives_only_positives_are_kept(tmp_path):
-    found = load_train_set(beir(tmp_path, "q1\tp4\t2\nq1\tp1\t0\n"))
+    found = open_train_set(beir(tmp_path, "q1\tp4\t2\nq1\tp1\t0\n"))
     assert found.passages["id"][:] == ["p4"]
     assert by_id(found, found.negatives) == [[]]
 
 
-def test_examples_fill_up_from_their_further_negatives(tmp_path):
+def test_other_negatives_fill_up_missing_hard_negatives(tmp_path):
     records = [
         dpr("one?", [context(1)], [context(2)], [context(1), context(2), context(4), context(5)]),
         dpr("two?", [context(2)], [context(3), context(2), context(1)], [context(6)]),
     ]
     path = write(tmp_path / "t.json", json.dumps(records))
-    found = load_train_set(path, hard_negatives=2)
+    found = open_train_set(path, hard_negatives=2)
     assert by_id(found, found.negatives) == [["2", "4"], ["3", "1"]]
     assert sorted(found.passages["id"]) == ["1", "2", "3", "4"]
-    assert load_train_set(path, hard_negatives=0).passages["id"][:] == ["1", "2"]
+    assert open_train_set(path, hard_negatives=0).passages["id"][:] == ["1", "2"]
 
 
-def test_a_query_without_a_positive_is_left_out_with_a_count_or_refused(tmp_path):
+def test_a_query_without_a_positive_is_skipped_with_a_count_or_refused(tmp_path):
     folder = beir(tmp_path / "b", "q0\tp0\t0\nq1\tp1\t1\n")
     with pytest.warns(UserWarning, match="1 queries"):
-        assert load_train_set(folder).queries["id"][:] == ["q1"]
+        assert open_train_set(folder).queries["id"][:] == ["q1"]
     with pytest.raises(InputError, match="'q0'"):
-        load_train_set(folder, strict=True)
+        open_train_set(folder, strict=True)
     path = write(tmp_path / "t.jsonl", lines(dpr("one?", []), dpr("two?", [context(1)])))
     with pytest.warns(UserWarning, match="1 queries"):
-        assert load_train_set(path).queries["id"][:] == ["unnamed-query-2"]
-    with pytest.raises(InputError, match="line 1"):
-        load_train_set(path, strict=True)
+        assert open_train_set(path).queries["id"][:] == ["unnamed-query-2"]
+    with pytest.raises(InputError, match=":1"):
+        open_train_set(path, strict=True)
 
 
-def test_the_fingerprint_follows_the_data_not_the_place(tmp_path):
+def test_the_fingerprint_depends_on_content_not_on_location(tmp_path):
     folder = beir(tmp_path / "a")
     shutil.copytree(folder, tmp_path / "b")
-    one, two = (load_train_set(tmp_path / name, hard_negatives=1).fingerprint for name in "ab")
+    one, two = (open_train_set(tmp_path / name, hard_negatives=1).fingerprint for name in "ab")
     assert one == two
-    assert load_train_set(folder).fingerprint != one
+    assert open_train_set(folder).fingerprint != one
     qrels = folder / "qrels" / "train.tsv"
     write(qrels, qrels.read_text().replace("q1\tp1\t1", "q1\tp1\t1\nq1\tp5\t1"))
-    assert load_train_set(folder, hard_negatives=1).fingerprint != one
+    assert open_train_set(folder, hard_negatives=1).fingerprint != one
     for name in ("corpus.jsonl", "queries.jsonl"):
         beir(folder)
         write(folder / name, (folder / name).read_text().replace('0"}', '0 more"}'))
-        assert load_train_set(folder, hard_negatives=1).fingerprint != one
+        assert open_train_set(folder, hard_negatives=1).fingerprint != one
 
 
 SETS = st.integers(2, 12).flatmap(
@@ -104,7 +105,7 @@ SETS = st.integers(2, 12).flatmap(
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(SETS, st.integers(0, 2**32), st.integers(1, 20))
 @pytest.mark.filterwarnings("ignore:.*hard negatives")
-def test_the_stream_goes_through_every_query_once_an_epoch(train_set, seed, size):
+def test_every_epoch_has_every_query_once(train_set, seed, size):
     sampler = StepSampler(train_set, seed, size, hard_negatives=1)
     count = len(train_set.positives)
     steps = -(-3 * count // size)
@@ -116,7 +117,7 @@ def test_the_stream_goes_through_every_query_once_an_epoch(train_set, seed, size
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(SETS, st.integers(0, 2**32), st.integers(0, 50))
 @pytest.mark.filterwarnings("ignore:.*hard negatives")
-def test_a_step_holds_what_it_promises(train_set, seed, step):
+def test_a_step_has_one_positive_and_different_hard_negatives(train_set, seed, step):
     hard = min(2, len(train_set.passages) - int(train_set.positives.lengths.max()))
     rows = StepSampler(train_set, seed, 8, hard)(step)
     assert rows.passages.shape == (8, 1 + hard)
@@ -131,7 +132,7 @@ def test_a_step_holds_what_it_promises(train_set, seed, step):
         assert drawn <= listed or listed <= drawn
 
 
-def test_a_step_depends_on_seed_and_step_alone():
+def test_a_step_depends_only_on_seed_and_step():
     train_set = numbers([[n, (n + 1) % 50] for n in range(40)], [[(n + 2) % 50, (n + 3) % 50] for n in range(40)], 50)
     one, two = (StepSampler(train_set, seed=3, global_batch_size=16, hard_negatives=1) for _ in range(2))
     forward = [one(step) for step in range(6)]
@@ -143,7 +144,7 @@ def test_a_step_depends_on_seed_and_step_alone():
     assert not np.array_equal(forward[0].queries, forward[3].queries)
 
 
-def test_more_hard_negatives_leave_queries_and_positives_as_they_were():
+def test_more_hard_negatives_do_not_change_queries_and_positives():
     train_set = numbers([[n, (n + 1) % 50] for n in range(40)], [[(n + 2) % 50, (n + 3) % 50] for n in range(40)], 50)
     none, two = (StepSampler(train_set, 1, 16, hard)(5) for hard in (0, 2))
     assert np.array_equal(none.queries, two.queries)
@@ -172,8 +173,23 @@ def test_missing_hard_negatives_are_counted_once_and_filled_at_random():
     assert set(np.concatenate(drawn).tolist()) == set(range(9))
 
 
+def test_hard_negatives_that_a_query_lacks_are_missing_without_fill(recwarn):
+    train_set = numbers([[0, 1], [2], [3]], [[4, 5, 6], [7], []], 8)
+    filled = StepSampler(train_set, 0, 3, 2)(5)
+    rows = StepSampler(train_set, 0, 3, 2, fill="none")(5)
+    assert len(recwarn) == 1  # only random passages are worth a warning
+    assert np.array_equal(rows.queries, filled.queries)
+    for query, passages, random in zip(rows.queries, rows.passages, filled.passages, strict=True):
+        own = train_set.negatives.row(query)
+        count = min(2, len(own))
+        assert passages[: 1 + count].tolist() == random[: 1 + count].tolist()
+        assert passages[1 + count :].tolist() == [MISSING] * (2 - count)
+        assert MISSING not in random
+    StepSampler(numbers([[0], [0, 1]], [[], []], 3), 0, 2, 2, fill="none")  # no other passage is needed
+
+
 def test_too_few_passages_for_the_hard_negatives_are_refused():
-    with pytest.raises(InputError, match=r"'q1' has 1 passages .* at least the 2"):
+    with pytest.raises(InputError, match=r"query 'q1': .* only 1 possible negatives .* data.hard_negatives is 2"):
         StepSampler(numbers([[0], [0, 1]], [[], []], 3), 0, 2, 2)
 
 

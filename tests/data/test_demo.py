@@ -1,4 +1,4 @@
-"""The demo set in the repository: that it is what the generator makes, and as hard as it says."""
+"""Demo set: its copies equal the generator's output, and word overlap does not solve it."""
 
 import filecmp
 import re
@@ -6,29 +6,35 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from demo_words import KINDS
+from make_demo import demo_files
+from opened import open_retrieval_set
 
-from contaccum.data.demo import write_demo
-from contaccum.data.demo_words import KINDS
-from contaccum.data.tables import load_retrieval_set
+from contaccum.data.commands import write_demo
 from contaccum.errors import InputError
 
 DEMO = Path(__file__).resolve().parents[2] / "data" / "demo"
 FILES = ["corpus.jsonl", "queries.jsonl", "qrels/train.tsv", "qrels/dev.tsv", "qrels/test.tsv"]
 
 
-def test_the_generator_makes_the_committed_set_byte_for_byte(tmp_path):
+def test_generator_and_package_data_agree(tmp_path):
+    write_demo(tmp_path / "demo")
+    assert {name: (tmp_path / "demo" / name).read_text("utf-8") for name in FILES} == demo_files()
+
+
+def test_package_data_equal_the_committed_folder(tmp_path):
     write_demo(tmp_path / "again")
     assert filecmp.cmpfiles(DEMO, tmp_path / "again", FILES, shallow=False) == (FILES, [], [])
     assert sum((DEMO / name).stat().st_size for name in FILES) < 3_000_000
 
 
-def test_an_existing_folder_is_left_alone(tmp_path):
-    with pytest.raises(InputError, match="exists already"):
+def test_demo_refuses_an_existing_folder(tmp_path):
+    with pytest.raises(InputError, match="already exists"):
         write_demo(tmp_path)
 
 
 def test_splits_have_their_sizes_and_share_no_question():
-    sets = {split: load_retrieval_set(DEMO, split) for split in ("train", "dev", "test")}
+    sets = {split: open_retrieval_set(DEMO, split) for split in ("train", "dev", "test")}
     assert {split: len(found.queries) for split, found in sets.items()} == {"train": 4000, "dev": 200, "test": 300}
     texts = [text for found in sets.values() for text in found.queries.values()]
     assert len(set(texts)) == len(texts) == 4500
@@ -38,15 +44,15 @@ def test_splits_have_their_sizes_and_share_no_question():
 
 
 def test_questions_never_name_what_they_ask_for():
-    found = load_retrieval_set(DEMO, "test")
+    found = open_retrieval_set(DEMO, "test")
     names = {name.lower() for name in found.corpus["title"]}
     assert len(names) == 3000
     assert not any(names & set(re.findall(r"\w+", text.lower())) for text in found.queries.values())
 
 
 def test_every_question_fits_its_passage_and_no_other():
-    """Reads questions and passages back into attribute values, without the generator's help."""
-    found = load_retrieval_set(DEMO, "test")
+    """Parse questions and passages into attribute values, independently of the generator."""
+    found = open_retrieval_set(DEMO, "test")
     values = [
         {
             (k, letter, n): wordings
@@ -75,7 +81,7 @@ def test_every_question_fits_its_passage_and_no_other():
 
 def test_word_overlap_alone_does_not_solve_it():
     bm25s = pytest.importorskip("bm25s")
-    found = load_retrieval_set(DEMO, "test")
+    found = open_retrieval_set(DEMO, "test")
     contents = [f"{row['title']} {row['text']}" for row in found.corpus]
     index = bm25s.BM25()
     index.index(bm25s.tokenize(contents, stopwords="en", show_progress=False), show_progress=False)

@@ -1,4 +1,4 @@
-"""Every reader against what was written, with the csv and json modules as independent witnesses, and every refusal."""
+"""Every reader against the written data (csv and json modules as reference), and every refusal."""
 
 import csv
 import gzip
@@ -8,24 +8,18 @@ import random
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from opened import read_corpus, read_examples, read_queries
 from tiny_data import context, dpr, lines, write, write_gzip
 
-from contaccum.data.formats import (
-    Passage,
-    content_id,
-    kind_of_data,
-    read_corpus,
-    read_examples,
-    read_qrels,
-    read_queries,
-    read_questions,
-)
-from contaccum.data.json_records import json_list
 from contaccum.errors import InputError
+from contaccum.formats.dpr import read_questions
+from contaccum.formats.json_records import json_list
+from contaccum.formats.readers import kind_of_data, read_qrels
+from contaccum.formats.records import Passage, content_id
 
 
 def refusal(read, path) -> str:
-    """The one sentence with which a reader refuses a file."""
+    """Return the error message of a reader that refuses a file."""
     with pytest.raises(InputError) as caught:
         list(read(path))
     sentence = str(caught.value)
@@ -53,7 +47,7 @@ def test_content_is_title_and_text_stripped():
     assert Passage("a", "", " x ").content == "x"
 
 
-def test_lines_end_at_newlines_alone(tmp_path):
+def test_lines_end_only_at_newlines(tmp_path):
     odd = "one\u2028two\u0085three\x0bfour"
     raw = json.dumps({"_id": "a", "title": "", "text": odd.replace("\x0b", "")}, ensure_ascii=False)
     path = write(tmp_path / "c.jsonl", "\ufeff" + raw + "\r\n\r\n" + raw.replace('"a"', '"b"'))
@@ -66,22 +60,22 @@ def test_lines_end_at_newlines_alone(tmp_path):
 @pytest.mark.parametrize(
     ("second", "words"),
     [
-        ('{"_id": "b", "text": "x"', ["line 2", "not JSON"]),
-        ('["b"]', ["line 2", "a list", "_id"]),
-        ('{"_id": "b"}', ["line 2", "'text'", "missing"]),
-        ('{"text": "b"}', ["line 2", "'_id'", "missing"]),
-        ('{"_id": "b", "text": 5}', ["line 2", "'text'", "number 5", "string"]),
-        ('{"_id": "b", "text": null}', ["line 2", "'text'", "null", "string"]),
-        ('{"_id": "b", "title": [], "text": "x"}', ["line 2", "'title'", "a list", "string"]),
-        ('{"_id": "", "text": "x"}', ["line 2", "'_id'", "empty"]),
-        ('{"_id": true, "text": "x"}', ["line 2", "'_id'", "true or false"]),
-        ('{"_id": "b", "text": "\\ud800"}', ["line 2", "half a character"]),
-        ('{"_id": "b", "text": "a\x00"}', ["line 2", "NUL"]),
-        ('{"_id": "b", "text": ' + "[" * 100_000 + "}", ["line 2", "not usable JSON"]),
-        ('{"_id": ' + "9" * 5000 + ', "text": "x"}', ["line 2", "not usable JSON"]),
+        ('{"_id": "b", "text": "x"', [":2", "not JSON"]),
+        ('["b"]', [":2", "a list", "_id"]),
+        ('{"_id": "b"}', [":2", "'text'", "missing"]),
+        ('{"text": "b"}', [":2", "'_id'", "missing"]),
+        ('{"_id": "b", "text": 5}', [":2", "'text'", "number 5", "string"]),
+        ('{"_id": "b", "text": null}', [":2", "'text'", "null", "string"]),
+        ('{"_id": "b", "title": [], "text": "x"}', [":2", "'title'", "a list", "string"]),
+        ('{"_id": "", "text": "x"}', [":2", "'_id'", "empty"]),
+        ('{"_id": true, "text": "x"}', [":2", "'_id'", "true or false"]),
+        ('{"_id": "b", "text": "\\ud800"}', [":2", "half a character"]),
+        ('{"_id": "b", "text": "a\x00"}', [":2", "NUL"]),
+        ('{"_id": "b", "text": ' + "[" * 100_000 + "}", [":2", "not usable JSON"]),
+        ('{"_id": ' + "9" * 5000 + ', "text": "x"}', [":2", "not usable JSON"]),
     ],
 )
-def test_a_bad_corpus_line_is_named(tmp_path, second, words):
+def test_an_invalid_corpus_line_is_located(tmp_path, second, words):
     path = write(tmp_path / "c.jsonl", '{"_id": "a", "text": "x"}\n' + second + "\n")
     sentence = refusal(read_corpus, path)
     assert all(word in sentence for word in words), sentence
@@ -92,21 +86,21 @@ def test_a_surrogate_pair_is_one_character(tmp_path):
     assert next(read_corpus(path)).text == "\U0001f600"
 
 
-def test_bytes_that_are_not_utf8_are_named(tmp_path):
+def test_bytes_that_are_not_utf8_are_located(tmp_path):
     path = write(tmp_path / "c.jsonl", b'{"_id": "a", "text": "x"}\n{"_id": "b", "text": "caf\xe9"}\n')
     sentence = refusal(read_corpus, path)
-    assert "line 2" in sentence
+    assert ":2" in sentence
     assert "0xe9" in sentence
 
 
-def test_gzip_that_is_cut_or_damaged_is_refused(tmp_path):
+def test_truncated_or_damaged_gzip_is_refused(tmp_path):
     rows = ({"_id": str(n), "text": str(random.Random(n).random())} for n in range(2000))
     whole = gzip.compress(lines(*rows).encode())
     assert "gzip" in refusal(read_corpus, write(tmp_path / "cut.jsonl.gz", whole[:-2000]))
     assert "gzip" in refusal(read_corpus, write(tmp_path / "bad.jsonl.gz", whole[:5000] + b"\xff" * 50 + whole[5050:]))
 
 
-def test_paths_that_are_no_file_are_refused(tmp_path):
+def test_missing_files_and_folders_are_refused(tmp_path):
     assert "no such file" in refusal(read_corpus, tmp_path / "nothing.jsonl")
     assert "folder" in refusal(read_corpus, tmp_path)
 
@@ -114,10 +108,10 @@ def test_paths_that_are_no_file_are_refused(tmp_path):
 def test_queries_are_read_and_an_empty_text_is_refused(tmp_path):
     path = write(tmp_path / "q.jsonl", lines({"_id": 3, "text": "x"}, {"_id": "b", "text": " "}))
     assert next(read_queries(path)) == ("3", "x")
-    assert "line 2" in refusal(read_queries, path)
+    assert ":2" in refusal(read_queries, path)
 
 
-def test_qrels_with_and_without_header_and_in_trec_form(tmp_path):
+def test_qrels_are_read_with_and_without_header_and_in_trec_format(tmp_path):
     expected = [("q 1", "p", 2), ("q2", "p", 0)]
     for number, text in enumerate(["query-id\tcorpus-id\tscore\nq 1\tp\t2\nq2\tp\t0\n", "q 1\tp\t2\r\nq2\tp\t0\r\n"]):
         assert [row[:3] for row in read_qrels(write(tmp_path / f"{number}.tsv", text))] == expected
@@ -133,16 +127,16 @@ def test_qrels_with_and_without_header_and_in_trec_form(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("query-id\tcorpus-id\tscore\nq\tp\n", ["line 2", "2 columns", "expected 3"]),
-        ("query-id\tcorpus-id\tscore\nq\t0\tp\t1\n", ["line 2", "4 columns", "expected 3"]),
-        ("q 0 p 1\nq 0 p\n", ["line 2", "3 columns", "expected 4"]),
-        ("q\tp\n", ["line 1", "2 columns", "query-id"]),
-        ("q\tp\tgood\n", ["line 1", "'good'", "whole number"]),
-        ("query-id\tcorpus-id\tscore\nq\tp\t0.5\n", ["line 2", "'0.5'", "whole number"]),
-        ("q\t\t1\n", ["line 1", "empty id"]),
+        ("query-id\tcorpus-id\tscore\nq\tp\n", [":2", "2 columns", "must have 3"]),
+        ("query-id\tcorpus-id\tscore\nq\t0\tp\t1\n", [":2", "4 columns", "must have 3"]),
+        ("q 0 p 1\nq 0 p\n", [":2", "3 columns", "must have 4"]),
+        ("q\tp\n", [":1", "2 columns", "query-id"]),
+        ("q\tp\tgood\n", [":1", "'good'", "an integer"]),
+        ("query-id\tcorpus-id\tscore\nq\tp\t0.5\n", [":2", "'0.5'", "an integer"]),
+        ("q\t\t1\n", [":1", "empty id"]),
     ],
 )
-def test_bad_qrels_are_named(tmp_path, text, words):
+def test_invalid_qrels_are_located(tmp_path, text, words):
     sentence = refusal(read_qrels, write(tmp_path / "q.tsv", text))
     assert all(word in sentence for word in words), sentence
 
@@ -150,7 +144,7 @@ def test_bad_qrels_are_named(tmp_path, text, words):
 # DPR
 
 
-def test_the_dpr_corpus_is_what_the_csv_module_wrote(tmp_path):
+def test_dpr_corpus_reads_what_the_csv_module_writes(tmp_path):
     rows = [["1", 'He said "no"\tand left', "T"], ["2", "two\nlines", 'A "b"'], ["3", "plain", ""]]
     path = tmp_path / "psgs.tsv"
     with open(path, "w", newline="") as file:
@@ -161,19 +155,19 @@ def test_the_dpr_corpus_is_what_the_csv_module_wrote(tmp_path):
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ("2\tx", ["line 3", "2 columns"]),
-        ("\tx\ty", ["line 3", "id is empty"]),
-        ('2\t"open\ty\n' + "3\tx\ty\n" * 3, ["line 3", "quote"]),
-        ("2\ta\rb\ty", ["line 3"]),
-        ("2\ta\0b\ty", ["line 3", "NUL"]),
+        ("2\tx", [":3", "2 columns"]),
+        ("\tx\ty", [":3", "id is empty"]),
+        ('2\t"open\ty\n' + "3\tx\ty\n" * 3, [":3", "quote"]),
+        ("2\ta\rb\ty", [":3"]),
+        ("2\ta\0b\ty", [":3", "NUL"]),
     ],
 )
-def test_a_bad_dpr_corpus_row_is_named(tmp_path, row, words):
+def test_an_invalid_dpr_corpus_row_is_located(tmp_path, row, words):
     sentence = refusal(read_corpus, write(tmp_path / "c.tsv", "id\ttext\ttitle\n1\tx\ty\n" + row + "\n"))
     assert all(word in sentence for word in words), sentence
 
 
-def test_dpr_questions(tmp_path):
+def test_dpr_questions_are_read_with_their_answers(tmp_path):
     path = write(tmp_path / "qa.csv", 'who?\t[\'a\', "b\'s"]\nwhen?\t"[\'""x""\']"\n')
     assert list(read_questions(path)) == [("who?", ["a", "b's"]), ("when?", ['"x"'])]
 
@@ -181,13 +175,13 @@ def test_dpr_questions(tmp_path):
 @pytest.mark.parametrize(
     "answers", ["a", "'a'", "[1]", "[]", "{'a'}", "['a'", "__import__('os').getcwd()", "(" * 10_000 + ")" * 10_000]
 )
-def test_answers_that_are_no_list_of_strings_are_named(tmp_path, answers):
+def test_answers_must_be_a_list_of_strings(tmp_path, answers):
     sentence = refusal(read_questions, write(tmp_path / "qa.csv", f"who?\t['x']\nwhen?\t{answers}\n"))
-    assert "line 2" in sentence
+    assert ":2" in sentence
     assert "answers" in sentence
 
 
-def test_dpr_examples_as_a_list_and_as_lines(tmp_path):
+def test_dpr_examples_are_read_from_a_list_and_from_lines(tmp_path):
     records = [
         dpr("one?", [context("7")], [context(8)], [{"title": "T", "text": "further"}]),
         dpr("two?", [], [], [], query_id="Q"),
@@ -202,7 +196,7 @@ def test_dpr_examples_as_a_list_and_as_lines(tmp_path):
         assert first.query == ("unnamed-query-1", "one?")
         assert first.positives == [Passage("7", "title 7", "text 7")]
         assert first.negatives == [Passage("8", "title 8", "text 8")]
-        assert first.further == [Passage(content_id("T", "further"), "T", "further")]
+        assert first.others == [Passage(content_id("T", "further"), "T", "further")]
         assert second.query == ("Q", "two?")
         assert not second.positives
         assert third.positives[0].id == "9"
@@ -214,14 +208,14 @@ def test_dpr_examples_as_a_list_and_as_lines(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"question": None}, ["line 3 (record 2)", "'question'", "null"]),
-        ({"positive_ctxs": "x"}, ["line 3 (record 2)", "'positive_ctxs'", "a string", "a list"]),
-        ({"hard_negative_ctxs": [{"title": "x"}]}, ["line 3 (record 2)", "hard_negative_ctxs[0]", "'text'", "missing"]),
-        ({"positive_ctxs": [{"text": "x", "passage_id": 1.5}]}, ["line 3 (record 2)", "positive_ctxs[0]", "1.5"]),
-        ({"positive_ctxs": ["x"]}, ["line 3 (record 2)", "positive_ctxs[0]", "a string", "a context"]),
+        ({"question": None}, [":3 (record 2)", "'question'", "null"]),
+        ({"positive_ctxs": "x"}, [":3 (record 2)", "'positive_ctxs'", "a string", "a list"]),
+        ({"hard_negative_ctxs": [{"title": "x"}]}, [":3 (record 2)", "hard_negative_ctxs[0]", "'text'", "missing"]),
+        ({"positive_ctxs": [{"text": "x", "passage_id": 1.5}]}, [":3 (record 2)", "positive_ctxs[0]", "1.5"]),
+        ({"positive_ctxs": ["x"]}, [":3 (record 2)", "positive_ctxs[0]", "a string", "a context"]),
     ],
 )
-def test_a_bad_dpr_record_is_named(tmp_path, change, words):
+def test_an_invalid_dpr_record_is_located(tmp_path, change, words):
     records = [dpr("one?", [context(1)]), {**dpr("two?", [context(2)]), **change}]
     text = "[\n" + ",\n".join(map(json.dumps, records)) + "]"
     sentence = refusal(read_examples, write(tmp_path / "t.json", text))
@@ -231,24 +225,24 @@ def test_a_bad_dpr_record_is_named(tmp_path, change, words):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('[{"a": 1},\n{"a" 1}]', ["line 2", "record 2", "not JSON"]),
-        ('[{"a": 1}\n{"a": 1}]', ["line 2", "',' should stand"]),
-        ('[{"a": 1},\n', ["line 2", "record 2", "not JSON"]),
+        ('[{"a": 1},\n{"a" 1}]', [":2", "record 2", "not JSON"]),
+        ('[{"a": 1}\n{"a": 1}]', [":2", "instead of ','"]),
+        ('[{"a": 1},\n', [":2", "record 2", "not JSON"]),
         ('[{"a": 1}\n', ["end of the file"]),
-        ('[{"a": "b\n"}]', ["line 1", "control character"]),
+        ('[{"a": "b\n"}]', [":1", "control character"]),
         ('[{"a": 1}, 5]', ["record 2", "number 5"]),
-        ('[{"a": 1}]\nmore', ["line 2", "behind the list"]),
-        ("[{'a': 1}]", ["line 1", "not JSON"]),
+        ('[{"a": 1}]\nmore', [":2", "text follows the end of the list"]),
+        ("[{'a': 1}]", [":1", "not JSON"]),
     ],
 )
-def test_a_broken_json_list_is_named(tmp_path, text, words):
+def test_a_broken_json_list_is_located(tmp_path, text, words):
     sentence = refusal(lambda path: json_list(path, "things", as_it_is), write(tmp_path / "t.json", text))
     assert all(word in sentence for word in words), sentence
 
 
-def test_bytes_that_are_not_utf8_in_a_json_list_are_named(tmp_path):
+def test_bytes_that_are_not_utf8_in_a_json_list_are_located(tmp_path):
     path = write(tmp_path / "t.json", b'[{"a": 1},\n{"a": "\xff"}]')
-    assert "line 2" in refusal(lambda path: json_list(path, "things", as_it_is), path)
+    assert ":2" in refusal(lambda path: json_list(path, "things", as_it_is), path)
 
 
 VALUES = st.dictionaries(
@@ -258,8 +252,8 @@ VALUES = st.dictionaries(
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(VALUES, max_size=6), st.integers(1, 40), st.sampled_from([None, 1]))
-def test_a_json_list_read_through_any_window_is_what_json_loads_gives(tmp_path, monkeypatch, records, window, indent):
-    monkeypatch.setattr("contaccum.data.json_records.CHUNK", window)
+def test_json_list_equals_json_loads_for_any_window_size(tmp_path, monkeypatch, records, window, indent):
+    monkeypatch.setattr("contaccum.formats.json_records.CHUNK", window)
     path = write(tmp_path / "t.json", json.dumps(records, indent=indent, ensure_ascii=True))
     found = [record for _, record in json_list(path, "things", as_it_is)]
     assert json.dumps(found) == json.dumps(records)
@@ -268,7 +262,7 @@ def test_a_json_list_read_through_any_window_is_what_json_loads_gives(tmp_path, 
 # JSONL and Tevatron
 
 
-def test_jsonl_of_query_pos_neg(tmp_path):
+def test_jsonl_of_query_pos_neg_is_read(tmp_path):
     records = [
         {"query": "one", "pos": ["a", "b"], "neg": ["c"], "pos_scores": [1, 2]},
         {"query": "two", "pos": "a"},
@@ -285,19 +279,19 @@ def test_jsonl_of_query_pos_neg(tmp_path):
 @pytest.mark.parametrize(
     ("record", "words"),
     [
-        ({"query": "x"}, ["line 2", "'pos'", "missing"]),
-        ({"query": "x", "pos": 4}, ["line 2", "'pos'", "number 4"]),
-        ({"query": "x", "pos": [4]}, ["line 2", "pos[0]", "number 4"]),
-        ({"query": "x", "pos": ["a"], "pos_id": ["1", "2"]}, ["line 2", "2 ids", "each of the 1"]),
-        ({"pos": ["x"]}, ["line 2", "'query'", "missing"]),
+        ({"query": "x"}, [":2", "'pos'", "missing"]),
+        ({"query": "x", "pos": 4}, [":2", "'pos'", "number 4"]),
+        ({"query": "x", "pos": [4]}, [":2", "pos[0]", "number 4"]),
+        ({"query": "x", "pos": ["a"], "pos_id": ["1", "2"]}, [":2", "2 ids", "1 texts"]),
+        ({"pos": ["x"]}, [":2", "'query'", "missing"]),
     ],
 )
-def test_a_bad_jsonl_line_is_named(tmp_path, record, words):
+def test_an_invalid_jsonl_line_is_located(tmp_path, record, words):
     sentence = refusal(read_examples, write(tmp_path / "t.jsonl", lines({"query": "a", "pos": ["b"]}, record)))
     assert all(word in sentence for word in words), sentence
 
 
-def test_tevatron(tmp_path):
+def test_tevatron_examples_are_read(tmp_path):
     record = {
         "query_id": 5,
         "query": "one",
@@ -316,7 +310,7 @@ def test_tevatron(tmp_path):
 # telling formats apart
 
 
-def test_each_kind_is_told_by_its_content(tmp_path):
+def test_every_format_is_detected_from_content(tmp_path):
     files = {
         "dpr": json.dumps([dpr("q", [])]),
         "jsonl": lines({"query": "a", "pos": []}),
@@ -332,14 +326,14 @@ def test_each_kind_is_told_by_its_content(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("", ["is empty"]), ("word\n", ["line 1", "1 columns"]), ('{"a": 1}\n', ["line 1", "'a'", "positive_ctxs"])],
+    [("", ["is empty"]), ("word\n", [":1", "1 columns"]), ('{"a": 1}\n', [":1", "'a'", "positive_ctxs"])],
 )
-def test_what_is_none_of_the_formats_is_refused(tmp_path, text, words):
+def test_an_unknown_format_is_refused(tmp_path, text, words):
     sentence = refusal(read_examples, write(tmp_path / "t", text))
     assert all(word in sentence for word in words), sentence
 
 
-def test_a_folder_or_file_of_another_kind_is_refused(tmp_path):
+def test_a_folder_or_file_of_another_format_is_refused(tmp_path):
     assert "corpus.jsonl" in refusal(kind_of_data, tmp_path)
     assert "corpus" in refusal(read_examples, write(tmp_path / "c.tsv", "1\tx\ty\n"))
     assert "no such" in refusal(kind_of_data, tmp_path / "nowhere")

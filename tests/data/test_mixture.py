@@ -1,4 +1,4 @@
-"""Several data sets learned from together: shares, order, prefixes, resumption, and what is refused."""
+"""Mixtures of data sets: shares, order, prefixes, resume, and refused configs."""
 
 import json
 import shutil
@@ -13,13 +13,12 @@ from launched import Job, run_jobs
 
 from contaccum.batch import NO_PASSAGE
 from contaccum.cli import main
-from contaccum.config import DataConfig, from_mapping, to_yaml, validate
-from contaccum.config.settings import MixtureConfig
+from contaccum.config import DataConfig, MixtureConfig, from_mapping, to_yaml, validate
 from contaccum.data.dataset import load_training
 from contaccum.data.sampler import MixtureSampler, make_sampler
-from contaccum.engine import Engine
 from contaccum.errors import InputError
-from contaccum.training import setup
+from contaccum.runtime.engine import Engine
+from contaccum.training import parts
 from contaccum.training.log import read_log
 from contaccum.training.loop import train
 
@@ -28,7 +27,7 @@ SIZES = (40, 13)
 
 @pytest.fixture
 def sets(tmp_path):
-    """A BEIR folder of 40 queries, and a file of 13 others with two positives each."""
+    """BEIR folder of 40 queries, and a file of 13 others with two positives each."""
     beir = write_beir(tmp_path / "beir", SIZES[0])
     rows = [
         {
@@ -54,7 +53,7 @@ def sampler_of(data: DataConfig, seed: int = 0, size: int = 10) -> tuple:
 
 @pytest.mark.parametrize("batches", ["mixed", "one_set"])
 @pytest.mark.parametrize(("given", "share"), [((None, None), SIZES[0] / sum(SIZES)), ((1, 3), 0.25)])
-def test_sets_come_by_weight_each_in_an_order_of_its_own(batches, given, share, sets):
+def test_sets_are_drawn_by_weight_each_in_its_own_order(batches, given, share, sets):
     found, sampler = sampler_of(mixed(sets, given, mixture_batches=batches))
     steps = [sampler(step) for step in range(400)]
     drawn = [np.array([row < SIZES[0] for row in step.queries]) for step in steps]
@@ -77,7 +76,7 @@ def test_sets_come_by_weight_each_in_an_order_of_its_own(batches, given, share, 
             assert both == {query >= SIZES[0]}
 
 
-def test_a_step_is_a_function_of_seed_and_step_alone(sets):
+def test_a_step_depends_only_on_seed_and_step(sets):
     _, walked = sampler_of(mixed(sets))
     steps = [walked(step) for step in range(30)]
     _, jumped = sampler_of(mixed(sets))
@@ -88,14 +87,14 @@ def test_a_step_is_a_function_of_seed_and_step_alone(sets):
     assert not np.array_equal(other(0).queries, steps[0].queries)
 
 
-def test_each_set_has_its_prefixes(sets, tmp_path):
+def test_each_set_uses_its_prefixes(sets, tmp_path):
     data = mixed(sets)
     data.mixture[1] = replace(data.mixture[1], query_prefix="red ", passage_prefix="")
     config = train_config(tmp_path, tmp_path, **{"model.query_prefix": "lives ", "model.passage_prefix": "valley "})
     config.data = data
     found = load_training(data)
-    encoder = setup.build_encoder(config, found)
-    batches = setup.build_batches(config, Engine(device="cpu"), encoder, found)
+    encoder = parts.build_encoder(config, found)
+    batches = parts.build_batches(config, Engine(device="cpu"), encoder, found)
     tokenizer = encoder.query_tower.tokenizer
     seen = Counter()
     for micro in batches.step(0) + batches.step(1):
@@ -107,12 +106,10 @@ def test_each_set_has_its_prefixes(sets, tmp_path):
             assert passages[2 * number].startswith(("a lark", "larks") if second else "valley "), passages
             seen[second] += 1
     assert min(seen.values()) > 1
-    lengths = batches._query_tokens.lengths(np.arange(sum(SIZES)))
-    assert lengths.tolist() == [len(row) for row in batches._query_tokens.rows(range(sum(SIZES)))]
-    assert batches._query_tokens.longest() == max(lengths)
+    assert batches._query_tokens.longest() == max(len(row) for row in batches._query_tokens.rows(range(sum(SIZES))))
 
 
-def test_a_mixture_resumes_to_the_byte_and_one_set_is_no_mixture(sets, tmp_path):
+def test_a_mixture_resumes_byte_identical_and_one_set_equals_no_mixture(sets, tmp_path):
     def config(name: str, **values):
         made = train_config(tmp_path, tmp_path / name, **{"data.train": "", "optim.max_steps": 5})
         made.data = mixed(sets, **values)
@@ -138,7 +135,7 @@ def test_a_mixture_resumes_to_the_byte_and_one_set_is_no_mixture(sets, tmp_path)
 
 
 @pytest.mark.acceptance
-def test_two_processes_learn_a_mixture_as_one_does(sets, tmp_path):
+def test_two_processes_train_a_mixture_like_one(sets, tmp_path):
     jobs = {}
     for name, world, batches in (("one", 1, "mixed"), ("two", 2, "mixed"), ("other", 2, "one_set")):
         changes = {"data.train": "", "optim.max_steps": 4, "model.dropout": 0.0, "batch.micro_batch_size": 4 // world}
@@ -153,7 +150,7 @@ def test_two_processes_learn_a_mixture_as_one_does(sets, tmp_path):
     assert losses["other"] != pytest.approx(losses["one"], rel=1e-3)
 
 
-def test_a_mixture_stands_in_a_config_file(sets, tmp_path, capsys):
+def test_a_mixture_is_read_from_a_config_file(sets, tmp_path, capsys):
     config = train_config(tmp_path, tmp_path / "run", **{"data.train": "", "optim.max_steps": 1})
     config.data = mixed(sets, (1.0, 2.0))
     (tmp_path / "config.yaml").write_text(to_yaml(config))
@@ -167,16 +164,19 @@ def test_a_mixture_stands_in_a_config_file(sets, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda data: setattr(data, "train", "x"), "data.train is 'x' with data.mixture, expected one or the other"),
-        (lambda data: setattr(data.mixture[0], "weight", 1.0), "has sets with a weight and sets without"),
-        (lambda data: setattr(data.mixture[1], "train", ""), r"data.mixture\[1\].train is not set, expected a path"),
+        (
+            lambda data: setattr(data, "train", "x"),
+            "data.train is 'x', but data.mixture is set too; use only one of them",
+        ),
+        (lambda data: setattr(data.mixture[0], "weight", 1.0), "some sets have a weight and some do not"),
+        (lambda data: setattr(data.mixture[1], "train", ""), r"data.mixture\[1\].train is not set; give a path"),
         (
             lambda data: [setattr(m, "weight", 0.0) for m in data.mixture],
             r"data.mixture\[0\].weight is 0.0, expected more",
         ),
     ],
 )
-def test_what_cannot_be_is_refused(change, sentence, sets, tmp_path):
+def test_invalid_mixtures_are_refused(change, sentence, sets, tmp_path):
     config = train_config(tmp_path, tmp_path / "run")
     config.data = mixed(sets)
     change(config.data)
@@ -185,7 +185,7 @@ def test_what_cannot_be_is_refused(change, sentence, sets, tmp_path):
 
 
 @pytest.mark.filterwarnings("always::UserWarning")
-def test_settings_without_effect_are_named(sets, tmp_path):
+def test_unused_options_are_named(sets, tmp_path):
     config = train_config(tmp_path, tmp_path / "run")
     config.data = mixed(sets, split="dev")
     with pytest.warns(UserWarning, match="data.split has no effect with data.mixture"):
@@ -195,7 +195,7 @@ def test_settings_without_effect_are_named(sets, tmp_path):
         validate(config)
 
 
-def test_the_sampler_of_a_mixture_is_not_that_of_its_sets_joined(sets):
-    """Negative control: the kind of sampler follows the data."""
+def test_mixture_sampler_differs_from_sampler_of_concatenated_sets(sets):
+    """Negative control: a mixture needs its own sampler."""
     assert isinstance(sampler_of(mixed(sets))[1], MixtureSampler)
     assert not isinstance(sampler_of(DataConfig(train=sets[0], hard_negatives=1))[1], MixtureSampler)

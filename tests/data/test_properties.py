@@ -1,4 +1,4 @@
-"""Every reader against arbitrary and spoilt files, and against the csv and json modules on valid ones."""
+"""Every reader on arbitrary and damaged files, and against the csv and json modules on valid ones."""
 
 import csv
 import importlib.util
@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from opened import open_retrieval_set, read_corpus, read_examples
 from tiny_data import lines, write
 
-from contaccum.data.convert import convert
-from contaccum.data.formats import Judgement, Passage, read_corpus, read_examples, read_qrels, read_questions
-from contaccum.data.tables import load_retrieval_set
+from contaccum.data.commands import convert
+from contaccum.formats.dpr import read_questions
+from contaccum.formats.readers import read_qrels
+from contaccum.formats.records import Judgement, Passage
 from contaccum.retrieval.runs import ranked, read_run, write_run
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "fuzz.py"
@@ -39,14 +41,14 @@ values = (odd | seen).filter(str.strip)
 
 
 @pytest.mark.parametrize("name", fuzz.TARGETS)
-def test_a_spoilt_file_gives_records_or_one_sentence(name):
+def test_a_damaged_file_gives_records_or_one_error(name):
     counts = {"tried": 0, "taken": 0}
     fuzz.hunt(name, number=1, examples=60, counts=counts)
     assert counts["tried"] >= 60
 
 
-def test_the_hunt_finds_a_reader_that_trips(monkeypatch):
-    """Negative control: a reader that one piece makes raise something else, and one whose sentence names no file."""
+def test_fuzzing_finds_a_broken_reader(monkeypatch):
+    """Negative control: a reader with another exception, and one whose error names no file."""
 
     def trips(path):
         if b"null" in path.read_bytes():
@@ -64,7 +66,7 @@ def test_the_hunt_finds_a_reader_that_trips(monkeypatch):
 
 @SETTINGS
 @given(st.lists(st.tuples(ids | st.integers(), texts, values), min_size=1, max_size=6))
-def test_jsonl_is_what_the_json_module_reads(tmp_path, rows):
+def test_jsonl_reader_equals_the_json_module(tmp_path, rows):
     records = [{"_id": key, "title": title, "text": text} for key, title, text in rows]
     for ascii_only in (True, False):
         content = "\r\n".join(json.dumps(record, ensure_ascii=ascii_only) for record in records)
@@ -81,7 +83,7 @@ cells = (values | st.just("a\n\n b\n")).filter(lambda text: text.strip() and not
     st.lists(st.tuples(cells, cells, cells), min_size=1, max_size=6),
     st.sampled_from([csv.QUOTE_MINIMAL, csv.QUOTE_ALL]),
 )
-def test_a_dpr_tsv_is_what_the_csv_module_reads(tmp_path, rows, quoting):
+def test_dpr_tsv_reader_equals_the_csv_module(tmp_path, rows, quoting):
     path = tmp_path / "c.tsv"
     with open(path, "w", newline="", encoding="utf-8") as file:
         csv.writer(file, delimiter="\t", lineterminator="\n", quoting=quoting).writerows(
@@ -94,7 +96,7 @@ def test_a_dpr_tsv_is_what_the_csv_module_reads(tmp_path, rows, quoting):
 
 @SETTINGS
 @given(st.lists(st.tuples(seen, st.lists(values, min_size=1, max_size=3)), min_size=1, max_size=4))
-def test_questions_are_what_was_written(tmp_path, rows):
+def test_questions_round_trip(tmp_path, rows):
     path = tmp_path / "qa.csv"
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, delimiter="\t", lineterminator="\n")
@@ -108,7 +110,7 @@ def test_questions_are_what_was_written(tmp_path, rows):
 
 @SETTINGS
 @given(st.dictionaries(st.tuples(ids, ids), st.integers(-99_999, 99_999), min_size=1, max_size=8))
-def test_qrels_are_what_was_written(tmp_path, grades):
+def test_qrels_round_trip(tmp_path, grades):
     rows = "".join(f"{query}\t{passage}\t{grade}\n" for (query, passage), grade in grades.items())
     path = write(tmp_path / "q.tsv", "query-id\tcorpus-id\tscore\n" + rows)
     expected = [Judgement(*pair, grade, line) for line, (pair, grade) in enumerate(grades.items(), 2)]
@@ -122,7 +124,7 @@ words = ids.filter(lambda text: text.split() == [text] and text[0] != "\ufeff")
 @SETTINGS
 @given(st.dictionaries(words, st.dictionaries(words, st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=4),
                        min_size=1, max_size=4))  # fmt: skip
-def test_a_run_survives_its_file(tmp_path, scores):
+def test_a_trec_run_round_trips(tmp_path, scores):
     run = {query: ranked(hits.items()) for query, hits in scores.items()}
     write_run(tmp_path / "run.trec", run)
     assert read_run(tmp_path / "run.trec") == run
@@ -131,8 +133,8 @@ def test_a_run_survives_its_file(tmp_path, scores):
 @settings(SETTINGS, max_examples=10)
 @given(st.dictionaries(ids, st.tuples(values, st.dictionaries(ids, values, min_size=1, max_size=3)), min_size=1, max_size=3),
        st.permutations(["beir", "dpr", "tevatron", "jsonl"]))  # fmt: skip
-def test_odd_ids_and_texts_survive_every_format(tmp_path_factory, queries, forms):
-    """A passage has one text wherever it stands; so each id is given the text that it first has."""
+def test_unusual_ids_and_texts_round_trip_in_every_format(tmp_path_factory, queries, forms):
+    """Give each id the first text it appears with."""
     folder = tmp_path_factory.mktemp("trip")
     known: dict[str, str] = {}
     records = []
@@ -149,7 +151,7 @@ def test_odd_ids_and_texts_survive_every_format(tmp_path_factory, queries, forms
 
 def meaning(path: Path) -> dict[str, tuple[str, dict[str, str]]]:
     if path.is_dir():
-        found = load_retrieval_set(path, "train")
+        found = open_retrieval_set(path, "train")
         contents = {row["id"]: row["text"] for row in found.corpus}
         return {
             key: (found.queries[key], {row: contents[row] for row in grades}) for key, grades in found.qrels.items()

@@ -1,23 +1,24 @@
-"""A teacher's scores from the files to the micro-batch: they stay with their passages, and nothing else is taken for one."""
+"""Teacher scores from files to micro-batches: they stay with their passages."""
 
 import json
 import re
 
 import numpy as np
 import pytest
+from opened import open_train_set, read_examples
 from tiny_data import beir, context, dpr, lines, write
 
-from contaccum.config import DataConfig
-from contaccum.config.settings import MixtureConfig
-from contaccum.data.dataset import load_train_set, load_training, narrowed
-from contaccum.data.formats import numbered_examples, read_examples
-from contaccum.data.records import Scores
+from contaccum.config import DataConfig, MixtureConfig
+from contaccum.data.dataset import load_training
 from contaccum.data.sampler import make_sampler
+from contaccum.data.train_set import subset
 from contaccum.errors import InputError
+from contaccum.formats.readers import numbered_examples
+from contaccum.formats.records import TeacherScores
 
 
 def score(query: str, passage: str) -> float:
-    """Made of both texts, so that one that went astray shows."""
+    """Score computed from both texts, which reveals a misplaced one."""
     return int(query.split()[1]) * 100 + int(passage.split()[1])
 
 
@@ -46,11 +47,11 @@ def written(folder, form="jsonl", count=6, first=0, name="train.jsonl"):
 
 
 @pytest.mark.parametrize("form", ["jsonl", "tevatron"])
-def test_the_scores_of_both_forms_are_read_where_they_are_asked_for(form, tmp_path):
+def test_scores_of_both_formats_are_read_on_request(form, tmp_path):
     path = written(tmp_path, form)
     found = [example.scores for _, example in numbered_examples(path, scores=True)]
-    assert found[3] == Scores([330], [335, 336, 337])
-    assert found[0] == Scores([0], [])
+    assert found[3] == TeacherScores([330], [335, 336, 337])
+    assert found[0] == TeacherScores([0], [])
     assert found[4] is None
     assert all(example.scores is None for example in read_examples(path))
 
@@ -58,35 +59,35 @@ def test_the_scores_of_both_forms_are_read_where_they_are_asked_for(form, tmp_pa
 @pytest.mark.parametrize(
     ("form", "change", "sentence"),
     [
-        ("jsonl", {"neg_scores": [1, 2]}, "1 of positives and 2 of negatives, expected one for each passage: 1 of positives"),
-        ("jsonl", {"neg_scores": None}, "found the scores 1 of positives and 0 of negatives"),
-        ("jsonl", {"pos_scores": []}, "found the scores 0 of positives and 3 of negatives"),
-        ("jsonl", {"pos_scores": [float("nan")]}, "pos_scores[0]: found the number nan, expected a score, a finite number"),
+        ("jsonl", {"neg_scores": [1, 2]}, "found scores for 1 of 1 positives and 2 of 3 negatives; give every passage one score"),
+        ("jsonl", {"neg_scores": None}, "found scores for 1 of 1 positives and 0 of 3 negatives"),
+        ("jsonl", {"pos_scores": []}, "found scores for 0 of 1 positives and 3 of 3 negatives"),
+        ("jsonl", {"pos_scores": [float("nan")]}, "pos_scores[0]: found the number nan; a score must be a finite number"),
         ("jsonl", {"neg_scores": [1, 2, float("inf")]}, "neg_scores[2]: found the number inf"),
         ("jsonl", {"neg_scores": [1, 2, 1e39]}, "neg_scores[2]: found the number 1e+39"),
         ("jsonl", {"neg_scores": [1, None, 3]}, "neg_scores[1]: found null"),
         ("jsonl", {"neg_scores": [1, True, 3]}, "neg_scores[1]: found true or false"),
-        ("jsonl", {"pos_scores": 3}, "field 'pos_scores' is the number 3, expected a list"),
-        ("tevatron", {"score": None}, "found the scores 1 of positives and 2 of negatives"),
-        ("tevatron", {"score": "high"}, "negative_passages[1]: found a string, expected a score"),
+        ("jsonl", {"pos_scores": 3}, "field 'pos_scores' is the number 3; it must be a list"),
+        ("tevatron", {"score": None}, "found scores for 1 of 1 positives and 2 of 3 negatives"),
+        ("tevatron", {"score": "high"}, "negative_passages[1]: found a string; a score must be a finite number"),
     ],
 )  # fmt: skip
-def test_what_is_no_score_for_each_passage_is_refused(form, change, sentence, tmp_path):
+def test_scores_must_be_one_finite_number_per_passage(form, change, sentence, tmp_path):
     good, bad = record(2, 1, 3, form), record(3, 1, 3, form)
     if form == "tevatron":
         bad["negative_passages"][1] |= change
     else:
         bad |= change
     path = write(tmp_path / "train.jsonl", lines(good, bad))
-    with pytest.raises(InputError, match=re.escape(f"{path}, line 2") + ".*" + re.escape(sentence)):
-        load_train_set(path, hard_negatives=1, scores=True)
-    assert len(load_train_set(path, hard_negatives=1).queries) == 2  # nobody asked
-    with pytest.warns(UserWarning, match="1 bad record"):
-        assert len(load_train_set(path, hard_negatives=1, max_bad_records=1, scores=True).queries) == 1
+    with pytest.raises(InputError, match=re.escape(f"{path}:2") + ".*" + re.escape(sentence)):
+        open_train_set(path, hard_negatives=1, scores=True)
+    assert len(open_train_set(path, hard_negatives=1).queries) == 2  # nobody asked
+    with pytest.warns(UserWarning, match="1 invalid record"):
+        assert len(open_train_set(path, hard_negatives=1, max_bad_records=1, scores=True).queries) == 1
 
 
 def check(train_set, hard: int, batches: str = "mixed", steps: int = 12) -> int:
-    """Holds each score of a sampler's steps to its two texts; returns how many there were."""
+    """Compare each score of a sampler's steps with its two texts; return the number of scores."""
     sampler = make_sampler(train_set, 0, 5, hard, batches)
     queries, passages = train_set.queries["text"], train_set.passages["text"]
     known = train_set.positives, train_set.negatives
@@ -107,16 +108,16 @@ def check(train_set, hard: int, batches: str = "mixed", steps: int = 12) -> int:
 
 @pytest.mark.filterwarnings("ignore:.*fewer than")
 @pytest.mark.parametrize("form", ["jsonl", "tevatron"])
-def test_scores_follow_the_passages_that_a_step_draws(form, tmp_path):
+def test_a_step_has_the_scores_of_its_passages(form, tmp_path):
     path = written(tmp_path, form)
-    with pytest.warns(UserWarning, match="3 of 6 queries have no scores of a teacher"):
+    with pytest.warns(UserWarning, match="3 of 6 queries have no teacher scores"):
         train_set = load_training(DataConfig(train=str(path), hard_negatives=3), scores=True)
     assert check(train_set, 3) > 60
-    assert check(narrowed(train_set, np.array([3, 1, 4])), 2) > 20
+    assert check(subset(train_set, np.array([3, 1, 4])), 2) > 20
 
 
 @pytest.mark.filterwarnings("ignore:.*have no scores", "ignore:.*fewer than")
-def test_a_mixture_joins_scores_and_leaves_out_the_sets_that_have_none(tmp_path):
+def test_a_mixture_concatenates_scores_and_uses_nan_for_sets_without(tmp_path):
     sets = [str(written(tmp_path, name="a.jsonl")), str(written(tmp_path, "tevatron", 7, 10, "b.jsonl"))]
     sets.append(str(beir(tmp_path / "c")))
     mixture = [MixtureConfig(train=path) for path in sets[:2]]
@@ -124,7 +125,7 @@ def test_a_mixture_joins_scores_and_leaves_out_the_sets_that_have_none(tmp_path)
     for batches in ("mixed", "one_set"):
         assert check(load_training(data, scores=True), 2, batches) > 60
     data.mixture.append(MixtureConfig(train=sets[2]))
-    with pytest.warns(UserWarning, match="c: 3 of 3 queries have no scores"):
+    with pytest.warns(UserWarning, match="c: 3 of 3 queries have no teacher scores"):
         loaded = load_training(data, scores=True)
     rows = make_sampler(loaded, 0, 64, 2)(0)
     plain = rows.queries >= 13
@@ -139,16 +140,16 @@ def test_data_without_any_score_is_refused(tmp_path):
     theirs = dpr("who", [context(1, **search)], [context(2, **search)])
     alone = write(tmp_path / "alone.jsonl", lines({"query": "q", "pos": ["a"], "neg": [], "pos_scores": [1.0]}))
     for path in (plain, alone, beir(tmp_path / "beir"), write(tmp_path / "dpr.json", json.dumps([theirs]))):
-        with pytest.raises(InputError, match=re.escape(f"{path}: no scores of a teacher were found")):
+        with pytest.raises(InputError, match=re.escape(f"{path}: no teacher scores found")):
             load_training(DataConfig(train=str(path), hard_negatives=1), scores=True)
 
 
-def test_other_scores_are_other_data_where_they_count(tmp_path):
+def test_scores_change_the_fingerprint_only_when_used(tmp_path):
     one, two = record(1, 1, 2), record(2, 1, 2)
     first = write(tmp_path / "a" / "train.jsonl", lines(one, two))
     second = write(tmp_path / "b" / "train.jsonl", lines(one, {**two, "neg_scores": [9, 8]}))
-    asked = [load_train_set(path, hard_negatives=1, scores=True).fingerprint for path in (first, second, first)]
-    plain = [load_train_set(path, hard_negatives=1).fingerprint for path in (first, second)]
+    asked = [open_train_set(path, hard_negatives=1, scores=True).fingerprint for path in (first, second, first)]
+    plain = [open_train_set(path, hard_negatives=1).fingerprint for path in (first, second)]
     assert asked[0] == asked[2]
     assert len({*asked, plain[0]}) == 3
     assert plain[0] == plain[1]
@@ -162,5 +163,5 @@ def test_a_repeated_passage_keeps_its_first_score(tmp_path):
         "pos_scores": [5, 4, 3],
         "neg_scores": [2, 1, 0],
     }
-    teacher = load_train_set(write(tmp_path / "t.jsonl", lines(twice)), hard_negatives=1, scores=True).teacher
+    teacher = open_train_set(write(tmp_path / "t.jsonl", lines(twice)), hard_negatives=1, scores=True).teacher
     assert (teacher.positives.tolist(), teacher.negatives.tolist()) == ([5, 4], [2])

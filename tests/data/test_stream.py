@@ -1,10 +1,11 @@
-"""Examples read as they are needed: the same steps as from tables, in an order of their own, and nothing kept on disk."""
+"""Streams: the same steps as from tables, their own order, and no files."""
 
 import json
 import os
 import re
 import shutil
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -13,21 +14,23 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers import train_config, weights
+from opened import open_train_set, read_examples
 from tiny_data import beir, context, dpr, lines, write, write_gzip
 
+from contaccum.batch import MISSING
 from contaccum.config import BatchConfig, DataConfig
-from contaccum.data.convert import convert
-from contaccum.data.dataset import load_train_set, load_training
-from contaccum.data.formats import read_examples
-from contaccum.data.stream import StreamSampler, open_stream, open_training, passage_number
-from contaccum.engine import Engine
+from contaccum.data.commands import convert
+from contaccum.data.dataset import load_training, open_training
+from contaccum.data.stream import StreamSampler, open_stream, passage_number
 from contaccum.errors import InputError
-from contaccum.training import setup
+from contaccum.runtime.engine import Engine
+from contaccum.training import parts
+from contaccum.training.log import read_log
 from contaccum.training.loop import train
 
 
 def pair(number: int, positives: int = 1, negatives: int = 2) -> dict:
-    """Texts of 1 to 5 words, each passage in one example alone."""
+    """Texts of 1 to 5 words, each passage in one example only."""
     return {
         "query_id": f"q{number}",
         "query": " ".join(["word"] * (number % 5) + [f"query {number}"]),
@@ -41,7 +44,7 @@ def pairs(folder: Path, count: int = 41, name: str = "pairs.jsonl", **lists: int
 
 
 def scored(folder: Path, count: int = 41) -> Path:
-    """Pairs with a teacher's scores, each of its own; every seventh without."""
+    """Pairs with different teacher scores; every seventh without."""
     records = [pair(number, positives=3, negatives=3) for number in range(count)]
     for number, record in enumerate(records):
         if number % 7 != 6:
@@ -65,17 +68,17 @@ def same(one, other) -> bool:
 
 
 def batches_of(path, buffer: int, world: int = 1, **changes):
-    """What training makes its micro-batches with, for each process, from a stream (or with buffer 0 from tables)."""
+    """Batch source of each process, from a stream (with buffer 0: from tables)."""
     config = train_config(
         path, path.parent / "run", **{"data.hard_negatives": 1, "batch.micro_batch_size": 4, **changes}
     )
     config.data.streaming, config.data.shuffle_buffer = buffer > 0, buffer
-    engine, encoder = Engine(device="cpu"), setup.build_encoder(config, load_train_set(path))
+    engine, encoder = Engine(device="cpu"), parts.build_encoder(config, open_train_set(path))
     train_set = open_training(config.data, config.distils)
     sources = []
     for rank in range(world):
-        source = setup.build_batches(config, engine, encoder, train_set)
-        source._rank, source._world = rank, world
+        source = parts.build_batches(config, engine, encoder, train_set)
+        source._form = replace(source._form, rank=rank, world=world)
         sources.append(source)
     return sources
 
@@ -83,16 +86,19 @@ def batches_of(path, buffer: int, world: int = 1, **changes):
 SHORT = {"model.max_query_length": 8, "model.max_passage_length": 10}
 BY_TOKENS = {**SHORT, "batch.micro_batch_tokens": 60}
 DISTILLED = {"loss.distillation": "kl"}
+UNFILLED = {"data.hard_negatives": 5, "data.fill_negatives": "none", "batch.micro_batch_tokens": 90}
 
 
-@pytest.mark.filterwarnings("ignore:.*max_steps", "ignore:.*no scores of a teacher")
+@pytest.mark.filterwarnings("ignore:.*max_steps", "ignore:.*no teacher scores")
 @pytest.mark.parametrize(
-    "changes", [{}, BY_TOKENS, DISTILLED, BY_TOKENS | DISTILLED], ids=["pairs", "tokens", "scores", "both"]
+    "changes",
+    [{}, BY_TOKENS, DISTILLED, BY_TOKENS | DISTILLED | UNFILLED],
+    ids=["pairs", "tokens", "scores", "tokens, scores and missing passages"],
 )
 @pytest.mark.parametrize("world", [1, 2])
-def test_with_a_buffer_of_one_the_steps_are_those_of_the_tables_in_the_files_order(world, changes, tmp_path):
+def test_a_buffer_of_one_keeps_the_files_order(world, changes, tmp_path):
     path = scored(tmp_path) if "loss.distillation" in changes else pairs(tmp_path, positives=3, negatives=3)
-    passages = load_train_set(path, hard_negatives=1).passages["id"]
+    passages = open_train_set(path, hard_negatives=1).passages["id"]
     differing, known = 0, []
     for usual, streamed, shuffled in zip(
         *(batches_of(path, buffer, world, **changes) for buffer in (0, 1, 5)), strict=True
@@ -109,46 +115,47 @@ def test_with_a_buffer_of_one_the_steps_are_those_of_the_tables_in_the_files_ord
                     assert torch.equal(tokens.attention_mask, others.attention_mask)
                 for part in ("columns", "positives"):
                     numbered = [
-                        [passage_number(passages[row]) for row in rows] for rows in getattr(one.ids, part).tolist()
+                        [row if row == MISSING else passage_number(passages[row]) for row in rows]
+                        for rows in getattr(one.ids, part).tolist()
                     ]
                     assert getattr(other.ids, part).tolist() == numbered
                 assert (one.ids.teacher is None) == (other.ids.teacher is None) == ("loss.distillation" not in changes)
                 if one.ids.teacher is not None:
                     assert torch.equal(one.ids.teacher.nan_to_num(-1), other.ids.teacher.nan_to_num(-1))
+                    assert one.ids.teacher[one.ids.columns == MISSING].isnan().all()
                     known += (~one.ids.teacher.isnan()).flatten().tolist()
             names = [[name for one in batches for name in one.query_ids] for batches in found[1:]]
             differing += sum(one != other for one, other in zip(*names, strict=True))
     assert differing > 20
-    assert not known or 0.7 < np.mean(known) < 0.9
+    share = 4 / 6 if "data.fill_negatives" in changes else 1  # of the columns have a passage
+    assert not known or 0.7 < np.mean(known) / share < 0.9
 
 
-def test_a_budget_below_a_pair_of_the_greatest_lengths_is_refused(tmp_path):
+def test_a_token_budget_below_the_longest_pair_is_refused(tmp_path):
     settings = {**SHORT, "batch.micro_batch_tokens": 28}  # 8 + 2 * 10
     assert batches_of(pairs(tmp_path), 5, **settings)[0].smallest == 28
-    with pytest.raises(InputError, match="micro_batch_tokens is 27, expected at least the 28 that one pair may need"):
+    with pytest.raises(InputError, match="micro_batch_tokens is 27, but a query with its passages can have 28 tokens"):
         batches_of(pairs(tmp_path), 5, **{**settings, "batch.micro_batch_tokens": 27})
 
 
-def test_a_stream_without_scores_is_refused_and_a_query_without_them_told_once(tmp_path):
+def test_a_stream_without_scores_is_refused_and_a_query_without_warns_once(tmp_path):
     def first(path: Path, buffer: int) -> np.ndarray:
         data = DataConfig(train=str(path), hard_negatives=1, shuffle_buffer=buffer, streaming=True)
         return StreamSampler(open_stream(data, scores=True), 0, 8, 1, buffer, 4)(5).teacher
 
-    with pytest.warns(UserWarning, match="query 'q6' has no scores of a teacher for a positive and a negative") as said:
+    with pytest.warns(UserWarning, match="query 'q6' has no teacher scores for a positive and a negative") as said:
         found = first(scored(tmp_path), 10)
     assert len(said) == 1
     assert found.shape == (8, 2)
     for buffer, number in ((10, 10), (100, 41)):
         with (
-            pytest.warns(UserWarning, match="query 'q0' has no scores"),
-            pytest.raises(
-                InputError, match=f"no scores of a teacher were found in its first {number} examples, which loss"
-            ),
+            pytest.warns(UserWarning, match="query 'q0' has no teacher scores"),
+            pytest.raises(InputError, match=f"no teacher scores found in its first {number} examples; loss"),
         ):
             first(pairs(tmp_path), buffer)
 
 
-def test_an_epoch_is_a_permutation_and_the_next_one_another(tmp_path):
+def test_each_epoch_is_a_different_permutation(tmp_path):
     rows = sampler(pairs(tmp_path), size=41, buffer=7)
     orders = [[int(name[1:]) for name in names(rows(step))] for step in range(3)]
     assert all(sorted(order) == list(range(41)) for order in orders)
@@ -159,8 +166,8 @@ def test_an_epoch_is_a_permutation_and_the_next_one_another(tmp_path):
     assert max(int(name[1:]) - place for place, name in enumerate(whole)) > 20
 
 
-@pytest.mark.filterwarnings("ignore:.*hard negatives of 3")
-def test_a_step_is_a_function_of_seed_and_step_alone(tmp_path):
+@pytest.mark.filterwarnings("ignore:.*hard negatives, fewer than 3")
+def test_a_step_depends_only_on_seed_and_step(tmp_path):
     path = pairs(tmp_path, negatives=1)
     walked = sampler(path, hard=3)
     steps = [walked(step) for step in range(20)]
@@ -171,11 +178,11 @@ def test_a_step_is_a_function_of_seed_and_step_alone(tmp_path):
     assert len(walked._steps) == 4
 
 
-def test_processes_share_a_step_and_know_all_its_ids(tmp_path):
+def test_processes_divide_a_step_and_know_all_ids(tmp_path):
     path = pairs(tmp_path)
     (alone,), both = batches_of(path, 10, **{"batch.micro_batch_size": 8}), batches_of(path, 10, world=2)
     for step in (0, 3):
-        for whole, *halves in zip(alone.step(step), *(source.twin().step(step) for source in both), strict=True):
+        for whole, *halves in zip(alone.step(step), *(source.clone().step(step) for source in both), strict=True):
             assert [name for half in halves for name in half.query_ids] == whole.query_ids
             for half in halves:
                 assert torch.equal(half.ids.columns, whole.ids.columns)
@@ -188,7 +195,7 @@ def test_processes_share_a_step_and_know_all_its_ids(tmp_path):
 def test_missing_hard_negatives_come_from_other_examples(tmp_path):
     path = pairs(tmp_path, 30, positives=2, negatives=1)
     with pytest.warns(
-        UserWarning, match="query 'q0' has 1 hard negatives of 4; where they are missing, passages of"
+        UserWarning, match="query 'q0' has 1 hard negatives, fewer than 4; passages of other examples"
     ) as said:
         rows = [sampler(path, hard=4, buffer=6)(step) for step in range(4)]
     assert len(said) == 4  # once for each sampler
@@ -202,15 +209,13 @@ def test_missing_hard_negatives_come_from_other_examples(tmp_path):
             assert not {passage_number(passage.id) for passage in passages[1:]} & set(known.tolist())
             seen |= {passage.text.split()[0] for passage in passages[2:]}
     assert seen == {"good", "bad"}
-    with pytest.warns(UserWarning, match="hard negatives of 9"), pytest.raises(InputError) as caught:
+    with pytest.warns(UserWarning, match="hard negatives, fewer than 9"), pytest.raises(InputError) as caught:
         sampler(pairs(tmp_path, 2), size=2, hard=9, buffer=1)(0)
-    assert "query 'q0' finds 5 passages in its step and the shuffle buffer that are not its positives" in str(
-        caught.value
-    )
+    assert "query 'q0': its step and the shuffle buffer have only 5 possible negatives for it" in str(caught.value)
 
 
-def test_a_passage_has_one_number_wherever_it_stands(tmp_path):
-    """By its id, or its text where it has none: what was a positive elsewhere is known again."""
+def test_a_passage_has_the_same_number_in_every_step(tmp_path):
+    """A positive is recognized in another example by its id, or its text without an id."""
     records = [
         {"query": "a", "pos": ["x", "y", "x"], "neg": ["y", "z", "z"]},
         {"query": "b", "pos": ["z"], "neg": ["x"]},
@@ -225,7 +230,7 @@ def test_a_passage_has_one_number_wherever_it_stands(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["jsonl", "tevatron", "dpr", "gzip", "dpr lines"])
-def test_every_form_of_examples_is_streamed(form, tmp_path):
+def test_every_example_format_is_streamed(form, tmp_path):
     source = beir(tmp_path / "beir", queries=5)
     path = tmp_path / "t"
     convert(source, path, "dpr" if form.startswith("dpr") else "tevatron" if form == "tevatron" else "jsonl")
@@ -249,49 +254,49 @@ BAD = '{"query": "broken", '
 BLANK = json.dumps({"query": " ", "pos": ["x"]})
 
 
-def test_bad_records_are_left_out_by_line_and_told_once(tmp_path):
+def test_bad_records_are_skipped_with_one_warning_each(tmp_path):
     path = write(tmp_path / "t.jsonl", lines(pair(0)) + BAD + "\n" + lines(pair(1)) + BLANK + "\n")
     rows = sampler(path, size=2, buffer=1, max_bad_records=2)
-    with pytest.warns(UserWarning, match="left out") as said:
+    with pytest.warns(UserWarning, match="skipped") as said:
         assert [names(rows(step)) for step in range(3)] == [["q0", "q1"]] * 3
     found = [str(one.message) for one in said]
     assert len(found) == 2
-    assert re.fullmatch(re.escape(str(path)) + r", line 2: not JSON .*; the record is left out", found[0])
-    assert re.fullmatch(re.escape(str(path)) + r", line 4: the text of query '.*-4' is empty, .* is left out", found[1])
-    with pytest.raises(InputError, match="line 2: not JSON"):
+    assert re.fullmatch(re.escape(str(path)) + r":2: not JSON .*\. The record is skipped", found[0])
+    assert re.fullmatch(re.escape(str(path)) + r":4: query '.*-4' has an empty text; .* is skipped", found[1])
+    with pytest.raises(InputError, match=":2: not JSON"):
         sampler(path, size=2, buffer=1)(0)
-    with pytest.warns(UserWarning, match="line 2"), pytest.raises(InputError, match="line 4: the text of query"):
+    with pytest.warns(UserWarning, match=":2"), pytest.raises(InputError, match=":4: query"):
         sampler(path, size=2, buffer=1, max_bad_records=1)(0)
 
 
-def test_queries_without_a_positive_are_left_out_or_refused(tmp_path):
+def test_queries_without_a_positive_are_skipped_or_refused(tmp_path):
     path = write(tmp_path / "t.jsonl", lines(pair(0), pair(1, positives=0), pair(2)))
-    with pytest.warns(UserWarning, match="line 2: query 'q1' has no positive, .*; such queries are left out") as said:
+    with pytest.warns(UserWarning, match=":2: query 'q1' has no positive; .*. Such queries are skipped") as said:
         assert names(sampler(path, size=2, buffer=1)(1)) == ["q0", "q2"]
     assert len(said) == 1
-    with pytest.raises(InputError, match="line 2: query 'q1' has no positive"):
+    with pytest.raises(InputError, match=":2: query 'q1' has no positive"):
         sampler(path, size=2, buffer=1, strict=True)(0)
 
 
 @pytest.mark.filterwarnings("ignore:.*has no positive")
-def test_what_cannot_be_streamed_is_refused_in_one_sentence(tmp_path):
+def test_data_that_cannot_be_streamed_is_refused(tmp_path):
     folder = beir(tmp_path / "beir")
     unanswerable = write(tmp_path / "none.jsonl", lines(pair(0, positives=0)))
     for path, sentence in (
-        (folder, "is a BEIR folder, expected a file of examples"),
-        (folder / "corpus.jsonl", "found a corpus file, expected training examples"),
+        (folder, "is a BEIR folder, but data.streaming reads one file"),
+        (folder / "corpus.jsonl", "is a corpus file; training examples are"),
         (tmp_path / "absent.jsonl", "no such file"),
-        (unanswerable, "no query has a positive, expected at least one"),
+        (unanswerable, "no query has a positive; at least one"),
     ):
         with pytest.raises(InputError) as caught:
             sampler(path)(0)
         assert f"{path}: {sentence}" in str(caught.value)
         assert "\n" not in str(caught.value)
-    with pytest.raises(InputError, match="streaming is true, expected false: only training reads"):
+    with pytest.raises(InputError, match="streaming is true, but this command cannot read"):
         load_training(DataConfig(train=str(pairs(tmp_path)), streaming=True))
 
 
-def test_the_fingerprint_tells_files_apart_wherever_they_lie(tmp_path):
+def test_the_fingerprint_depends_on_content_not_on_path(tmp_path):
     def of(path: Path) -> str:
         return open_stream(DataConfig(train=str(path), streaming=True)).fingerprint
 
@@ -304,7 +309,7 @@ def test_the_fingerprint_tells_files_apart_wherever_they_lie(tmp_path):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """Folders in the place of the Hub: our own columns in JSON, others in Parquet."""
+    """Local folders instead of the Hub: our columns in JSON, others in Parquet."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub-cache")
     pairs(tmp_path / "own", name="train.jsonl")
     rows = [pair(number) for number in range(41)]
@@ -315,7 +320,7 @@ def hub(tmp_path, monkeypatch):
     return f"hub:{tmp_path / 'own'}", f"hub:{tmp_path / 'other'}?query_id=key&query=anchor&pos=yes&neg=no"
 
 
-def test_a_set_of_the_hub_is_streamed_and_nothing_is_written(hub, tmp_path):
+def test_a_hub_set_is_streamed_without_writing_files(hub, tmp_path):
     expected = sampler(pairs(tmp_path))
     for name in hub:
         found = sampler(name)
@@ -329,24 +334,24 @@ def test_a_set_of_the_hub_is_streamed_and_nothing_is_written(hub, tmp_path):
     assert open_stream(DataConfig(train=hub[0], streaming=True)).fingerprint != before
 
 
-def test_rows_of_the_hub_that_cannot_be_read_are_told(hub, tmp_path):
+def test_unreadable_hub_rows_are_reported(hub, tmp_path):
     script = write(tmp_path / "script" / "script.py", "").parent
     parts = "".join(f"- config_name: {part}\n  data_files: {part}.jsonl\n" for part in ("corpus", "queries", "qrels"))
     judged = write(tmp_path / "judged" / "README.md", f"---\nconfigs:\n{parts}---\n").parent
     for part in ("corpus", "queries", "qrels"):
         write(judged / f"{part}.jsonl", lines({"_id": "a", "text": "b"}))
     write(tmp_path / "own" / "train.jsonl", lines(pair(0), {**pair(1), "query": ""}, pair(2)))
-    with pytest.raises(InputError, match=re.escape(f"{hub[0]}, line 2: the text of query 'q1' is empty")):
+    with pytest.raises(InputError, match=re.escape(f"{hub[0]}:2: query 'q1' has an empty text")):
         sampler(hub[0])(0)
-    with pytest.warns(UserWarning, match="line 2: the text of query 'q1' is empty.*left out"):
+    with pytest.warns(UserWarning, match=":2: query 'q1' has an empty text.*skipped"):
         assert names(sampler(hub[0], size=2, buffer=1, max_bad_records=1)(0)) == ["q0", "q2"]
     for name, sentence in (
-        (hub[0].replace("own", "absent"), "could not be loaded from the Hub"),
-        (f"{hub[0]}::dev", "holds no split 'dev', found train"),
-        (hub[1].replace("anchor", "missing"), "holds no column 'missing', found key, anchor, yes, no"),
-        (f"hub:{judged}", "holds corpus, queries and judgements, expected examples: data.streaming joins nothing"),
+        (hub[0].replace("own", "absent"), "cannot be loaded from the Hub"),
+        (f"{hub[0]}::dev", "split 'dev' not found; found train"),
+        (hub[1].replace("anchor", "missing"), "column 'missing' not found; found key, anchor, yes, no"),
+        (f"hub:{judged}", "has corpus, queries and judgements, which cannot be streamed"),
         (f"hub:{script}", "Dataset scripts are no longer supported"),
-        (hub[1].partition("?")[0], "found the fields 'key', 'anchor', 'yes', 'no', expected"),
+        (hub[1].partition("?")[0], "found fields 'key', 'anchor', 'yes', 'no'; a record must be"),
     ):
         with pytest.raises(InputError) as caught:
             sampler(name)(0)
@@ -363,7 +368,7 @@ def peak(make) -> int:
 
 
 @pytest.mark.acceptance
-def test_memory_holds_the_buffer_and_not_the_set(tmp_path):
+def test_memory_is_bounded_by_the_shuffle_buffer(tmp_path):
     long = " ".join(["word"] * 800)
     small, large = (
         write(tmp_path / f"{count}", lines(*({**pair(number), "pos": [f"{long} {number}"]} for number in range(count))))
@@ -382,9 +387,9 @@ def test_memory_holds_the_buffer_and_not_the_set(tmp_path):
     assert whole[1] > 3 * whole[0]  # negative control
 
 
-@pytest.mark.filterwarnings("ignore:.*no scores of a teacher")
+@pytest.mark.filterwarnings("ignore:.*no teacher scores")
 @pytest.mark.parametrize("more", [{}, BY_TOKENS | DISTILLED], ids=["pairs", "tokens and scores"])
-def test_a_streamed_run_resumes_to_the_byte_and_leaves_the_cache_empty(more, tmp_path, monkeypatch):
+def test_a_streamed_run_resumes_byte_identical_and_leaves_the_cache_empty(more, tmp_path, monkeypatch):
     path = scored(tmp_path) if more else pairs(tmp_path)
     starts, start = [], StreamSampler._start
     monkeypatch.setattr(StreamSampler, "_start", lambda self: (starts.append(self), start(self)))
@@ -410,6 +415,6 @@ def test_a_streamed_run_resumes_to_the_byte_and_leaves_the_cache_empty(more, tmp
     else:
         assert run("other", **{"data.shuffle_buffer": 5}) != whole
     assert not list((tmp_path / "cache").rglob("*.*"))
-    logged = [json.loads(line) for line in (tmp_path / "whole" / "log.jsonl").read_text().splitlines()]
+    logged = read_log(tmp_path / "whole")
     assert [line["epoch"] for line in logged] == [None] * 6
     assert [bool(line.get("drift")) for line in logged] == [step % 2 == 0 for step in range(1, 7)]

@@ -1,4 +1,4 @@
-"""Tables against the plain lists they were written from, and every refusal of a whole data set."""
+"""Tables against the lists they were written from, and every refused data set."""
 
 import json
 import subprocess
@@ -9,15 +9,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import python
+from opened import judged_split, load_examples, open_corpus, open_queries, open_retrieval_set
 from tiny_data import beir, context, dpr, lines, write, write_gzip
 
+from contaccum.config import DataPolicy
 from contaccum.data import corpus as corpus_module
-from contaccum.data.arrow import Ragged, cached_folder
-from contaccum.data.corpus import find_rows, load_corpus, load_queries, repeated_ids
-from contaccum.data.examples import load_examples
-from contaccum.data.tables import judged_split, load_retrieval_set
+from contaccum.data.corpus import find_rows, repeated_ids
+from contaccum.data.tables import Ragged
 from contaccum.errors import InputError
-from contaccum.files import cache_folder
+from contaccum.runtime.files import cache_folder
+from contaccum.runtime.locks import cached_folder
 
 
 def refusal(call, *arguments, **options) -> str:
@@ -39,22 +41,22 @@ def test_a_corpus_opens_from_a_folder_a_file_and_a_tsv(tmp_path):
     folder = beir(tmp_path / "b", "q0\tp0\t1\n", passages=2)
     rows = "".join(f"{key}\t{text}\t{title}\n" for key, title, text in expected)
     for path in (folder, folder / "corpus.jsonl", write_gzip(tmp_path / "c.tsv.gz", "id\ttext\ttitle\n" + rows)):
-        corpus = load_corpus(path)
+        corpus = open_corpus(path)
         assert list(zip(corpus["id"], corpus["title"], corpus["text"], strict=True)) == expected
 
 
-def test_a_second_opening_reads_the_cache_and_a_changed_file_is_read_again(tmp_path, monkeypatch):
+def test_a_corpus_is_cached_until_its_file_changes(tmp_path, monkeypatch):
     path = write(tmp_path / "c.jsonl", lines(passage("a")))
-    load_corpus(path)
+    open_corpus(path)
     with monkeypatch.context() as patch:
         patch.setattr(corpus_module, "numbered_corpus", lambda *_: pytest.fail("read again"))
-        assert load_corpus(path)["id"][:] == ["a"]
+        assert open_corpus(path)["id"][:] == ["a"]
     write(path, lines(passage("a"), passage("b")))
-    assert load_corpus(path)["id"][:] == ["a", "b"]
+    assert open_corpus(path)["id"][:] == ["a", "b"]
 
 
-def test_a_corpus_is_mapped_not_loaded(tmp_path):
-    corpus = load_corpus(write(tmp_path / "c.jsonl", lines(*(passage(str(n), "word " * 50) for n in range(20_000)))))
+def test_a_corpus_is_memory_mapped(tmp_path):
+    corpus = open_corpus(write(tmp_path / "c.jsonl", lines(*(passage(str(n), "word " * 50) for n in range(20_000)))))
     assert len(corpus.cache_files) == 1
     assert corpus[19_999]["id"] == "19999"
 
@@ -62,82 +64,82 @@ def test_a_corpus_is_mapped_not_loaded(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([passage("a"), passage("b"), passage("a", "y")], ["line 3", "'a'", "line 1"]),
-        ([passage("a"), passage("b", " \t")], ["line 2", "'b'", "empty"]),
+        ([passage("a"), passage("b"), passage("a", "y")], [":3", "'a'", "first at line 1"]),
+        ([passage("a"), passage("b", " \t")], [":2", "'b'", "empty"]),
         ([], ["is empty", "at least one passage"]),
     ],
 )
-def test_a_corpus_with_a_flaw_is_refused(tmp_path, rows, words):
+def test_an_invalid_corpus_is_refused(tmp_path, rows, words):
     path = write(tmp_path / "c.jsonl", lines(*rows))
-    sentence = refusal(load_corpus, path)
+    sentence = refusal(open_corpus, path)
     assert all(word in sentence for word in [str(path), *words]), sentence
     assert not (cache_folder() / "corpus").exists()
 
 
-def test_an_empty_title_is_fine(tmp_path):
-    assert load_corpus(write(tmp_path / "c.jsonl", lines(passage("a"))))["title"][:] == [""]
+def test_an_empty_title_is_accepted(tmp_path):
+    assert open_corpus(write(tmp_path / "c.jsonl", lines(passage("a"))))["title"][:] == [""]
 
 
-def test_repair_keeps_the_last_of_an_id_and_empty_texts_and_counts_them(tmp_path):
+def test_repair_keeps_the_last_duplicate_and_empty_texts(tmp_path):
     path = write(tmp_path / "c.jsonl", lines(passage("a"), passage("b", ""), passage("a", "y"), passage("a", "z")))
     with pytest.warns(UserWarning, match=": (2 passages are left out|1 passages have no text)") as caught:
-        corpus = load_corpus(path, repair=True)
+        corpus = open_corpus(path, repair=True)
     assert len(caught) == 2
     assert list(zip(corpus["id"], corpus["text"], strict=True)) == [("b", ""), ("a", "z")]
 
 
-def test_repair_of_a_sound_corpus_changes_and_says_nothing(tmp_path):
+def test_repair_of_a_valid_corpus_changes_nothing(tmp_path):
     path = write(tmp_path / "c.jsonl", lines(passage("a"), passage("b")))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert load_corpus(path, repair=True)["id"][:] == load_corpus(path)["id"][:]
+        assert open_corpus(path, repair=True)["id"][:] == open_corpus(path)["id"][:]
 
 
-def test_equal_hashes_of_different_ids_are_no_repetition():
+def test_hash_collisions_are_not_duplicates():
     ids = [(1, "a"), (2, "b"), (3, "c"), (5, "b")]
     assert repeated_ids(array("q", [7, 7, 7, 7]), iter(ids)) == {"b": [2, 5]}
     assert repeated_ids(array("q", [7, 7, 7]), iter(ids[:3])) == {}
     assert repeated_ids(array("q", [1, 2, 3, 2]), iter(ids)) == {"b": [2, 5]}
 
 
-def test_rows_are_found_over_several_batches(tmp_path):
-    corpus = load_corpus(write(tmp_path / "c.jsonl", lines(*(passage(f"k{n}") for n in range(11_000)))))
+def test_find_rows_searches_all_batches(tmp_path):
+    corpus = open_corpus(write(tmp_path / "c.jsonl", lines(*(passage(f"k{n}") for n in range(11_000)))))
     assert find_rows(corpus, ["k10999", "k0", "missing", "k5000"]) == {"k0": 0, "k5000": 5000, "k10999": 10999}
 
 
-def test_queries_of_interest_alone_are_kept(tmp_path):
+def test_only_requested_queries_are_read(tmp_path):
     folder = beir(tmp_path)
-    assert load_queries(folder) == {"q0": "query 0", "q1": "query 1", "q2": "query 2"}
-    assert load_queries(folder / "queries.jsonl", {"q2", "q9"}) == {"q2": "query 2"}
+    assert open_queries(folder) == {"q0": "query 0", "q1": "query 1", "q2": "query 2"}
+    assert corpus_module.open_queries(folder / "queries.jsonl", DataPolicy(), {"q2", "q9"}).texts == {"q2": "query 2"}
 
 
-def test_a_repeated_query_is_refused_or_repaired(tmp_path):
+def test_a_duplicate_query_is_refused_or_repaired(tmp_path):
     rows = [{"_id": "a", "text": "x"}, {"_id": "b", "text": "y"}, {"_id": "a", "text": "z"}]
     path = write(tmp_path / "q.jsonl", lines(*rows))
-    sentence = refusal(load_queries, path)
-    assert "line 3" in sentence
-    assert "line 1" in sentence
+    sentence = refusal(open_queries, path)
+    assert ":3" in sentence
+    assert "first at line 1" in sentence
     with pytest.warns(UserWarning, match="1 queries"):
-        assert load_queries(path, repair=True) == {"a": "z", "b": "y"}
+        assert open_queries(path, repair=True) == {"a": "z", "b": "y"}
 
 
 @pytest.mark.parametrize(
     ("qrels", "words"),
     [
-        ("q0\tp0\t1\nqX\tp0\t1\n", ["line 3", "query id 'qX'", "queries.jsonl"]),
-        ("q0\tp0\t1\nq1\tpX\t1\n", ["line 3", "passage id 'pX'", "corpus.jsonl"]),
-        ("q0\tp0\t1\nq0\tp0\t2\n", ["line 3", "grade 2", "1 above"]),
+        ("q0\tp0\t1\nqX\tp0\t1\n", [":3", "query id 'qX'", "queries.jsonl"]),
+        ("q0\tp0\t1\nq1\tpX\t1\n", [":3", "passage id 'pX'", "corpus.jsonl"]),
+        ("q0\tp0\t1\nq0\tp0\t2\n", [":3", "grade 2", "1 earlier"]),
         ("", ["is empty", "at least one judgement"]),
     ],
 )
-def test_judgements_with_a_flaw_are_refused(tmp_path, qrels, words):
+def test_invalid_judgements_are_refused(tmp_path, qrels, words):
     sentence = refusal(judged_split, beir(tmp_path, qrels), "train")
     assert all(word in sentence for word in ["train.tsv", *words]), sentence
 
 
-def test_a_missing_split_is_refused_with_those_there_are(tmp_path):
+def test_a_missing_split_error_lists_existing_splits(tmp_path):
     beir(tmp_path)
-    sentence = refusal(load_retrieval_set, tmp_path, "test")
+    sentence = refusal(open_retrieval_set, tmp_path, "test")
     assert "'test'" in sentence
     assert "train" in sentence
 
@@ -147,8 +149,8 @@ def test_empty_queries_are_refused(tmp_path):
     assert "at least one query" in refusal(judged_split, tmp_path, "train")
 
 
-def test_a_retrieval_set_holds_the_judged_queries(tmp_path):
-    found = load_retrieval_set(beir(tmp_path, "q2\tp0\t2\nq0\tp1\t1\nq2\tp3\t0\n", "test"))
+def test_a_retrieval_set_has_only_judged_queries(tmp_path):
+    found = open_retrieval_set(beir(tmp_path, "q2\tp0\t2\nq0\tp1\t1\nq2\tp3\t0\n", "test"))
     assert found.queries == {"q2": "query 2", "q0": "query 0"}
     assert found.qrels == {"q2": {"p0": 2, "p3": 0}, "q0": {"p1": 1}}
     assert len(found.corpus) == 6
@@ -157,9 +159,9 @@ def test_a_retrieval_set_holds_the_judged_queries(tmp_path):
 def test_a_query_without_a_positive_is_counted_or_refused(tmp_path):
     folder = beir(tmp_path, "q0\tp0\t1\nq1\tp1\t0\nq2\tp1\t-1\n", "test")
     with pytest.warns(UserWarning, match=r"test\.tsv: 2 queries"):
-        assert load_retrieval_set(folder).qrels == {"q0": {"p0": 1}}
-    assert "'q1'" in refusal(load_retrieval_set, folder, strict=True)
-    assert "no query has a positive" in refusal(load_retrieval_set, beir(tmp_path / "none", "q0\tp0\t0\n", "test"))
+        assert open_retrieval_set(folder).qrels == {"q0": {"p0": 1}}
+    assert "'q1'" in refusal(open_retrieval_set, folder, strict=True)
+    assert "no query has a positive" in refusal(open_retrieval_set, beir(tmp_path / "none", "q0\tp0\t0\n", "test"))
 
 
 def test_examples_become_tables_with_each_passage_once(tmp_path):
@@ -171,25 +173,25 @@ def test_examples_become_tables_with_each_passage_once(tmp_path):
     assert table.passages["id"][:] == ["1", "2", "3", "4"]
     assert [table.positives.row(n).tolist() for n in range(2)] == [[0, 1], [2]]
     assert [table.negatives.row(n).tolist() for n in range(2)] == [[2], [0]]
-    assert [table.further.row(n).tolist() for n in range(2)] == [[3], []]
+    assert [table.others.row(n).tolist() for n in range(2)] == [[3], []]
 
 
 def test_the_lists_of_a_query_share_no_passage(tmp_path):
     record = dpr("one?", [context(1)], [context(2), context(1)], [context(3), context(1), context(2)])
     table = load_examples(write(tmp_path / "t.json", json.dumps([record])))
-    lists = [table.positives, table.negatives, table.further]
+    lists = [table.positives, table.negatives, table.others]
     assert [ragged.row(0).tolist() for ragged in lists] == [[0], [1], [2]]
 
 
-def test_repair_of_examples_says_that_it_has_no_effect(tmp_path):
+def test_repair_of_examples_warns_that_it_has_no_effect(tmp_path):
     path = write(tmp_path / "t.jsonl", lines(dpr("one?", [context(1)])))
     with pytest.warns(UserWarning, match="no effect"):
-        load_retrieval_set(path, repair=True)
+        open_retrieval_set(path, repair=True)
 
 
-def test_examples_as_a_retrieval_set(tmp_path):
+def test_examples_make_a_retrieval_set(tmp_path):
     records = [dpr("one?", [context(1)], [context(3)], [context(4)]), dpr("two?", [context(3)])]
-    found = load_retrieval_set(write(tmp_path / "t.json", json.dumps(records)))
+    found = open_retrieval_set(write(tmp_path / "t.json", json.dumps(records)))
     assert found.corpus["id"][:] == ["1", "3", "4"]
     assert found.queries == {"unnamed-query-1": "one?", "unnamed-query-2": "two?"}
     assert found.qrels == {"unnamed-query-1": {"1": 1}, "unnamed-query-2": {"3": 1}}
@@ -198,13 +200,16 @@ def test_examples_as_a_retrieval_set(tmp_path):
 @pytest.mark.parametrize(
     ("records", "words"),
     [
-        ([dpr("one?", [context(1)]), dpr(" ", [context(1)])], ["line 2", "query 'unnamed-query-2'", "empty"]),
-        ([dpr("one?", [context(1)]), dpr("x", [context(2, " ")])], ["line 2", "passage '2'", "empty"]),
-        ([dpr("one?", [context(1)], query_id="a"), dpr("x", [context(1)], query_id="a")], ["line 2", "'a'", "line 1"]),
+        ([dpr("one?", [context(1)]), dpr(" ", [context(1)])], [":2", "query 'unnamed-query-2'", "empty"]),
+        ([dpr("one?", [context(1)]), dpr("x", [context(2, " ")])], [":2", "passage '2'", "empty"]),
+        (
+            [dpr("one?", [context(1)], query_id="a"), dpr("x", [context(1)], query_id="a")],
+            [":2", "'a'", "first at line 1"],
+        ),
         ([dpr("one?", [])], ["no query has a positive"]),
     ],
 )
-def test_examples_with_a_flaw_are_refused(tmp_path, records, words):
+def test_invalid_examples_are_refused(tmp_path, records, words):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         sentence = refusal(load_examples, write(tmp_path / "t.jsonl", lines(*records)))
@@ -220,9 +225,9 @@ def test_a_record_without_a_positive_is_counted_or_refused_each_time(tmp_path):
     path = write(tmp_path / "t.jsonl", lines(dpr("one?", [context(1)]), dpr("two?", []), dpr("three?", [])))
     for _ in range(2):
         with pytest.warns(UserWarning, match=r"t\.jsonl: 2 queries without a positive"):
-            assert load_retrieval_set(path).queries == {"unnamed-query-1": "one?"}
+            assert open_retrieval_set(path).queries == {"unnamed-query-1": "one?"}
     sentence = refusal(load_examples, path, strict=True)
-    assert "line 2" in sentence
+    assert ":2" in sentence
     assert "'unnamed-query-2'" in sentence
 
 
@@ -230,10 +235,10 @@ def test_two_texts_under_one_id_are_counted_or_refused(tmp_path):
     path = write(tmp_path / "t.jsonl", lines(dpr("one?", [context(1)]), dpr("two?", [context(1, "other")])))
     with pytest.warns(UserWarning, match="1 passages"):
         assert load_examples(path).passages["text"][:] == ["text 1"]
-    assert "line 2" in refusal(load_examples, path, strict=True)
+    assert ":2" in refusal(load_examples, path, strict=True)
 
 
-def test_ragged_lists():
+def test_ragged_returns_the_packed_lists():
     ragged = Ragged.of([[5, 3], [], [9]])
     assert [ragged.row(n).tolist() for n in range(len(ragged))] == [[5, 3], [], [9]]
     assert ragged.lengths.tolist() == [2, 0, 1]
@@ -242,8 +247,7 @@ def test_ragged_lists():
 
 BUILD = """
 import sys, time
-from pathlib import Path
-from contaccum.data.arrow import cached_folder
+from contaccum.runtime.locks import cached_folder
 
 def build(part):
     time.sleep(0.3)
@@ -255,10 +259,10 @@ print(cached_folder("kind", "key", build))
 """
 
 
-def test_processes_that_need_the_same_folder_build_it_once(tmp_path):
+def test_concurrent_processes_build_a_cache_folder_once(tmp_path):
     notes = tmp_path / "notes"
     started = [
-        subprocess.Popen([sys.executable, "-c", BUILD, str(notes)], stdout=subprocess.PIPE, text=True) for _ in range(3)
+        subprocess.Popen([python(), "-c", BUILD, str(notes)], stdout=subprocess.PIPE, text=True) for _ in range(3)
     ]
     folders = {process.communicate()[0].strip() for process in started}
     assert [process.returncode for process in started] == [0, 0, 0]
@@ -267,7 +271,7 @@ def test_processes_that_need_the_same_folder_build_it_once(tmp_path):
     assert (Path(folders.pop()) / "made").exists()
 
 
-def test_a_build_that_fails_leaves_no_folder():
+def test_a_failed_build_leaves_no_folder():
     def build(part):
         raise InputError("bad data")
 
@@ -277,23 +281,23 @@ def test_a_build_that_fails_leaves_no_folder():
 
 
 @pytest.mark.acceptance
-def test_the_published_sets_have_the_published_sizes(shared_data):
-    scifact = load_retrieval_set(shared_data / "scifact", "test")
+def test_published_sets_have_their_published_sizes(shared_data):
+    scifact = open_retrieval_set(shared_data / "scifact", "test")
     assert len(scifact.corpus) == 5183
     assert len(scifact.queries) == 300
     assert sum(map(len, scifact.qrels.values())) == 339
     with pytest.warns(UserWarning, match="34 passages"):
-        medquad = load_retrieval_set(shared_data / "medquad", "test", repair=True)
+        medquad = open_retrieval_set(shared_data / "medquad", "test", repair=True)
     assert (len(medquad.corpus), len(medquad.queries)) == (10_791, 678)
-    assert "CancerGov-0000013_2-1" in refusal(load_corpus, shared_data / "medquad")
-    assert len(load_corpus(shared_data / "xquad-dpr" / "psgs_w100.tsv")) == 240
+    assert "CancerGov-0000013_2-1" in refusal(open_corpus, shared_data / "medquad")
+    assert len(open_corpus(shared_data / "xquad-dpr" / "psgs_w100.tsv")) == 240
     assert len(load_examples(shared_data / "xquad-dpr" / "xquad-train.json").queries) == 890
 
 
 OPEN_AND_REPORT = """
 import sys
-from contaccum.data.corpus import load_corpus
-corpus = load_corpus(sys.argv[1])
+from contaccum.data.dataset import open_dataset
+corpus = open_dataset(sys.argv[1]).corpus
 assert corpus[999_999]["id"] == "k999999"
 status = dict(line.split(":", 1) for line in open("/proc/self/status"))
 print(int(status["VmHWM"].split()[0]) // 1024)  # getrusage would count the process that started this one too

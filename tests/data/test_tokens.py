@@ -6,11 +6,11 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from contaccum.data import tokens
-from contaccum.data.records import Passage
-from contaccum.data.tokens import build_token_table
+from contaccum.data import tables as tokens
+from contaccum.data.tables import build_token_table
 from contaccum.errors import InputError
-from contaccum.files import cache_folder
+from contaccum.formats.records import Passage
+from contaccum.runtime.files import cache_folder
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "alpha", "beta", "gamma", "query", ":"]
 
@@ -43,13 +43,13 @@ def test_rows_are_the_tokens_of_each_text():
         assert len(expected) <= 6
 
 
-def test_a_prefix_alone_and_an_empty_text_have_tokens():
+def test_an_empty_text_has_tokens():
     table = Dataset.from_dict({"text": ["", "alpha"]})
     built = build_token_table(table, ["text"], tokenizer(), max_length=8, fingerprint="f")
     assert [row.tolist() for row in built.rows([0, 1])] == [[2, 3], [2, 4, 3]]
 
 
-def test_the_cache_is_used_and_each_part_of_its_key_counts(monkeypatch):
+def test_every_part_of_the_cache_key_counts(monkeypatch):
     table, make = texts(20), tokenizer()
     base = {"max_length": 6, "prefix": "", "fingerprint": "f"}
     build_token_table(table, ["text"], make, **base)

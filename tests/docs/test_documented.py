@@ -16,17 +16,22 @@ import threading
 from pathlib import Path
 
 import pytest
-import tomllib
 from documented import PAGES, ROOT, Command, blocks, commands
 from helpers import write_beir
 from tiny_families import family_folder
 from transformers import BertConfig, BertForSequenceClassification
 
 from contaccum.cli import main
-from contaccum.cli.parsers import make_parser
-from contaccum.data.convert import convert
-from contaccum.encoder import DualEncoder, EncoderSettings
-from contaccum.encoder.tiny import tiny_tower
+from contaccum.cli.commands import COMMANDS as CLI
+from contaccum.cli.parser import make_parser
+from contaccum.data.commands import convert
+from contaccum.encoder import DualEncoder, EncoderSettings, tiny_tower
+from contaccum.retrieval.runs import read_run
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10, where pytest installs tomli
+    import tomli as tomllib
 
 COMMANDS = [command for page in PAGES for block in blocks(page) for command in commands(block)]
 ENCODERS = ["sentence-transformers/all-MiniLM-L6-v2", "bert-base-uncased", "BAAI/bge-base-en-v1.5", "MODEL"]
@@ -86,7 +91,7 @@ def workspace(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def parser():
-    return make_parser()
+    return make_parser(CLI)
 
 
 @pytest.fixture
@@ -121,10 +126,13 @@ def make_way(arguments: list[str]) -> None:
 
 def run_here(command: Command) -> None:
     make_way(command.arguments)
+    arguments = [*command.arguments]
+    if arguments[0] == "auto":  # it uses the time that it is given
+        arguments[arguments.index("--time") + 1] = "20s"
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            code = main(command.arguments)
+            code = main(arguments)
         except SystemExit as ended:  # --help and --print_completion
             code = ended.code or 0
     assert code == 0, f"{command.where}\n{err.getvalue()[-2000:]}"
@@ -180,7 +188,7 @@ def parsed(command: Command, parser) -> str | None:
     if placeholders or command.abbreviated:
         return options_of(command, parser)
     if "--print_completion" in command.arguments:
-        parser = make_parser()  # one that has made a completion takes no more arguments
+        parser = make_parser(CLI)  # one that has made a completion takes no more arguments
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             parser.parse_args(command.arguments)
@@ -281,6 +289,28 @@ def test_the_library_example_runs_as_it_stands(place, capfd):
     assert found["vectors"].shape == (1, 32)
     assert 0.0 <= found["ndcg"] <= 1.0
     assert {len(hits) for hits in found["run"].values()} == {3}
+
+
+def test_duckdb_finds_what_search_finds(place):
+    """With the commands and the SQL of the page."""
+    duckdb = pytest.importorskip("duckdb")
+    page = ROOT / "docs/how-to/vector-databases.md"
+    for command in (command for block in blocks(page) for command in commands(block)):
+        run_here(command)
+    found: dict = {}
+    exec(python_blocks("docs/how-to/vector-databases.md")[0], found)
+    ours = read_run("test.trec")
+    theirs: dict[str, list] = {}
+    for query, passage, score in found["top"]:
+        theirs.setdefault(query, []).append((passage, score))
+    assert ours.keys() <= theirs.keys()
+    for query, hits in ours.items():
+        assert [passage for passage, _ in theirs[query]] == [passage for passage, _ in hits]
+        assert [score for _, score in theirs[query]] == pytest.approx([score for _, score in hits], abs=1e-6)
+    assert [passage for passage, _ in theirs["q0"]] != [passage for passage, _ in ours["q1"]]  # negative control
+    texts = dict(duckdb.sql("SELECT id, text FROM 'passages/*.parquet'").fetchall())
+    assert texts["p3"] == "bear a white bear lives in valley 3"
+    assert {len(row[0]) for row in duckdb.sql("SELECT embedding FROM 'passages/*.parquet'").fetchall()} == {32}
 
 
 def test_a_terminal_gets_the_bars(place, monkeypatch):

@@ -6,7 +6,7 @@ from dataclasses import fields, is_dataclass
 
 from documented import ROOT
 
-from contaccum.cli.verbs import VERBS
+from contaccum.cli.commands import COMMANDS
 from contaccum.config import TrainConfig
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -15,14 +15,14 @@ from docs_hooks import command_reference, with_all
 
 def test_the_command_reference_names_every_verb_and_setting():
     text = command_reference()
-    assert set(re.findall(r"^## contaccum (.+)$", text, re.M)) == set(VERBS)
+    assert set(re.findall(r"^## contaccum (.+)$", text, re.M)) == set(COMMANDS)
     train = text.split("## contaccum encode")[0]
     for group in fields(TrainConfig):
         value = getattr(TrainConfig(), group.name)
         for name in [f"{group.name}.{inner.name}" for inner in fields(value)] if is_dataclass(value) else [group.name]:
             assert re.search(rf"^\| `--{re.escape(name)}[`,]", train, re.M), name
-    about = "A checkpoint every so many steps, and one at the end; 0 for the end alone."
-    assert f"| `--run.save_steps` | {about} | `500` |" in train
+    about = "Number of steps between two checkpoints. The last step always writes a checkpoint. 0: only at the end."
+    assert f"| `--run.save_steps` | {about} Range: at least 0. | `500` |" in train
     assert "One of: cls, mean, last." in train
     assert "`--bank.size`" not in text.split("## contaccum encode")[1]
     assert "print_config" not in text

@@ -1,4 +1,4 @@
-"""LoRA and QLoRA: what is trained, what is shared, what is saved, and what is refused."""
+"""LoRA and QLoRA: training, sharing, saving and refusals."""
 
 import copy
 import importlib.util
@@ -20,17 +20,17 @@ from contaccum.cli import main
 from contaccum.config import AdapterConfig, to_yaml, validate
 from contaccum.encoder import Adapters
 from contaccum.errors import InputError
-from contaccum.files import sha256_of
+from contaccum.integrations.hub import push
 from contaccum.methods import METHODS
-from contaccum.publish.hub import push
-from contaccum.training.optimizer import trained_parameters
+from contaccum.runtime.files import sha256_of
+from contaccum.training.parts import trained_parameters
 
 SIZE = {"max_query_length": 8, "max_passage_length": 12}
 LORA = AdapterConfig(rank=4)
 
 
 def adapted(folder, quantize="none", seed=1, config=LORA, **how) -> DualEncoder:
-    """An encoder whose adapters have weights that change its vectors."""
+    """Encoder with adapters that change its vectors."""
     encoder = DualEncoder.load(folder, adapters=Adapters(config, quantize), **{"tie_towers": False, **SIZE, **how})
     torch.manual_seed(seed)
     with torch.no_grad():
@@ -44,7 +44,7 @@ def bases(encoder: DualEncoder) -> dict[str, torch.Tensor]:
 
 
 def apart(one: DualEncoder, other) -> float:
-    """Largest difference of vectors; the other may be sentence-transformers'."""
+    """Return the largest difference of vectors; the second model may be sentence-transformers'."""
     if isinstance(other, DualEncoder):
         theirs = other.encode_queries(TEXTS), other.encode_passages(TEXTS)
     else:
@@ -64,7 +64,7 @@ def apart(one: DualEncoder, other) -> float:
         if name not in ("mpnet", "electra")
     ],
 )
-def test_every_method_moves_the_adapters_and_nothing_else(family, tmp_path):
+def test_every_method_trains_only_the_adapters(family, tmp_path):
     folder = family_folder(family, tmp_path / "base")
     plain = DualEncoder.load(folder, **SIZE)
     encoder = DualEncoder.load(folder, tie_towers=False, adapters=Adapters(LORA), **SIZE)
@@ -88,7 +88,7 @@ def test_every_method_moves_the_adapters_and_nothing_else(family, tmp_path):
         assert any(not torch.equal(moved[name], dict(encoder.named_parameters())[name]) for name in names)
 
 
-def test_grad_cache_over_adapters_has_the_gradients_of_the_whole_batch(tmp_path):
+def test_grad_cache_gradients_equal_in_batch_with_adapters(tmp_path):
     encoder = adapted(family_folder("qwen3", tmp_path / "base"))
     parts = micro_batches(4, 4)
     queries, passages = (
@@ -101,7 +101,7 @@ def test_grad_cache_over_adapters_has_the_gradients_of_the_whole_batch(tmp_path)
     assert largest_difference(run_steps("grad_accum", [parts], encoder=encoder)[0], joined) > 1e-2  # the control
 
 
-def test_the_dropout_of_adapters_is_their_own(tmp_path):
+def test_set_dropout_keeps_lora_dropout(tmp_path):
     folder = family_folder("bert", tmp_path / "base")
     for share, any_left in ((0.0, False), (0.25, True)):
         encoder = DualEncoder.load(folder, adapters=Adapters(AdapterConfig(rank=3, dropout=share)), **SIZE)
@@ -109,20 +109,18 @@ def test_the_dropout_of_adapters_is_their_own(tmp_path):
         assert encoder.has_dropout() == any_left
 
 
-def test_recomputed_and_packed_passes_give_the_same_gradients(tmp_path):
+def test_gradient_checkpointing_gradients_equal_plain_with_adapters(tmp_path):
     encoder = adapted(family_folder("qwen3", tmp_path / "base"))
     steps = [micro_batches(2, 4, seed=seed) for seed in range(2)]
     plain = run_steps("cont_cache", steps, encoder=encoder, bank_size=8)[0]
-    for switch in (DualEncoder.gradient_checkpointing_enable, DualEncoder.pack_linears):
-        assert (
-            largest_difference(run_steps("cont_cache", steps, encoder=encoder, bank_size=8, switch=switch)[0], plain)
-            < 1e-4
-        )
+    switch = DualEncoder.gradient_checkpointing_enable
+    recomputed = run_steps("cont_cache", steps, encoder=encoder, bank_size=8, switch=switch)[0]
+    assert largest_difference(recomputed, plain) < 1e-4
     other = run_steps("cont_accum", steps, encoder=encoder, bank_size=8)[0]
     assert largest_difference(other, plain) > 1e-3  # negative control
 
 
-def test_towers_from_one_encoder_share_it_and_tied_ones_share_all(tmp_path):
+def test_towers_share_their_base_and_tied_towers_share_adapters(tmp_path):
     folder = family_folder("llama", tmp_path / "base")
     two, one = adapted(folder), adapted(folder, tie_towers=True)
     towers = [dict(tower.named_parameters()) for tower in (two.query_tower, two.passage_tower)]
@@ -139,7 +137,7 @@ def test_towers_from_one_encoder_share_it_and_tied_ones_share_all(tmp_path):
     assert np.abs(moved.encode_passages(TEXTS) - two.encode_passages(TEXTS)).max() > 0.01
 
 
-def test_settings_of_the_adapters(tmp_path):
+def test_lora_options_reach_the_layers(tmp_path):
     folder = family_folder("bert", tmp_path / "base")
     config = AdapterConfig(rank=3, alpha=5, dropout=0.25, target_modules=["query", "value"])
     encoder = DualEncoder.load(folder, adapters=Adapters(config), **SIZE)
@@ -150,7 +148,7 @@ def test_settings_of_the_adapters(tmp_path):
     assert layer.scaling["default"] == pytest.approx(5 / 3)
     assert layer.lora_dropout["default"].p == 0.25
     assert AdapterConfig(rank=8).scale() == 16
-    with pytest.raises(InputError, match=r"\['nothing'\] cannot be had .* expected names of its linear layers"):
+    with pytest.raises(InputError, match=r"\['nothing'\] not found in .*; use names of the encoder.s linear layers"):
         DualEncoder.load(folder, adapters=Adapters(AdapterConfig(rank=3, target_modules=["nothing"])), **SIZE)
 
 
@@ -159,7 +157,7 @@ def test_settings_of_the_adapters(tmp_path):
 
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("family", ["bert", "qwen3"])
-def test_an_adapter_is_saved_alone_and_gives_the_same_vectors_everywhere(family, tie, tmp_path):
+def test_saved_adapter_gives_equal_vectors_in_every_library(family, tie, tmp_path):
     folder = family_folder(family, tmp_path / "base")
     ours = adapted(folder, tie_towers=tie, query_prefix="the ", passage_prefix="sea ")
     ours.save(tmp_path / "model")
@@ -190,19 +188,19 @@ def test_an_adapter_is_saved_alone_and_gives_the_same_vectors_everywhere(family,
     assert apart(DualEncoder.load(tmp_path / "theirs"), theirs) < 1e-6
 
 
-def test_an_adapter_is_pushed_when_others_can_have_its_base(tmp_path):
+def test_push_needs_an_adapter_base_on_the_hub(tmp_path):
     adapted(family_folder("bert", tmp_path / "base")).save(tmp_path / "model")
-    with pytest.raises(InputError, match="an adapter whose base is a folder of this machine"):
+    with pytest.raises(InputError, match="the adapter's base is a local folder"):
         push(str(tmp_path / "model"), "owner/name", dry_run=True)
     for file in (tmp_path / "model").glob("*/adapter_config.json"):
         file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "somebody/base"}))
     assert "adapter_model.safetensors" in push(str(tmp_path / "model"), "owner/name", dry_run=True)
     card = (tmp_path / "model" / "README.md").read_text()
-    assert "LoRA of rank 4 beside base" in card
+    assert "LoRA of rank 4 on base" in card
     assert "AutoModel" not in card
 
 
-def test_merged_it_is_a_plain_model_with_the_same_vectors(tmp_path, capsys):
+def test_merged_model_has_equal_vectors_and_no_adapter(tmp_path, capsys):
     folder = family_folder("mistral", tmp_path / "base")
     ours = adapted(folder)
     ours.save(tmp_path / "model")
@@ -219,12 +217,12 @@ def test_merged_it_is_a_plain_model_with_the_same_vectors(tmp_path, capsys):
     assert not torch.equal(query[name], passage[name])  # neither took the other's adapter into a common weight
     assert main(["merge", str(tmp_path / "model"), str(tmp_path / "merged")]) == 2
     assert main(["merge", str(tmp_path / "merged"), str(tmp_path / "again")]) == 2
-    assert "has no adapter, expected a model that was trained with lora.rank above 0" in capsys.readouterr().err
+    assert "has no adapter to merge; choose a model trained with lora.rank above 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("quantize", "activations"), [("4bit", 1e-5), ("8bit", 0.05)])
-def test_a_base_in_few_bits(quantize, activations, tmp_path):
-    """Shared by both towers, loaded as it was trained, and widened to be merged; 8 bits also round activations."""
+def test_quantized_base_is_shared_saved_and_merged(quantize, activations, tmp_path):
+    """Both towers share the base, loading restores its quantization, merging dequantizes it; 8 bits also round activations."""
     folder = family_folder("qwen3", tmp_path / "base")
     ours = adapted(folder, quantize)
     whole = adapted(folder)
@@ -247,7 +245,7 @@ def test_a_base_in_few_bits(quantize, activations, tmp_path):
 
 
 @pytest.mark.parametrize("quantize", ["none", "4bit"])
-def test_resumed_equals_unbroken_to_the_byte(quantize, tmp_path):
+def test_resumed_adapters_equal_an_uninterrupted_run(quantize, tmp_path):
     data = write_beir(tmp_path / "data")
     folder = family_folder("qwen3", tmp_path / "base", [(data / "corpus.jsonl").read_text()])
     before = {path.name: sha256_of(path) for path in folder.iterdir()}
@@ -276,12 +274,12 @@ def test_resumed_equals_unbroken_to_the_byte(quantize, tmp_path):
         train(train_config(data, broken, "cont_cache", resume=True, **{**lora, **dev, "lora.rank": 8}))
     other = family_folder("qwen3", tmp_path / "other", [(data / "corpus.jsonl").read_text()], seed=5)
     shutil.copyfile(other / "model.safetensors", folder / "model.safetensors")
-    with pytest.raises(InputError, match="beside which the adapter was trained"):
+    with pytest.raises(InputError, match="the adapter was trained on"):
         train(train_config(data, broken, "cont_cache", resume=True, **lora, **dev))
 
 
 @pytest.mark.acceptance
-def test_two_processes_train_the_adapters_of_one(tmp_path):
+def test_two_processes_train_equal_adapters(tmp_path):
     data = write_beir(tmp_path / "data")
     folder = family_folder("qwen3", tmp_path / "base", [(data / "corpus.jsonl").read_text()])
     calls = {}
@@ -305,17 +303,17 @@ def test_two_processes_train_the_adapters_of_one(tmp_path):
 # what is refused
 
 
-def test_what_an_adapter_cannot_be_trained_on_or_loaded_beside(tmp_path, monkeypatch):
+def test_wrong_bases_and_missing_extras_are_refused(tmp_path, monkeypatch):
     folder = family_folder("distilbert", tmp_path / "base")
     adapted(folder).save(tmp_path / "model")
-    with pytest.raises(InputError, match=r"has an adapter already, expected an encoder without one"):
+    with pytest.raises(InputError, match=r"already has an adapter"):
         adapted(tmp_path / "model")
     data = write_beir(tmp_path / "data")
-    with pytest.raises(InputError, match=r"has an adapter, expected an encoder without one to train as a whole"):
+    with pytest.raises(InputError, match=r"has an adapter"):
         train(train_config(data, tmp_path / "run", **{"model.name": str(tmp_path / "model")}))
     config = folder / "config.json"
     config.write_text(config.read_text().replace('"dropout": 0.1', '"dropout": 0.2'))
-    with pytest.raises(InputError, match="beside which the adapter was trained"):
+    with pytest.raises(InputError, match="the adapter was trained on"):
         DualEncoder.load(tmp_path / "model")
     (tmp_path / "model" / "query_encoder" / "base.json").unlink()
     (tmp_path / "model" / "passage_encoder" / "base.json").unlink()
@@ -327,11 +325,13 @@ def test_what_an_adapter_cannot_be_trained_on_or_loaded_beside(tmp_path, monkeyp
     with pytest.raises(InputError, match=r"pip install 'contaccum\[lora\]'"):
         DualEncoder.load(tmp_path / "model")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "bitsandbytes" else found(name))
-    with pytest.raises(InputError, match=r"an encoder in 8bit needs an extra: pip install 'contaccum\[bitsandbytes\]'"):
+    with pytest.raises(
+        InputError, match=r"8bit quantization: package bitsandbytes is missing.*pip install 'contaccum\[bitsandbytes\]'"
+    ):
         adapted(folder, "8bit")
     monkeypatch.undo()
     shutil.rmtree(folder)
-    with pytest.raises(InputError, match="no encoder could be loaded"):
+    with pytest.raises(InputError, match="no such folder"):
         DualEncoder.load(tmp_path / "model")
 
 
@@ -342,18 +342,18 @@ def settings(tmp_path, **changes):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"model.quantize": "4bit"}, "model.quantize is 4bit with lora.rank 0, expected adapters"),
-        ({"lora.rank": 4, "model.name": "tiny"}, "lora.rank is above 0 with model.name tiny"),
+        ({"model.quantize": "4bit"}, "model.quantize is 4bit, but lora.rank is 0; set lora.rank"),
+        ({"lora.rank": 4, "model.name": "tiny"}, "lora.rank is above 0, but model.name is tiny"),
         ({"lora.rank": -1}, "lora.rank is -1, expected at least 0"),
         ({"lora.rank": 4, "lora.alpha": 0.0}, "lora.alpha is 0.0, expected more than 0"),
-        ({"lora.rank": 4, "lora.dropout": 1.5}, "lora.dropout is 1.5, expected a share between 0 and 1"),
+        ({"lora.rank": 4, "lora.dropout": 1.5}, "lora.dropout is 1.5, expected from 0 to 1"),
         (
             {"lora.rank": 4, "model.quantize": "8bit", "run.compile": "default"},
-            "run.compile is default with model.quantize 8bit",
+            "run.compile is default, but model.quantize is 8bit",
         ),
     ],
 )
-def test_rules(changes, sentence, tmp_path):
+def test_wrong_lora_settings_are_refused(changes, sentence, tmp_path):
     with pytest.raises(InputError) as error:
         validate(settings(tmp_path, **changes))
     assert sentence in str(error.value)
@@ -366,12 +366,8 @@ def test_rules(changes, sentence, tmp_path):
         ({"lora.dropout": 0.1}, "lora.dropout has no effect with lora.rank 0"),
         ({"lora.target_modules": ["q_proj"]}, "lora.target_modules has no effect with lora.rank 0"),
         ({"model.name": "tiny", "model.append_eos": True}, "model.append_eos has no effect with model.name tiny"),
-        (
-            {"lora.rank": 2, "model.quantize": "4bit", "model.pack_linears": True},
-            "model.pack_linears has no effect on the layers that model.quantize 4bit holds in few bits",
-        ),
     ],
 )
-def test_settings_without_effect(changes, sentence, tmp_path):
+def test_unused_lora_settings_warn(changes, sentence, tmp_path):
     with pytest.warns(UserWarning, match=sentence):
         validate(settings(tmp_path, **changes))

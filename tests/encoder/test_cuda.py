@@ -1,17 +1,23 @@
-"""The switches that need a GPU, against the plain path on the same GPU."""
+"""Options that need a GPU, compared with the plain path on the same GPU."""
 
 import copy
 
 import pytest
 import torch
-from helpers import largest_difference, micro_batches, run_steps, tiny_encoder
+from helpers import largest_difference, make_bank, micro_batches, run_steps, tiny_encoder
 from transformers.utils import is_flash_attn_2_available
 
 from contaccum.config import OptimConfig
+from contaccum.encoder.kernels import by_text, varlen
 from contaccum.methods import METHODS
-from contaccum.training.optimizer import make_optimizer
+from contaccum.methods.loss import InfoNCE
+from contaccum.runtime.engine import Engine
+from contaccum.training.parts import make_optimizer
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 BANK = {"bank_size": 16, "push": 12, "device": "auto"}
 
 
@@ -20,7 +26,7 @@ def steps():
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "in_batch"])
-def test_graphs_give_the_gradients_of_plain_kernels(method):
+def test_cuda_graph_gradients_equal_plain(method):
     plain, _ = run_steps(method, steps(), **BANK)
     found, _ = run_steps(method, steps(), **BANK, switch=lambda encoder: encoder.compile_backbones(graphs=True))
     for one, other in zip(found, plain, strict=True):
@@ -29,7 +35,7 @@ def test_graphs_give_the_gradients_of_plain_kernels(method):
     assert largest_difference(found, plain) < 1e-3
 
 
-def test_graphs_replay_their_dropout():
+def test_cuda_graphs_replay_dropout():
     def graphs(encoder):
         encoder.compile_backbones(graphs=True)
 
@@ -51,7 +57,7 @@ def test_graphs_replay_their_dropout():
         ),
     ],
 )
-def test_unpadded_gradients_are_the_padded_ones(precision, same, attention):
+def test_unpadded_gradients_equal_padded(precision, same, attention):
     if attention == "flash_attention_2" and precision == "fp32":
         pytest.skip("flash-attn computes in half precision only")
     plain, _ = run_steps("cont_accum", steps(), precision=precision, **BANK)
@@ -63,6 +69,78 @@ def test_unpadded_gradients_are_the_padded_ones(precision, same, attention):
         switch=lambda encoder: encoder.set_attention(attention, True),
     )
     assert largest_difference(found[:1], plain[:1]) < same
+
+
+SWITCHES = {
+    "eager": lambda encoder: None,
+    "compiled": lambda encoder: encoder.compile_backbones(),
+    "CUDA graphs": lambda encoder: encoder.compile_backbones(graphs=True),
+    "unpadded": lambda encoder: encoder.set_attention("auto", unpad=True),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_both_passes_of_grad_cache_give_the_same_embeddings(switch, precision):
+    """With dropout 0.1: the second pass repeats the noise of the first one, and another step draws other noise."""
+    encoder = tiny_encoder(0.1).cuda().train()
+    SWITCHES[switch](encoder)
+    engine = Engine(device="auto", precision=precision)
+    engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1))
+    batches = micro_batches(3, 4, 1)
+
+    def embeddings(step: int, graph: bool) -> torch.Tensor:
+        engine.begin_step(step)
+        found = []
+        for batch in engine.micro_steps(batches):
+            with torch.set_grad_enabled(graph):
+                queries, passages = engine.encode(batch)
+            found += [queries.detach().clone(), passages.detach().flatten(0, 1).clone()]
+            if graph:
+                engine.backward(queries.sum() + passages.sum())
+        return torch.cat(found).float()
+
+    for _ in range(3):  # compiled passes settle, graphs are recorded
+        embeddings(0, graph=False), embeddings(0, graph=True)
+    same = 1e-5 if precision == "fp32" else 0.02
+    first, second, other = embeddings(0, graph=False), embeddings(0, graph=True), embeddings(1, graph=True)
+    engine.close()
+    assert (first - second).abs().max() < same
+    assert (first - other).abs().max() > 2 * same
+
+
+@pytest.mark.parametrize(("dtype", "same"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize("width", [12, 64])
+def test_varlen_kernels_equal_text_by_text(width, dtype, same):
+    torch.manual_seed(0)
+    bounds = torch.tensor([0, 5, 14, 17], dtype=torch.int32, device="cuda")
+    query, key, value = (torch.randn(1, 2, 17, width, dtype=dtype, device="cuda", requires_grad=True) for _ in range(3))
+    found = []
+    for way in (by_text, varlen):
+        output = way((query, key, value), 0.0, 0.3, bounds, 9)
+        found.append((output, *torch.autograd.grad(output.float().square().sum(), (query, key, value))))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=same, rtol=same)
+    noisy = [varlen((query, key, value), 0.5, 0.3, bounds, 9) for _ in range(2)]
+    assert (noisy[0] - noisy[1]).abs().max() > same  # dropout
+
+
+def test_a_step_waits_for_the_device_only_where_it_must():
+    """One forward and backward pass of cont_accum without any synchronization."""
+    encoder, loss = tiny_encoder().cuda().train(), InfoNCE(0.1)
+    engine = Engine(device="auto", precision="bf16")
+    engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1))
+    bank = make_bank(16, encoder.dim, loss, push=4, device=engine.device, hard_negatives=1)
+    METHODS["cont_accum"](engine, micro_batches(3, 4, 1), bank, loss)  # the first step loads kernels
+    engine.drop_step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        METHODS["cont_accum"](engine, micro_batches(3, 4, 1, seed=1), bank, loss)
+        with pytest.raises(RuntimeError):  # negative control
+            bank.passages.sum().item()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        engine.close()
 
 
 def test_eight_bit_adamw_stays_close_on_cuda():

@@ -1,4 +1,4 @@
-"""Decoder-only encoders: the last token counts, texts end with the end-of-text token, padding stands on the right."""
+"""Decoder-only encoders: last-token pooling, end-of-text tokens, padding on the right."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,6 @@ from tokenizers import processors
 
 from contaccum import DualEncoder
 from contaccum.batch import Tokens
-from contaccum.encoder import Source, load_tower
 from contaccum.encoder.tokenizer import append_eos
 from contaccum.errors import InputError
 
@@ -24,7 +23,7 @@ def end_of(encoder: DualEncoder, text: str = "the red fox", **how) -> str:
     return tokenizer.convert_ids_to_tokens(tokenizer(text, **how)["input_ids"])[-1]
 
 
-def test_the_defaults_of_a_plain_folder(folder, tmp_path):
+def test_plain_decoders_default_to_last_token_and_eos(folder, tmp_path):
     encoder = DualEncoder.load(folder, **SIZE)
     assert encoder.settings.pooling == "last"
     assert end_of(encoder) == "[SEP]"
@@ -37,7 +36,7 @@ def test_the_defaults_of_a_plain_folder(folder, tmp_path):
     np.testing.assert_array_equal(again.encode_queries(TEXTS), encoder.encode_queries(TEXTS))
 
 
-def test_what_is_asked_for_goes_before_the_defaults(folder):
+def test_options_override_decoder_defaults(folder):
     assert end_of(DualEncoder.load(folder, append_eos=False, **SIZE)) != "[SEP]"
     assert end_of(DualEncoder.load(folder, pooling="mean", **SIZE)) != "[SEP]"
     assert end_of(DualEncoder.load(folder, pooling="mean", append_eos=True, **SIZE)) == "[SEP]"
@@ -49,8 +48,10 @@ def test_what_is_asked_for_goes_before_the_defaults(folder):
 
 
 @pytest.mark.parametrize("before", ["nothing", "bytes", "template", "both"])
-def test_the_end_stands_behind_whatever_a_tokenizer_does(before, tmp_path):
-    tokenizer = load_tower(Source(str(family_folder("qwen3", tmp_path / "plain"))), "mean").tokenizer
+def test_eos_follows_every_post_processor(before, tmp_path):
+    tokenizer = DualEncoder.load(
+        family_folder("qwen3", tmp_path / "plain"), pooling="mean", **SIZE
+    ).query_tower.tokenizer
     bytes_, first = (
         processors.ByteLevel(),
         processors.TemplateProcessing(single="[CLS] $A", special_tokens=[("[CLS]", 2)]),
@@ -66,22 +67,22 @@ def test_the_end_stands_behind_whatever_a_tokenizer_does(before, tmp_path):
     assert plain[0] == 2 or before in ("nothing", "bytes")
 
 
-def test_bidirectional_families_stay_as_they_are(tmp_path):
+def test_bidirectional_families_get_no_second_end_token(tmp_path):
     encoder = DualEncoder.load(family_folder("bert", tmp_path / "bert"), **SIZE)
     assert encoder.settings.pooling == "mean"
-    tokenizer = load_tower(Source(str(tmp_path / "bert")), "last", with_eos=True).tokenizer
+    tokenizer = DualEncoder.load(tmp_path / "bert", pooling="last", append_eos=True, **SIZE).query_tower.tokenizer
     assert tokenizer("fox")["input_ids"].count(tokenizer.sep_token_id) == 1  # it ends texts by itself
 
 
-def test_a_tokenizer_without_an_end_is_refused(tmp_path):
+def test_tokenizer_without_eos_is_refused(tmp_path):
     folder = family_folder("qwen3", tmp_path / "plain")
     config = folder / "tokenizer_config.json"
     config.write_text(config.read_text().replace('"eos_token": "[SEP]",', ""))
-    with pytest.raises(InputError, match="has no end-of-text token, expected one"):
+    with pytest.raises(InputError, match="has no end-of-text token to append"):
         DualEncoder.load(folder, **SIZE)
 
 
-def test_padding_on_either_side_gives_the_vectors_of_each_text_alone(folder):
+def test_padding_side_does_not_change_vectors(folder):
     encoder = DualEncoder.load(folder, **SIZE)
     tower = encoder.query_tower
     texts = [text for text in TEXTS if text]
@@ -96,13 +97,13 @@ def test_padding_on_either_side_gives_the_vectors_of_each_text_alone(folder):
 
 
 @pytest.mark.parametrize(("family", "sees"), [("qwen3", False), ("mistral", False), ("llama", False), ("bert", True)])
-def test_a_decoder_does_not_see_what_follows(family, sees, tmp_path):
+def test_decoders_are_causal(family, sees, tmp_path):
     encoder = DualEncoder.load(family_folder(family, tmp_path / "plain"), pooling="cls", append_eos=False, **SIZE)
     one, other = encoder.encode_queries(["the red fox", "the blue whale"])
     assert (np.abs(one - other).max() > 1e-3) == sees
 
 
-def test_unpadded_passes_are_refused(tmp_path):
+def test_unpad_is_refused_for_decoders(tmp_path):
     encoder = DualEncoder.load(family_folder("qwen3", tmp_path / "plain"), **SIZE)
-    with pytest.raises(InputError, match="unpad is true for a qwen3 encoder, expected one of bert"):
+    with pytest.raises(InputError, match="the model type is qwen3; it works only for bert"):
         encoder.set_attention("auto", unpad=True)

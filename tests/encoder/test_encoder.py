@@ -1,4 +1,4 @@
-"""Towers: pooling by hand, folders that transformers and sentence-transformers read, and every refusal."""
+"""DualEncoder: pooling, folders for transformers and sentence-transformers, refusals."""
 
 import json
 from pathlib import Path
@@ -11,8 +11,7 @@ from sentence_transformers import SentenceTransformer
 from tiny_families import TEXTS
 from transformers import AutoModel, AutoTokenizer
 
-from contaccum.encoder import DualEncoder, EncoderSettings, pool
-from contaccum.encoder.tiny import tiny_tower
+from contaccum.encoder import DualEncoder, EncoderSettings, pool, tiny_tower
 from contaccum.errors import InputError
 
 
@@ -26,7 +25,7 @@ def words_encoder(pooling="mean", similarity="cosine", tie=False, **settings) ->
     return DualEncoder(query, passage, made).eval()
 
 
-def test_pooling_by_hand_with_padding_on_either_side():
+def test_pooling_ignores_padding_on_either_side():
     states = torch.arange(12.0).view(2, 3, 2)
     right = torch.tensor([[1, 1, 0], [1, 1, 1]])
     left = torch.tensor([[0, 1, 1], [1, 1, 1]])
@@ -40,7 +39,7 @@ def test_pooling_by_hand_with_padding_on_either_side():
 
 @pytest.mark.parametrize("pooling", ["cls", "mean", "last"])
 @pytest.mark.parametrize("similarity", ["cosine", "dot"])
-def test_sentence_transformers_and_transformers_read_each_tower(pooling, similarity, tmp_path):
+def test_saved_towers_give_equal_vectors_in_transformers_and_sentence_transformers(pooling, similarity, tmp_path):
     encoder = words_encoder(pooling, similarity, query_prefix="the ", passage_prefix="sea ")
     encoder.save(tmp_path / "model")
     ours = {"query_encoder": encoder.encode_queries(TEXTS), "passage_encoder": encoder.encode_passages(TEXTS)}
@@ -55,7 +54,7 @@ def test_sentence_transformers_and_transformers_read_each_tower(pooling, similar
 
 
 @pytest.mark.parametrize("tie", [True, False])
-def test_saved_and_loaded_is_the_same_encoder(tie, tmp_path):
+def test_loaded_encoder_equals_saved(tie, tmp_path):
     encoder = words_encoder(tie=tie, query_prefix="the ")
     encoder.save(tmp_path / "model")
     loaded = DualEncoder.load(tmp_path / "model")
@@ -68,7 +67,7 @@ def test_saved_and_loaded_is_the_same_encoder(tie, tmp_path):
     assert (loaded.fingerprint("query") == loaded.fingerprint("passage")) is False
 
 
-def test_a_sentence_transformers_model_loads_with_its_own_settings(minilm):
+def test_sentence_transformers_settings_are_loaded(minilm):
     texts = ["Where do owls live?", "Owls live in old barns. " * 40]
     ours = DualEncoder.load(minilm)
     assert (ours.settings.pooling, ours.settings.similarity, ours.settings.max_passage_length) == (
@@ -81,7 +80,7 @@ def test_a_sentence_transformers_model_loads_with_its_own_settings(minilm):
     assert np.abs(cut.encode_passages(texts) - ours.encode_passages(texts)).max() > 0.01
 
 
-def test_a_plain_folder_becomes_two_towers_that_start_equal(tmp_path):
+def test_untied_towers_of_a_plain_folder_start_equal(tmp_path):
     words_encoder().save(tmp_path / "model")
     plain = tmp_path / "model" / "query_encoder"
     (plain / "modules.json").unlink()
@@ -94,14 +93,14 @@ def test_a_plain_folder_becomes_two_towers_that_start_equal(tmp_path):
     assert np.abs(mixed.encode_queries(TEXTS) - mixed.encode_passages(TEXTS)).max() > 0.01
 
 
-def test_half_precision_weights_are_widened_for_training(tmp_path):
+def test_half_precision_weights_load_as_float32(tmp_path):
     encoder = words_encoder()
     encoder.half().save(tmp_path / "half")
     assert DualEncoder.load(tmp_path / "half").query_tower.backbone.dtype == torch.float32
     assert DualEncoder.load(tmp_path / "half", dtype=torch.bfloat16).query_tower.backbone.dtype == torch.bfloat16
 
 
-def test_batches_of_any_size_give_the_same_vectors_in_order():
+def test_batch_size_does_not_change_vectors_or_order():
     encoder = words_encoder()
     one = encoder.encode_passages(TEXTS, batch_tokens=1)  # every text is longer, so each passes alone
     np.testing.assert_allclose(encoder.encode_passages(TEXTS, batch_tokens=20), one, atol=1e-6)
@@ -111,12 +110,12 @@ def test_batches_of_any_size_give_the_same_vectors_in_order():
     assert encoder.training
 
 
-def test_cosine_vectors_have_length_one_and_dot_ones_do_not():
+def test_only_cosine_vectors_have_unit_length():
     np.testing.assert_allclose(np.linalg.norm(words_encoder().encode_queries(TEXTS), axis=1), 1, atol=1e-6)
     assert np.abs(np.linalg.norm(words_encoder(similarity="dot").encode_queries(TEXTS), axis=1) - 1).max() > 0.1
 
 
-def test_dropout_can_be_set():
+def test_set_dropout_changes_training_passes():
     encoder = tiny_encoder(dropout=0.5).train()
     batch = micro_batches(1, 4)[0]
     torch.manual_seed(0)
@@ -126,7 +125,7 @@ def test_dropout_can_be_set():
     assert torch.equal(encoder(batch)[0], encoder(batch)[0])
 
 
-def test_the_tiny_vocabulary_is_the_same_each_time():
+def test_tiny_vocabulary_is_deterministic():
     vocabularies = [tiny_tower(TEXTS, "cls", layers=1, width=32, vocabulary=60, max_length=8, seed=0) for _ in range(3)]
     texts = {tower.tokenizer.backend_tokenizer.to_str() for tower in vocabularies}
     assert len(texts) == 1
@@ -140,29 +139,29 @@ def broken_folder(folder: Path, **files) -> Path:
     return folder
 
 
-def test_refusals(tmp_path):
-    with pytest.raises(InputError, match="no encoder could be loaded"):
+def test_wrong_folders_and_settings_are_refused(tmp_path):
+    with pytest.raises(InputError, match="no such folder"):
         DualEncoder.load(tmp_path / "absent")
     sized = {"pooling": "max", "similarity": "cosine"}
-    with pytest.raises(InputError, match="pooling is 'max', expected one of cls, mean, last"):
+    with pytest.raises(InputError, match="pooling is 'max'; expected one of cls, mean, last"):
         DualEncoder.load(broken_folder(tmp_path / "pooling", contaccum_json=sized))
-    with pytest.raises(InputError, match="a setting that is not known"):
+    with pytest.raises(InputError, match="has an unknown setting"):
         DualEncoder.load(broken_folder(tmp_path / "key", contaccum_json={"colour": "red"}))
-    with pytest.raises(InputError, match="max_passage_length is 25, expected more than 2 and at most 24"):
+    with pytest.raises(InputError, match="max_passage_length is 25; expected 3 to 24"):
         DualEncoder.load(broken_folder(tmp_path / "long"), max_passage_length=25)
     words_encoder().save(tmp_path / "narrow")
     other = tiny_tower(TEXTS, "mean", layers=1, width=64, vocabulary=100, max_length=24, seed=0)
     wide = DualEncoder(other, other, EncoderSettings(max_query_length=8, max_passage_length=8))
     wide.save(tmp_path / "wide")
-    with pytest.raises(InputError, match="query tower is 32 wide and passage tower 64"):
+    with pytest.raises(InputError, match="query tower has width 32, passage tower 64"):
         DualEncoder.load(
             tmp_path / "narrow" / "query_encoder", passage_name=tmp_path / "wide" / "query_encoder", max_query_length=8,
             max_passage_length=8,
         )  # fmt: skip
-    with pytest.raises(InputError, match="with tied towers"):
+    with pytest.raises(InputError, match="but the towers are tied"):
         DualEncoder.load(tmp_path / "narrow", passage_name=tmp_path / "wide", tie_towers=True)
     dense = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Dense"}]
-    with pytest.raises(InputError, match="its modules are Dense, expected Transformer, Pooling"):
+    with pytest.raises(InputError, match="modules are Dense; expected Transformer, Pooling"):
         DualEncoder.load(broken_folder(tmp_path / "dense", query_encoder__modules_json=dense) / "query_encoder")
 
 
@@ -170,12 +169,12 @@ def test_refusals(tmp_path):
     ("said", "similarity"),
     [({}, "cosine"), ({"similarity_fn_name": "cosine"}, "cosine"), ({"similarity_fn_name": "dot"}, "dot")],
 )
-def test_without_a_normalize_module_the_named_similarity_counts(said, similarity, tmp_path):
+def test_named_similarity_applies_without_normalize_module(said, similarity, tmp_path):
     words_encoder(similarity="dot").save(tmp_path / "model")
     folder = tmp_path / "model" / "query_encoder"
     (folder / "config_sentence_transformers.json").write_text(json.dumps(said))
     loaded = DualEncoder.load(folder)
-    assert loaded.similarity == similarity
+    assert loaded.settings.similarity == similarity
     scores = SentenceTransformer(str(folder), device="cpu").similarity(
         *2 * [torch.from_numpy(loaded.encode_queries(TEXTS))]
     )
@@ -183,6 +182,6 @@ def test_without_a_normalize_module_the_named_similarity_counts(said, similarity
     np.testing.assert_allclose(scores.numpy(), vectors @ vectors.T, atol=1e-5)
 
 
-def test_a_batch_of_no_texts_is_refused():
-    with pytest.raises(InputError, match="batch_tokens is 0, expected at least 1"):
+def test_zero_batch_tokens_is_refused():
+    with pytest.raises(InputError, match="batch_tokens is 0; expected at least 1"):
         words_encoder().encode_queries(TEXTS, batch_tokens=0)

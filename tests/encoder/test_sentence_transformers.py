@@ -1,4 +1,4 @@
-"""sentence-transformers, both ways: what we save it loads as one model, and what it saves we load, with the same vectors."""
+"""sentence-transformers loads our folders and we load its folders, with equal vectors."""
 
 import json
 import math
@@ -21,11 +21,10 @@ from tiny_families import DECODERS, FAMILIES, family_folder
 from transformers import AutoModel, AutoTokenizer
 
 from contaccum import DualEncoder, evaluate, train
-from contaccum.encoder import EncoderSettings
-from contaccum.encoder.families import family_settings
-from contaccum.encoder.tiny import tiny_tower
+from contaccum.config.commands import DataPolicy, EncoderConfig
+from contaccum.encoder import EncoderSettings, tiny_tower
+from contaccum.encoder.folders import family_settings
 from contaccum.errors import InputError
-from contaccum.options import ModelChoice
 
 ROOT = Path(__file__).resolve().parents[2]
 TASK = "Instruct: Given a web search query, retrieve relevant passages that answer the query"
@@ -37,7 +36,7 @@ def peer(folder: Path) -> SentenceTransformer:
 
 
 def differences(ours: DualEncoder, theirs: SentenceTransformer, texts: list[str] = LONG) -> list[float]:
-    """Largest difference of the query vectors and of the passage vectors."""
+    """Return the largest difference of query and passage vectors."""
     return [
         float(np.abs(ours.encode_queries(texts) - theirs.encode_query(texts)).max()),
         float(np.abs(ours.encode_passages(texts) - theirs.encode_document(texts)).max()),
@@ -46,7 +45,7 @@ def differences(ours: DualEncoder, theirs: SentenceTransformer, texts: list[str]
 
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize(("pooling", "similarity"), [("cls", "dot"), ("mean", "cosine"), ("last", "dot")])
-def test_the_root_folder_is_one_model_whose_router_leads_to_both_towers(pooling, similarity, tie, tmp_path):
+def test_root_folder_is_one_router_model(pooling, similarity, tie, tmp_path):
     ours = words_encoder(pooling, similarity, tie, query_prefix="the ", passage_prefix="deep sea ")
     ours.save(tmp_path / "model")
     theirs = peer(tmp_path / "model")
@@ -59,7 +58,7 @@ def test_the_root_folder_is_one_model_whose_router_leads_to_both_towers(pooling,
     assert len(list(theirs.parameters())) == len(list(ours.parameters()))
 
 
-def test_a_prefix_that_is_not_saved_would_show(tmp_path):
+def test_missing_prefix_changes_vectors(tmp_path):
     """Negative control of the comparison above."""
     ours = words_encoder(query_prefix="the ", passage_prefix="deep sea ")
     ours.save(tmp_path / "model")
@@ -68,7 +67,7 @@ def test_a_prefix_that_is_not_saved_would_show(tmp_path):
     assert min(differences(ours, theirs)) > 0.01
 
 
-def test_a_copied_folder_holds_the_weights_of_tied_towers_twice_and_is_the_same_model(tmp_path):
+def test_copied_folder_of_tied_towers_is_the_same_model(tmp_path):
     ours = words_encoder(tie=True)
     ours.save(tmp_path / "model")
     shutil.copytree(tmp_path / "model", tmp_path / "copy")
@@ -78,7 +77,7 @@ def test_a_copied_folder_holds_the_weights_of_tied_towers_twice_and_is_the_same_
         AutoModel.from_pretrained(tmp_path / "copy" / name)
 
 
-def test_two_different_encoders(tmp_path):
+def test_different_passage_encoder_keeps_both(tmp_path):
     size = {"layers": 1, "vocabulary": 150, "max_length": 24}
     query = tiny_tower(TEXTS, "mean", width=32, seed=0, **size)
     settings = EncoderSettings(max_query_length=8, max_passage_length=12)
@@ -89,7 +88,7 @@ def test_two_different_encoders(tmp_path):
 
 
 @pytest.mark.parametrize("tie", [True, False])
-def test_what_they_save_of_our_model_we_load_again(tie, tmp_path):
+def test_models_saved_again_by_sentence_transformers_load(tie, tmp_path):
     ours = words_encoder("cls", tie=tie, query_prefix="the ", passage_prefix="sea ")
     ours.save(tmp_path / "model")
     peer(tmp_path / "model").save(str(tmp_path / "theirs"), create_model_card=False)
@@ -101,8 +100,8 @@ def test_what_they_save_of_our_model_we_load_again(tie, tmp_path):
 
 
 @pytest.mark.parametrize("similarity", ["cosine", "dot"])
-def test_truncated_vectors_are_the_first_numbers_and_go_both_ways(similarity, tmp_path):
-    """sentence-transformers cuts unit vectors and leaves them shorter, which its cosine makes up for."""
+def test_truncated_vectors_equal_in_both_libraries(similarity, tmp_path):
+    """sentence-transformers truncates unit vectors without normalizing again; its cosine similarity normalizes."""
     words_encoder("mean", similarity, query_prefix="the ").save(tmp_path / "whole")
     whole, ours = (DualEncoder.load(tmp_path / "whole", truncate_dim=width) for width in (None, 8))
 
@@ -135,7 +134,7 @@ def their_model(folder: Path, pooling: str = "mean", dense: bool = False, normal
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_has_their_vectors(family, tmp_path):
+def test_every_family_has_equal_vectors(family, tmp_path):
     plain = family_folder(family, tmp_path / "plain")
     pooling = "last" if family in DECODERS else "cls"
     their_name = {"last": "lasttoken"}.get(pooling, pooling)
@@ -169,7 +168,7 @@ def test_dense_layers_load_train_and_save(normalize, tmp_path):
     assert again.fingerprint("query") != before
 
 
-def test_a_router_of_their_own_with_another_shape_on_each_side(tmp_path):
+def test_router_with_different_sides_loads(tmp_path):
     short = their_model(family_folder("distilbert", tmp_path / "d"), normalize=False, length=9)
     long = their_model(family_folder("bert", tmp_path / "b"), normalize=False)
     routes = {"query": list(short), "document": list(long)}
@@ -178,7 +177,7 @@ def test_a_router_of_their_own_with_another_shape_on_each_side(tmp_path):
     ours = DualEncoder.load(tmp_path / "theirs")
     assert (ours.settings.max_query_length, ours.settings.max_passage_length) == (9, 12)
     assert max(differences(ours, theirs)) < 1e-6
-    with pytest.raises(InputError, match="holds two towers, expected one to be tied"):
+    with pytest.raises(InputError, match="has two different encoders"):
         DualEncoder.load(tmp_path / "theirs", tie_towers=True)
     mapped = {
         ("query", "text"): "document",
@@ -189,7 +188,7 @@ def test_a_router_of_their_own_with_another_shape_on_each_side(tmp_path):
     assert max(differences(DualEncoder.load(tmp_path / "mapped"), theirs)) < 1e-6
 
 
-def test_texts_are_lower_cased_where_the_folder_asks_for_it(tmp_path):
+def test_do_lower_case_is_applied(tmp_path):
     folder = family_folder("roberta", tmp_path / "plain")
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer | {"normalizer": None}))
@@ -203,7 +202,7 @@ def test_texts_are_lower_cased_where_the_folder_asks_for_it(tmp_path):
     np.testing.assert_array_equal(lower[0], lower[1])
 
 
-def test_a_length_beyond_the_positions_is_cut_to_them(tmp_path):
+def test_max_length_is_limited_to_positions(tmp_path):
     theirs = their_model(family_folder("bert", tmp_path / "plain"), length=4000)
     theirs.save(str(tmp_path / "theirs"), create_model_card=False)
     assert DualEncoder.load(tmp_path / "theirs").settings.max_passage_length == 40
@@ -223,13 +222,13 @@ def test_a_length_beyond_the_positions_is_cut_to_them(tmp_path):
         ("intfloat/e5-mistral-7b-instruct", "last", f"{TASK}\nQuery: ", None),
     ],
 )
-def test_families_by_name(name, pooling, query, passage):
+def test_family_settings_by_name(name, pooling, query, passage):
     settings = family_settings(name)
     assert settings["pooling"] == pooling
     assert (settings.get("query_prefix"), settings.get("passage_prefix")) == (query, passage)
 
 
-def test_a_family_speaks_only_where_its_folder_does_not(tmp_path):
+def test_folder_settings_override_family_settings(tmp_path):
     assert family_settings("somebody/my-e5-base-v2-tuned") == {}
     plain = family_folder("bert", tmp_path / "bge-base-en-v1.5")
     size = {"max_query_length": 12, "max_passage_length": 12}
@@ -249,32 +248,28 @@ def altered(theirs: SentenceTransformer, folder: Path, file: str, **values) -> P
     return folder
 
 
-def test_what_we_cannot_do_is_refused(tmp_path):
+def test_unsupported_modules_are_refused(tmp_path):
     plain = family_folder("bert", tmp_path / "plain")
     theirs = their_model(plain, dense=True, prompts={"query": "the "})
     cases = {
-        ("1_Pooling/config.json", "its pooling leaves the prompt out"): {"include_prompt": False},
+        ("1_Pooling/config.json", "pooling excludes the prompt"): {"include_prompt": False},
         ("1_Pooling/config.json", "expected exactly one of cls, mean, last"): {"pooling_mode": "max"},
-        ("2_Dense/config.json", "expected an activation of torch.nn"): {"activation_function": "os.system"},
-        ("2_Dense/config.json", "with a residual"): {"use_residual": True},
-        ("2_Dense/config.json", "its Dense module could not be loaded"): {"out_features": 5},
-        ("config_sentence_transformers.json", "truncate_dim is 8, which cuts unit vectors"): {
+        ("2_Dense/config.json", "expected the name of a torch.nn activation"): {"activation_function": "os.system"},
+        ("2_Dense/config.json", "use_residual is true"): {"use_residual": True},
+        ("2_Dense/config.json", "the Dense module could not be loaded"): {"out_features": 5},
+        ("config_sentence_transformers.json", "truncate_dim is 8 with unit vectors"): {
             "truncate_dim": 8,
             "similarity_fn_name": "dot",
         },
-        ("config_sentence_transformers.json", "truncate_dim is 99, expected at most the encoder's"): {
-            "truncate_dim": 99
-        },
-        ("config_sentence_transformers.json", "truncate_dim is 'all', expected a whole number"): {
-            "truncate_dim": "all"
-        },
+        ("config_sentence_transformers.json", "truncate_dim is 99; expected at most"): {"truncate_dim": 99},
+        ("config_sentence_transformers.json", "truncate_dim: found str"): {"truncate_dim": "all"},
     }
     for number, ((file, said), values) in enumerate(cases.items()):
         with pytest.raises(InputError, match=said):
             DualEncoder.load(altered(theirs, tmp_path / str(number), file, **values))
     folder = altered(theirs, tmp_path / "pickled", "config_sentence_transformers.json")
     (folder / "2_Dense" / "model.safetensors").rename(folder / "2_Dense" / "pytorch_model.bin")
-    with pytest.raises(InputError, match=r"a Dense module without model\.safetensors"):
+    with pytest.raises(InputError, match=r"Dense module without model\.safetensors"):
         DualEncoder.load(folder)
     sides = [list(their_model(plain, pooling)) for pooling in ("cls", "mean")]
     one = Router({"query": sides[0], "document": sides[1]})
@@ -283,14 +278,14 @@ def test_what_we_cannot_do_is_refused(tmp_path):
         DualEncoder.load(tmp_path / "poolings")
     pictures = Router({"image": sides[0]})
     SentenceTransformer(modules=[pictures], device="cpu").save(str(tmp_path / "routes"), create_model_card=False)
-    with pytest.raises(InputError, match="has the routes image, expected one for query"):
+    with pytest.raises(InputError, match="has the routes image, but no route for query"):
         DualEncoder.load(tmp_path / "routes")
 
 
 # evaluators
 
 
-def test_their_evaluator_gives_our_ndcg(tmp_path):
+def test_sentence_transformers_evaluator_gives_equal_ndcg(tmp_path):
     data = write_beir(tmp_path / "data")
     size = {"layers": 1, "width": 32, "vocabulary": 200, "max_length": 24}
     words = [(data / name).read_text() for name in ("corpus.jsonl", "queries.jsonl")]
@@ -311,14 +306,14 @@ def test_their_evaluator_gives_our_ndcg(tmp_path):
     assert 0 < theirs < 1
     rows = {query: {passage} for query, passage, _ in rows}
     evaluator = InformationRetrievalEvaluator(queries, corpus, rows, truncate_dim=2)
-    narrow = evaluate(ModelChoice(str(tmp_path / "model"), truncate_dim=2), str(data))["mean"]["ndcg@10"]
+    narrow = evaluate(EncoderConfig(str(tmp_path / "model"), truncate_dim=2), str(data))["mean"]["ndcg@10"]
     assert narrow == pytest.approx(evaluator(peer(tmp_path / "model"))["cosine_ndcg@10"], abs=1e-4)
     assert not math.isclose(theirs, narrow, abs_tol=1e-3)
     other = evaluate(DualEncoder(tower, tower, settings).eval(), str(data))["mean"]["ndcg@10"]
     assert not math.isclose(theirs, other, abs_tol=1e-3)
 
 
-def test_the_tokenizers_of_a_saved_root_are_the_towers_own(tmp_path):
+def test_saved_tokenizers_equal_the_towers(tmp_path):
     words_encoder().save(tmp_path / "model")
     theirs = peer(tmp_path / "model")
     for name in ("query_encoder", "passage_encoder"):
@@ -327,8 +322,8 @@ def test_the_tokenizers_of_a_saved_root_are_the_towers_own(tmp_path):
 
 
 @pytest.mark.acceptance
-def test_one_figure_in_every_evaluator_on_scifact(shared_data, minilm, tmp_path):
-    """Two towers that were trained apart, on SciFact's judged passages and some more."""
+def test_every_evaluator_gives_equal_metrics_on_scifact(shared_data, minilm, tmp_path):
+    """Two separately trained towers on SciFact's judged passages and some others."""
     source, data = shared_data / "scifact", tmp_path / "scifact"
     shutil.copytree(source, data)
     judged = {line.split("\t")[1] for line in (source / "qrels" / "test.tsv").read_text().splitlines()[1:]}
@@ -356,5 +351,7 @@ def test_one_figure_in_every_evaluator_on_scifact(shared_data, minilm, tmp_path)
     own, *others = [float(figures[name]) for name in ("contaccum", "sentence-transformers", "beir")]
     assert others == pytest.approx([own, own], abs=1e-4)
     assert own > 0.5
-    wrong = evaluate(DualEncoder.load(model, query_prefix="passage: "), str(data), repair=True)["mean"]["ndcg@10"]
+    wrong = evaluate(DualEncoder.load(model, query_prefix="passage: "), str(data), policy=DataPolicy(repair=True))[
+        "mean"
+    ]["ndcg@10"]
     assert abs(wrong - own) > 1e-3  # negative control

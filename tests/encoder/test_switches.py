@@ -1,4 +1,4 @@
-"""Every way to compute an encoder against the plain one: vectors, gradients, dropout; each with a control that must differ."""
+"""Options of the encoder's computation equal the plain one in vectors, gradients and dropout; each with a negative control."""
 
 import copy
 
@@ -11,10 +11,10 @@ from transformers import AutoConfig, AutoModel, BertTokenizerFast
 
 from contaccum.batch import Tokens
 from contaccum.encoder import DualEncoder, EncoderSettings, Tower
-from contaccum.encoder.unpadded import FAMILIES, by_text, jagged, pack
-from contaccum.engine import Engine
+from contaccum.encoder.kernels import UNPADDED_FAMILIES, attention_mask, by_text, padding_bias, unpad, varlen
 from contaccum.errors import InputError
 from contaccum.methods import METHODS
+from contaccum.runtime.engine import Engine
 
 SAME = 1e-5
 DIFFERENT = 1e-3
@@ -27,7 +27,7 @@ USUAL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "i
 
 
 def family_encoder(family: str, pooling: str = "mean", **config) -> DualEncoder:
-    """Tied towers of two random layers of any family."""
+    """Tied towers with two random layers of a family."""
     torch.manual_seed(0)
     made = AutoConfig.for_model(family, **SIZES, **NAMES.get(family, USUAL), **config)
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -36,9 +36,9 @@ def family_encoder(family: str, pooling: str = "mean", **config) -> DualEncoder:
     return DualEncoder(tower, tower, EncoderSettings(max_query_length=16, max_passage_length=16, tie_towers=True))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", UNPADDED_FAMILIES)
 @pytest.mark.parametrize("pooling", ["cls", "mean", "last"])
-def test_unpadded_vectors_are_the_padded_ones_in_every_family(family, pooling):
+def test_unpadded_vectors_equal_padded_in_every_family(family, pooling):
     padded = family_encoder(family, pooling).eval()
     unpadded = copy.deepcopy(padded)
     unpadded.set_attention("auto", unpad=True)
@@ -47,21 +47,21 @@ def test_unpadded_vectors_are_the_padded_ones_in_every_family(family, pooling):
         torch.testing.assert_close(packed, plain, atol=1e-6, rtol=0)
 
 
-def test_attention_across_texts_would_show():
+def test_attention_across_texts_changes_vectors():
     """Negative control: the same packed row, read as one text."""
     encoder = family_encoder("bert").eval()
     encoder.set_attention("auto", unpad=True)
     tokens = micro_batches(1, 4)[0].passages
     tower = encoder.query_tower
     right = tower(tokens)
-    packed = pack(tokens)
+    row = unpad(tokens)
     tower.backbone.set_attn_implementation("sdpa")
-    one = tower.backbone(input_ids=packed.input_ids, position_ids=packed.position_ids).last_hidden_state[0]
-    first = one[: packed.bounds[1]].mean(0)
+    one = tower.backbone(input_ids=row.input_ids, position_ids=row.position_ids).last_hidden_state[0]
+    first = one[: row.bounds[1]].mean(0)
     assert (first - right[0]).abs().max() > DIFFERENT
 
 
-def test_texts_are_encoded_the_same_without_padding(minilm):
+def test_encoding_without_padding_gives_equal_vectors(minilm):
     texts = ["Owls live in old barns. " * 9, "Where do owls live?", "", "Owls"]
     encoder = DualEncoder.load(minilm)
     padded = encoder.encode_passages(texts)
@@ -69,34 +69,131 @@ def test_texts_are_encoded_the_same_without_padding(minilm):
     np.testing.assert_allclose(encoder.encode_passages(texts), padded, atol=1e-6)
 
 
-def test_packing_by_hand():
+def test_unpad_removes_padding():
     tokens = Tokens(torch.tensor([[7, 8, 0], [9, 5, 6], [4, 0, 0]]), torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0]]))
-    packed = pack(tokens, first=2)
-    assert packed.input_ids.tolist() == [[7, 8, 9, 5, 6, 4]]
-    assert packed.position_ids.tolist() == [[2, 3, 2, 3, 4, 2]]
-    assert packed.kept.tolist() == [0, 1, 3, 4, 5, 6]
-    assert packed.bounds.tolist() == [0, 2, 5, 6]
-    assert (packed.shortest, packed.longest) == (1, 3)
+    row = unpad(tokens, first=2)
+    assert row.input_ids.tolist() == [[7, 8, 9, 5, 6, 4]]
+    assert row.position_ids.tolist() == [[2, 3, 2, 3, 4, 2]]
+    assert row.kept.tolist() == [0, 1, 3, 4, 5, 6]
+    assert row.bounds.tolist() == [0, 2, 5, 6]
+    assert row.longest == 3
 
 
-def test_both_ways_to_attend_within_texts_agree():
-    """The call for accelerators, run on the CPU, against the loop over texts, which is taken there."""
+def test_unpad_reads_no_value_from_the_device():
+    """On the meta device, which holds no values. Without the CPU copy of the mask, the lengths must be read."""
+    ids, mask = torch.tensor([[7, 8, 0], [9, 5, 6]]), torch.tensor([[1, 1, 0], [1, 1, 1]])
+    tokens = Tokens(ids, mask).to(torch.device("meta"))
+    row = unpad(tokens)
+    assert {each.device.type for each in (row.input_ids, row.position_ids, row.kept, row.bounds)} == {"meta"}
+    assert (row.input_ids.shape, row.longest) == ((1, 5), 3)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        unpad(Tokens(tokens.input_ids, tokens.attention_mask))
+
+
+@pytest.mark.parametrize(("dtype", "same"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize("width", [8, 12])
+def test_varlen_attention_equals_text_by_text(width, dtype, same, monkeypatch):
+    """The kernels exist only on a GPU; here a loop over texts replaces them, with their layout of arguments and results."""
+
+    def kernel(query, key, value, starts, ends, *rest, scale):
+        assert starts is ends
+        assert query.shape[-1] % 8 == 0
+        inputs = [each.transpose(0, 1).unsqueeze(0) for each in (query, key, value)]
+        return (by_text(inputs, 0.0, scale, starts, 9),)
+
+    def efficient(query, key, value, bias, *rest, **scale):
+        assert bias is None
+        return (kernel(*(each.squeeze(0) for each in (query, key, value)), *rest, **scale)[0].unsqueeze(0),)
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", kernel)
+    monkeypatch.setattr(torch.ops.aten, "_efficient_attention_forward", efficient)
     torch.manual_seed(0)
     bounds = torch.tensor([0, 5, 14, 17], dtype=torch.int32)
-    query, key, value = (torch.randn(1, 2, 17, 8, requires_grad=True) for _ in range(3))
+    query, key, value = (torch.randn(1, 2, 17, width, dtype=dtype, requires_grad=True) for _ in range(3))
     found = []
-    for way in (by_text, jagged):
-        output = way(query, key, value, 0.0, 0.3, bounds, 3, 9)
-        assert output.shape == (17, 2, 8)
+    for way in (by_text, varlen):
+        output = way((query, key, value), 0.0, None, bounds, 9)
+        assert output.shape == (17, 2, width)
         found.append((output, *torch.autograd.grad(output.square().sum(), (query, key, value))))
     for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
-    whole = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=0.3)[0].transpose(0, 1)
-    assert (whole - found[0][0]).abs().max() > DIFFERENT
+        torch.testing.assert_close(one, other, atol=same, rtol=same)
+    whole = torch.nn.functional.scaled_dot_product_attention(query, key, value)[0].transpose(0, 1)
+    assert (whole - found[1][0]).abs().max() > DIFFERENT
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_varlen_attention_calls_kernels_of_this_torch(dtype):
+    bounds = torch.tensor([0, 5, 14, 17], dtype=torch.int32, device="meta")
+    inputs = [torch.randn(1, 2, 17, 12, dtype=dtype, device="meta", requires_grad=True) for _ in range(3)]
+    output = varlen(inputs, 0.1, 0.3, bounds, 9)
+    assert output.shape == (17, 2, 12)
+    assert output.requires_grad
+    with pytest.raises((TypeError, RuntimeError)):  # negative control: the bounds of another kernel
+        varlen(inputs, 0.1, 0.3, bounds.tolist(), 9)
+
+
+def gpu_like(tokens: Tokens) -> Tokens:
+    """Move tokens to the meta device, where waiting for a value fails; the mask stays on the CPU too."""
+    return Tokens(tokens.input_ids.to("meta"), tokens.attention_mask.to("meta"), tokens.attention_mask)
+
+
+@pytest.mark.parametrize("family", UNPADDED_FAMILIES)
+def test_a_pass_never_waits_for_the_device(family):
+    tower = family_encoder(family).to("meta").query_tower
+    padded = micro_batches(1, 4)[0].passages
+    whole = Tokens(padded.input_ids, torch.ones_like(padded.attention_mask))
+    for tokens in (padded, whole):
+        assert tower(gpu_like(tokens)).shape == (4, 32)
+    with pytest.raises((RuntimeError, NotImplementedError)):  # negative control: no copy of the mask on the CPU
+        tower(Tokens(*(each.to("meta") for each in (padded.input_ids, padded.attention_mask))))
+
+
+@pytest.mark.parametrize("family", UNPADDED_FAMILIES)
+def test_ready_masks_give_equal_vectors(family):
+    backbone = family_encoder(family).eval().query_tower.backbone
+    tokens = micro_batches(1, 4)[0].passages
+    mask = tokens.attention_mask
+    assert not mask.all()
+    bias = padding_bias(mask, torch.float32)
+    plain, ready, none = (backbone(tokens.input_ids, each).last_hidden_state for each in (mask, bias, None))
+    torch.testing.assert_close(ready[mask > 0], plain[mask > 0], atol=1e-6, rtol=0)
+    assert (none[mask > 0] - plain[mask > 0]).abs().max() > DIFFERENT
+
+
+def test_which_mask_a_pass_uses():
+    tower = family_encoder("bert").query_tower
+    tokens = micro_batches(1, 4)[0].passages
+    whole = Tokens(tokens.input_ids, torch.ones_like(tokens.attention_mask))
+    assert attention_mask(tokens.to(torch.device("cpu")), tower.backbone) is tokens.attention_mask
+    assert attention_mask(gpu_like(whole), tower.backbone) is None
+    assert attention_mask(gpu_like(tokens), tower.backbone).shape == (4, 1, 1, tokens.input_ids.shape[1])
+    windows = family_encoder("modernbert").query_tower.backbone  # its layers differ in their masks
+    assert attention_mask(gpu_like(tokens), windows).shape == tokens.attention_mask.shape
+
+
+def test_lengths_are_rounded_on_a_gpu():
+    tower = family_encoder("bert").query_tower  # at most 20 tokens
+    lengths = []
+    tower.backbone.register_forward_pre_hook(
+        lambda module, args, named: lengths.append(named["input_ids"].shape[1]), with_kwargs=True
+    )
+
+    def made(length: int, padded: bool = True) -> Tokens:
+        mask = torch.ones(2, length, dtype=torch.long)
+        mask[1, -1] = int(not padded)
+        return Tokens(torch.full((2, length), 7), mask)
+
+    vectors = tower.eval()(made(13))
+    tower(made(13).to(torch.device("cpu")))
+    tower.to("meta")
+    for tokens in (made(13), made(16), made(18), made(13, padded=False)):
+        tower(gpu_like(tokens))
+    assert vectors.shape == (2, 32)
+    assert lengths == [13, 13, 16, 16, 20, 13]
 
 
 @pytest.mark.parametrize("method", list(METHODS))
-def test_unpadded_training_has_the_gradients_of_padded(method):
+def test_unpadded_gradients_equal_padded(method):
     data = [micro_batches(3, 4, 1, seed=i) for i in range(2)]
     start = tiny_encoder()
     plain, _ = run_steps(method, data, bank_size=16, push=12, encoder=start)
@@ -104,24 +201,8 @@ def test_unpadded_training_has_the_gradients_of_padded(method):
     assert largest_difference(run_steps(method, data, bank_size=16, push=12, encoder=start)[0], plain) < SAME
 
 
-@pytest.mark.parametrize("unpad", [False, True])
-@pytest.mark.parametrize("method", list(METHODS))
-def test_packed_training_has_the_gradients_of_plain(method, unpad):
-    """Over two steps, so that weights packed for the first and used in the second would show."""
-    data = [micro_batches(3, 4, 1, seed=i) for i in range(2)]
-    start = tiny_encoder()
-    plain, _ = run_steps(method, data, bank_size=16, push=12, encoder=start)
-    start.set_attention("auto", unpad)
-    assert start.pack_linears() == 2 * (6 + 1)  # two towers of one layer with six linear ones, and a pooler
-    packed, _ = run_steps(method, data, bank_size=16, push=12, encoder=start)
-    assert largest_difference(packed, plain) < SAME
-    assert (
-        largest_difference(packed, run_steps(method, data[::-1], bank_size=16, push=12, encoder=start)[0]) > DIFFERENT
-    )
-
-
-def test_unpadded_grad_cache_replays_its_dropout():
-    """In-batch with the same micro-batches draws the same noise once; other noise in the second pass would show."""
+def test_unpadded_grad_cache_replays_dropout():
+    """In-batch draws the same noise once per micro-batch; other noise in the second pass changes the gradients."""
     data = [micro_batches(3, 4)]
     start = tiny_encoder(dropout=0.3)
     start.set_attention("auto", unpad=True)
@@ -132,7 +213,7 @@ def test_unpadded_grad_cache_replays_its_dropout():
 
 
 @pytest.mark.parametrize("name", ["eager", "sdpa"])
-def test_chosen_attention_runs_and_gives_the_same_vectors(name, monkeypatch):
+def test_attention_implementations_give_equal_vectors(name, monkeypatch):
     encoder = family_encoder("bert").eval()
     batch = micro_batches(1, 4)[0]
     plain = encoder(batch)[0]
@@ -149,7 +230,7 @@ def test_chosen_attention_runs_and_gives_the_same_vectors(name, monkeypatch):
     assert bool(calls) == (name == "sdpa")
 
 
-def test_the_choice_of_attention_is_not_saved(tmp_path):
+def test_attention_choice_is_not_saved(tmp_path):
     encoder = family_encoder("bert")
     encoder.set_attention("auto", unpad=True)
     encoder.save(tmp_path / "model")
@@ -161,18 +242,18 @@ def test_the_choice_of_attention_is_not_saved(tmp_path):
 @pytest.mark.parametrize(
     ("family", "choice", "sentence"),
     [
-        ("bert", ("flash_attention_2", False), "needs the package flash-attn"),
-        ("mpnet", ("auto", True), "model.unpad is true for a mpnet encoder, expected one of bert, "),
-        ("mpnet", ("sdpa", False), "the mpnet encoder "),
+        ("bert", ("flash_attention_2", False), "the package flash-attn"),
+        ("mpnet", ("auto", True), "model.unpad is true, but the model type is mpnet; it works only for bert, "),
+        ("mpnet", ("sdpa", False), "the model type mpnet does not support it"),
     ],
 )
-def test_attention_that_cannot_be_had_is_refused(family, choice, sentence):
+def test_unsupported_attention_is_refused(family, choice, sentence):
     with pytest.raises(InputError, match=sentence) as error:
         family_encoder(family).set_attention(*choice)
     assert "\n" not in str(error.value)
 
 
-def test_unpadded_passes_refuse_padding_on_the_left():
+def test_unpad_refuses_left_padding():
     encoder = family_encoder("bert")
     encoder.query_tower.tokenizer.padding_side = "left"
     with pytest.raises(InputError, match="pads on the left"):
@@ -190,8 +271,8 @@ DROPOUTS = {
 
 
 @pytest.mark.parametrize("family", DROPOUTS)
-def test_set_dropout_reaches_every_dropout_of_the_family(family):
-    """Attention's own too, which some families hold as a plain number."""
+def test_set_dropout_sets_every_dropout_of_the_family(family):
+    """Attention dropout too, which is a plain number in some families."""
     encoder = family_encoder(family, **dict.fromkeys(DROPOUTS[family], 0.5)).train()
     batch = micro_batches(1, 4)[0]
     assert not torch.equal(encoder(batch)[0], encoder(batch)[0])
@@ -200,8 +281,8 @@ def test_set_dropout_reaches_every_dropout_of_the_family(family):
 
 
 @pytest.mark.parametrize("family", ["bert", "modernbert"])
-def test_set_dropout_sets_plain_numbers_too(family):
-    """With every nn.Dropout off, what is left is what a family holds as a number: ModernBERT's attention, nothing of BERT's."""
+def test_set_dropout_sets_plain_numbers(family):
+    """With every nn.Dropout at 0, only plain numbers remain: ModernBERT's attention dropout, none in BERT."""
     encoder = family_encoder(family, **dict.fromkeys(DROPOUTS[family], 0.0)).train()
     encoder.set_dropout(0.5)
     for module in encoder.modules():
@@ -213,8 +294,8 @@ def test_set_dropout_sets_plain_numbers_too(family):
 
 @pytest.mark.acceptance  # compilers take their time
 @pytest.mark.parametrize("graphs", [False, True])
-def test_compiled_training_has_the_gradients_of_plain(graphs, tmp_path):
-    """On a CPU ``graphs`` records none, but lengths are padded to buckets and gradients keep their memory."""
+def test_compiled_gradients_equal_plain(graphs, tmp_path):
+    """On a CPU ``graphs`` records no graph, but pads lengths to buckets and keeps the gradients' memory."""
     data = [micro_batches(3, 4, 1, seed=i) for i in range(2)]
     start, trained = tiny_encoder(), []
 
@@ -236,8 +317,8 @@ def test_compiled_training_has_the_gradients_of_plain(graphs, tmp_path):
 
 
 @pytest.mark.acceptance
-def test_compiled_passes_replay_their_dropout():
-    """GradCache's first pass, without graph, and its second, with one, are compiled apart; their noise must be one."""
+def test_compiled_passes_replay_dropout():
+    """GradCache's two passes are compiled separately and must draw equal noise."""
     batches = micro_batches(2, 4)
     encoder = tiny_encoder(dropout=0.3).train()
     encoder.compile_backbones()

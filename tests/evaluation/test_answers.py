@@ -1,12 +1,18 @@
 """DPR's answer matching in cases made by hand, and accuracy in one and in several processes."""
 
+import time
+import warnings
+
 import pytest
 from datasets import Dataset
 
-from contaccum.data.records import Question
+from contaccum.cli import main
+from contaccum.config.commands import SearchConfig
 from contaccum.errors import InputError
-from contaccum.evaluation.answers import Batch, answer_accuracy, evaluate_answers, first_hits, question_ids
-from contaccum.options import SearchSettings
+from contaccum.evaluation import answers
+from contaccum.evaluation.answers import Batch, answer_accuracy, first_hits
+from contaccum.formats.records import Question
+from contaccum.retrieval.retriever import Retriever
 
 
 def has_answer(text: str, answers: list[str], match: str = "string") -> bool:
@@ -95,7 +101,7 @@ def run_of(*lists: str) -> dict[str, list[tuple[str, float]]]:
 
 def test_ranks_are_counted_and_the_title_does_not_count():
     questions = [Question("capital?", ["Paris"]), Question("old?", ["old and large"]), Question("big?", ["large"])]
-    metrics = answer_accuracy(questions, run_of("p1 p2 p3", "p3 p4", "p3"), CORPUS, cuts=(1, 2, 5))
+    metrics = answer_accuracy(questions, run_of("p1 p2 p3", "p3 p4", "p3"), CORPUS, cutoffs=(1, 2, 5))
     assert metrics["per_query"] == {
         "0": {"top1": 0.0, "top2": 1.0, "top5": 1.0},  # the first passage has it in its title alone
         "1": {"top1": 0.0, "top2": 0.0, "top5": 0.0},  # the answer crosses from title to text
@@ -134,7 +140,7 @@ def test_two_processes_count_what_one_counts_and_what_plain_words_say(match):
 
 def test_patterns_that_are_none_are_counted():
     questions = [Question("a", ["Par.s"]), Question("b", ["(", "[", "capital"]), Question("c", [""])]
-    with pytest.warns(UserWarning, match="3 answers are empty or no regular expression"):
+    with pytest.warns(UserWarning, match="3 answers are empty or not a regular expression"):
         metrics = answer_accuracy(questions, run_of("p2", "p2", "p2"), CORPUS, match="regex")
     assert metrics["mean"]["top1"] == pytest.approx(2 / 3)
 
@@ -146,6 +152,67 @@ def test_a_pattern_that_backtracks_without_end_is_stopped_and_named(processes):
     questions = [Question("fine", ["ab"]), Question("bomb", [r"(a|aa)+$"])]
     with pytest.raises(InputError, match=r"question 1: its answer pattern '\(a\|aa\)\+\$' took more than 1 s"):
         answer_accuracy(questions, run_of("p", "p"), corpus, match="regex", processes=processes)
+
+
+EXPLOSIVE = {
+    "a large repetition": ("a{100000000,}", "repeats up to 100,000,000 characters; at most 100,000"),
+    "a large upper bound": ("x(ab){2,90000}", "repeats up to 180,001 characters"),
+    "nested repetitions": ("((a{500}){500}){500}", "repeats up to 125,000,000 characters"),
+    "a repeated class": (r"([\\)(]{400}){400}", "repeats up to 160,000 characters"),
+    "a number of 900 digits": ("a{" + "9" * 900 + "}", "repeats up to 999,999"),
+    "20,000 brackets": ("(" * 10_000 + "a" + ")" * 10_000, "has 20,001 characters; at most 2,000 are allowed"),
+    "a long text": ("a" * 2001, "has 2,001 characters"),
+    "recursion": ("(?R)", "refers to itself; recursion is not allowed"),
+    "recursion into a group": ("(a|(?1))*b", "refers to itself"),
+    "recursion by name": ("(?P<x>a(?&x)?)", "refers to itself"),
+}
+
+
+@pytest.mark.parametrize(("pattern", "fault"), EXPLOSIVE.values(), ids=EXPLOSIVE)
+def test_a_pattern_that_explodes_is_refused_before_it_is_compiled(pattern, fault):
+    """Compiled, the first one takes 12 s and 4 GB."""
+    corpus = Dataset.from_dict({"id": ["p"], "title": [""], "text": ["a" * 60 + "b"]})
+    start = time.monotonic()
+    with pytest.raises(InputError, match=f"question 1: its answer pattern .* {fault}") as error:
+        answer_accuracy(
+            [Question("fine", ["ab"]), Question("bomb", [pattern])], run_of("p", "p"), corpus, match="regex"
+        )
+    assert time.monotonic() - start < 2
+    assert len(str(error.value)) < 2000
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"\d{1,2}(st|nd|rd|th)?.{0,50}\d{4}.{0,50}(a|b){0,100}",
+        "a{2,}",
+        "{1}{",
+        "[{}]",
+        r"\{9{3}",
+        "(" * 900 + "a" + ")" * 900,
+        "x{e<=1000}",
+    ],
+)
+def test_a_pattern_of_ordinary_size_is_used_or_ignored(pattern):
+    corpus = Dataset.from_dict({"id": ["p"], "title": [""], "text": ["nothing"]})
+    with warnings.catch_warnings(record=True):
+        assert answer_accuracy([Question("q", [pattern])], run_of("p"), corpus, match="regex")["queries"] == 1
+
+
+def test_a_pattern_has_a_time_limit_for_all_passages(monkeypatch):
+    """Each passage takes less than the limit for one passage."""
+    monkeypatch.setattr(answers, "SECONDS_PER_PATTERN", 0.3)
+    monkeypatch.setattr(answers, "SECONDS_PER_MATCH", 5.0)
+    texts = ["a" * 24 + "b"] * 40
+    corpus = Dataset.from_dict(
+        {"id": [f"p{n}" for n in range(40)], "title": [""] * 40, "text": [f"{t} {n}" for n, t in enumerate(texts)]}
+    )
+    run = {"0": [(f"p{n}", float(-n)) for n in range(40)]}
+    with pytest.raises(InputError, match=r"or 0\.3 s on all passages"):
+        answer_accuracy([Question("bomb", [r"(a|aa)+$"])], run, corpus, match="regex")
+    assert (
+        answer_accuracy([Question("fine", ["b 39"])], run, corpus, match="regex", cutoffs=(100,))["mean"]["top100"] == 1
+    )
 
 
 def test_what_does_not_fit_together_is_refused():
@@ -162,6 +229,26 @@ def test_an_encoder_is_scored_on_questions(tmp_path):
     from word_encoder import WordEncoder
 
     questions = [Question("which city is the capital", ["Paris"]), Question("nothing at all", ["here"])]
-    assert question_ids(questions) == ["0", "1"]
-    metrics = evaluate_answers(WordEncoder(), questions, CORPUS, 5, SearchSettings(embeddings=tmp_path / "e"))
+    retriever = Retriever.open(WordEncoder(), CORPUS, SearchConfig(embeddings=tmp_path / "e"))
+    run = retriever.search({str(number): question.text for number, question in enumerate(questions)}, 5)
+    metrics = answer_accuracy(questions, run, CORPUS, cutoffs=(1, 5))
     assert metrics["mean"] == {"top1": 1.0, "top5": 1.0}
+    assert list(metrics["per_query"]) == ["0", "1"]
+
+
+@pytest.mark.parametrize("match", ["string", "regex"])
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_bm25_is_scored_on_questions(tmp_path, capsys, match, processes):
+    (tmp_path / "q.csv").write_text('what is red\t["fox"]\nwhat is blue\t["absent"]\n')
+    (tmp_path / "p.tsv").write_text("id\ttext\ttitle\n1\tthe fox is red\tT\n2\tblue sky\tS\n")
+    call = [
+        "evaluate",
+        "--model",
+        "bm25",
+        "--questions",
+        str(tmp_path / "q.csv"),
+        "--passages",
+        str(tmp_path / "p.tsv"),
+    ]
+    assert main([*call, "--k", "5", "--match", match, "--processes", processes]) == 0
+    assert capsys.readouterr().out.split()[:4] == ["top1", "0.5000", "top5", "0.5000"]

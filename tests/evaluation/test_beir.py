@@ -3,19 +3,29 @@
 import copy
 import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from beir.retrieval.evaluation import EvaluateRetrieval
 from datasets import Dataset
+from helpers import write_beir
+from opened import open_corpus, open_retrieval_set
+from transformers import AutoModel, AutoTokenizer
 from word_encoder import WordEncoder
 
-from contaccum import evaluate
-from contaccum.data.convert import convert
-from contaccum.data.tables import RetrievalSet
+from contaccum import DualEncoder, evaluate
+from contaccum.cli import main
+from contaccum.config import DataPolicy
+from contaccum.config.commands import SearchConfig
+from contaccum.data.commands import convert
+from contaccum.data.retrieval_set import RetrievalSet
+from contaccum.encoder import EncoderSettings, tiny_tower
 from contaccum.errors import InputError
-from contaccum.evaluation.beir import CUTS, drop_own, evaluate_encoder, evaluate_run
-from contaccum.options import SearchSettings
+from contaccum.evaluation.metrics import CUTOFFS, evaluate_run
+from contaccum.retrieval.retriever import Retriever
 from contaccum.retrieval.runs import ranked
 
 
@@ -34,10 +44,10 @@ def made_task(seed: int = 0, queries: int = 40, passages: int = 60):
 
 def beirs(qrels, run) -> dict[str, float]:
     results = {query: dict(hits) for query, hits in run.items()}
-    parts = EvaluateRetrieval.evaluate(qrels, results, list(CUTS))  # drops identical ids from ``results`` itself
+    parts = EvaluateRetrieval.evaluate(qrels, results, list(CUTOFFS))  # drops identical ids from ``results`` itself
     values = {key.lower(): value for part in parts for key, value in part.items()}
     values |= {
-        key.lower(): value for key, value in EvaluateRetrieval.evaluate_custom(qrels, results, CUTS, "mrr").items()
+        key.lower(): value for key, value in EvaluateRetrieval.evaluate_custom(qrels, results, CUTOFFS, "mrr").items()
     }
     return {key.replace("p@", "precision@") if key.startswith("p@") else key: value for key, value in values.items()}
 
@@ -122,9 +132,9 @@ def test_a_run_cut_short_scores_as_the_longer_one_up_to_its_length():
 
 
 def test_a_run_of_other_queries_and_empty_qrels_are_refused():
-    with pytest.raises(InputError, match="no query of the run is judged: it has 'x', the qrels have 'q'"):
+    with pytest.raises(InputError, match="run and qrels have no query in common: the run has 'x', the qrels have 'q'"):
         evaluate_run({"q": {"a": 1}}, {"x": [("a", 1.0)]})
-    with pytest.raises(InputError, match="judge no query"):
+    with pytest.raises(InputError, match="have no judged query"):
         evaluate_run({}, {"x": [("a", 1.0)]})
 
 
@@ -135,22 +145,25 @@ TASK = RetrievalSet(CORPUS, {"a": "red apples", "q": "whales of blue"}, {"a": {"
 
 
 def test_an_encoder_is_scored_with_a_query_never_its_own_answer(tmp_path):
-    metrics = evaluate_encoder(WordEncoder(), TASK, 1)  # passage a is the first answer to query a
+    metrics = evaluate(WordEncoder(), TASK, k=1)  # passage a is the first answer to query a
     assert metrics["mean"] == {f"{name}@1": 1.0 for name in ("ndcg", "map", "recall", "precision", "mrr")}
     assert metrics["per_query"].keys() == {"a", "q"}
-    again = evaluate_encoder(WordEncoder(), TASK, 1, SearchSettings(embeddings=tmp_path / "e", dtype="float16"))
+    again = evaluate(WordEncoder(), TASK, k=1, settings=SearchConfig(embeddings=tmp_path / "e", dtype="float16"))
     assert again == metrics
 
 
 def test_only_cuts_that_the_run_reaches_are_reported():
-    assert "recall@20" in evaluate_encoder(WordEncoder(), TASK, 20)["mean"]
-    assert "recall@100" not in evaluate_encoder(WordEncoder(), TASK, 20)["mean"]
+    assert "recall@20" in evaluate(WordEncoder(), TASK, k=20)["mean"]
+    assert "recall@100" not in evaluate(WordEncoder(), TASK, k=20)["mean"]
     with pytest.raises(InputError, match="k is 0"):
-        evaluate_encoder(WordEncoder(), TASK, 0)
+        evaluate(WordEncoder(), TASK, k=0)
 
 
-def test_own_id_is_dropped_before_the_cut():
-    assert drop_own({"a": [("a", 3.0), ("b", 2.0), ("c", 1.0)]}, 2) == {"a": [("b", 2.0), ("c", 1.0)]}
+def test_own_id_is_dropped_before_the_cutoff():
+    retriever = Retriever.open(WordEncoder(), CORPUS)
+    hits = retriever.search({"a": "red apples"}, 3)["a"]
+    assert hits[0][0] == "a"
+    assert retriever.search({"a": "red apples"}, 2, ignore_identical_ids=True) == {"a": hits[1:]}
 
 
 @pytest.mark.parametrize(("given", "score"), [({}, 1.0), ({"query_id": 1}, 0.0)])
@@ -164,3 +177,81 @@ def test_only_an_id_that_the_data_gives_makes_a_passage_the_query_itself(given, 
     convert(file, tmp_path / "folder", "beir", split="test")
     for data in (file, tmp_path / "folder"):
         assert [values["ndcg@10"] for values in evaluate("bm25", str(data))["per_query"].values()] == [score, 1.0]
+
+
+def tiny_model(folder: Path, data: Path) -> Path:
+    texts = [f"{row['title']} {row['text']}" for row in open_corpus(data)]
+    tower = tiny_tower(texts, "mean", layers=1, width=32, vocabulary=200, max_length=64, seed=0)
+    DualEncoder(tower, tower, EncoderSettings(max_query_length=32, max_passage_length=64, tie_towers=True)).save(folder)
+    return folder
+
+
+def test_beir_and_our_evaluator_agree(tmp_path, capsys):
+    """To the 5 digits that BEIR gives, by the command and its table; control: another encoder scores otherwise."""
+    data = write_beir(tmp_path / "data")
+    model = tiny_model(tmp_path / "model", data)
+    tables = []
+    for name in ("contaccum", "beir"):
+        output = str(tmp_path / f"{name}.json")
+        assert main(["evaluate", "--model", str(model), "--data", str(data), "--split", "train", "--evaluator", name,
+                     "--k", "20", "--output", output]) == 0  # fmt: skip
+        tables.append(capsys.readouterr().out)
+    assert tables[0] == tables[1]
+    ours, theirs = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("contaccum", "beir"))
+    assert theirs["mean"] == {name: pytest.approx(value, abs=5.1e-6) for name, value in ours["mean"].items()}
+    assert (theirs["evaluator"], theirs["queries"]) == ("beir", ours["queries"])
+    other = evaluate(DualEncoder.load(model, max_query_length=5), str(data), "train", k=20, evaluator="beir")
+    assert other["mean"] != theirs["mean"]
+
+
+@pytest.mark.filterwarnings("default")
+def test_beir_refuses_what_it_cannot_run(tmp_path, capsys):
+    data = write_beir(tmp_path / "data")
+    model = tiny_model(tmp_path / "model", data)
+    call = ["evaluate", "--data", str(data), "--evaluator", "beir"]
+    assert main([*call, "--model", "bm25"]) == 2
+    assert "--model bm25 has no vectors; this command needs an encoder" in capsys.readouterr().err
+    assert main([*call, "--model", str(model), "--split", "absent"]) == 2
+    assert "BEIR cannot load it" in capsys.readouterr().err
+    options = {"relevance_level": 2, "dtype": "float16", "max_bad_records": 1, "factory": "IVF1,Flat"}
+    for option, value in options.items():
+        assert main([*call, "--model", str(model), f"--{option}", str(value)]) == 2
+        assert f"{option} is {value!r}; evaluator beir supports only" in capsys.readouterr().err
+    assert main([*call, "--model", str(model), "--batch_tokens", "64"]) == 0  # control: an option that it can use
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"relevance_level": 2}, "relevance_level is 2; evaluator beir supports only 1"),
+        ({"repair": True}, "repair is True"),
+        ({"policy": DataPolicy(strict=True)}, "strict is True"),
+        ({"settings": SearchConfig(embeddings="vectors")}, "embeddings is 'vectors'"),
+    ],
+)
+def test_options_that_beir_cannot_use_are_refused(options, sentence, tmp_path):
+    data = str(write_beir(tmp_path / "data"))
+    with pytest.raises(InputError, match=sentence):
+        evaluate("no/model", data, evaluator="beir", **options)
+    with pytest.raises(InputError, match="data is a loaded data set"):
+        evaluate("no/model", open_retrieval_set(data), evaluator="beir")
+
+
+def test_beir_is_imported_only_by_its_evaluator():
+    script = "import sys, contaccum.evaluation.evaluate; print('beir' in sys.modules)"
+    assert (
+        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "False\n"
+    )
+
+
+@pytest.mark.acceptance
+def test_beir_and_our_evaluator_agree_on_scifact(shared_data, minilm, tmp_path):
+    """Two layers of the encoder are enough, since both evaluators encode with them."""
+    model = AutoModel.from_pretrained(minilm, num_hidden_layers=2)
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(minilm).save_pretrained(tmp_path / "model")
+    encoder = DualEncoder.load(tmp_path / "model", max_query_length=32, max_passage_length=32)
+    data = str(shared_data / "scifact")
+    ours, theirs = (evaluate(encoder, data, evaluator=name)["mean"] for name in ("contaccum", "beir"))
+    assert ours["ndcg@10"] > 0.1
+    assert theirs == {name: pytest.approx(value, abs=1.1e-5) for name, value in ours.items()}

@@ -7,7 +7,15 @@ import pytest
 from scipy import stats
 
 from contaccum.errors import InputError
-from contaccum.evaluation.significance import compare, holm, over_both, permutation_test, t_test
+from contaccum.evaluation.significance import (
+    Comparison,
+    compare,
+    holm,
+    over_both,
+    permutation_test,
+    render_comparison,
+    t_test,
+)
 
 
 def by_hand(differences) -> float:
@@ -112,7 +120,16 @@ def test_other_queries_and_unknown_measures_are_refused():
     rng = np.random.default_rng(4)
     one, two = system(rng, 0, 1), system(rng, 0, 1)
     del two[0]["q5"]
-    with pytest.raises(InputError, match=r"60 and 59 queries, 'q5' in one alone"):
+    with pytest.raises(InputError, match=r"\(60 and 59\): only one run has query 'q5'"):
         compare(one, two, "ndcg@10")
-    with pytest.raises(InputError, match="no values 'top20', expected one of ndcg@10"):
+    with pytest.raises(InputError, match="metric 'top20' was not computed; choose one of ndcg@10"):
         compare(one, one, "top20")
+
+
+@pytest.mark.parametrize(
+    ("p", "shown"),
+    [(0.0, "< 0.0001"), (9.9e-5, "< 0.0001"), (0.0001, "= 0.0001"), (0.04999, "= 0.0500"), (1.0, "= 1.0000")],
+)
+def test_a_small_p_is_shown_as_a_bound(p, shown):
+    found = Comparison(0.1, 0.0, 0.2, 1.0, 5, 4, 10, p, p, None)
+    assert f"p {shown} by permutation, p {shown} by t-test)" in render_comparison(found, "ndcg@10", "other")

@@ -99,10 +99,10 @@ def open_list(page) -> None:
 
 def test_a_query_is_answered_by_both_models(page):
     ask(page, FOX)
-    page.wait("document.querySelectorAll('#answer .side').length === 2")
-    assert page.texts("#answer .side h3") == ["one", "two"]
+    page.wait("document.querySelectorAll('#answer .system').length === 2")
+    assert page.texts("#answer .system h3") == ["one", "two"]
     assert page.run("document.querySelectorAll('#answer .hit').length") == 20
-    (best,) = page.texts("#answer .side:first-child .hit.relevant")
+    (best,) = page.texts("#answer .system:first-child .hit.relevant")
     assert "relevant (grade 1)" in best
     assert "p0" in best
     marked = {word.lower() for word in page.texts("#answer mark")}
@@ -112,7 +112,7 @@ def test_a_query_is_answered_by_both_models(page):
 def test_a_hostile_passage_is_text(page):
     ask(page, f"red fox {HOSTILE}")
     page.wait("document.querySelector('#answer [data-id=evil]')?.innerText.includes('canary')")
-    assert HOSTILE in page.text("#answer .side:first-child [data-id=evil] summary")
+    assert HOSTILE in page.text("#answer .system:first-child [data-id=evil] summary")
     open_list(page)
     page.click("#lost button[data-query=hostile]")
     page.wait("document.querySelector('#query-page h2')?.innerText.includes('canary')")
@@ -126,13 +126,13 @@ def test_a_query_is_chosen_from_those_that_were_lost(page):
     assert differences == sorted(differences)
     query = page.run("document.querySelector('#lost button').dataset.query")
     page.click("#lost button")
-    page.wait("document.querySelectorAll('#query-page .side').length === 2")
+    page.wait("document.querySelectorAll('#query-page .system').length === 2")
     assert f"query {query} of the split test" in page.text("#query-page")
     passage = {"hostile": "evil"}.get(query, query.replace("q", "p"))
     ranks = page.texts("#query-page tbody tr td[data-column]")
     assert ranks[0] == "1"  # the grade
     shown = page.run(
-        "[...document.querySelectorAll('#query-page .side')].map(s => [...s.querySelectorAll('.hit')]"
+        "[...document.querySelectorAll('#query-page .system')].map(s => [...s.querySelectorAll('.hit')]"
         f".findIndex(e => e.dataset.id === '{passage}') + 1)"
     )
     assert [int(rank) for rank in ranks[1:]] == [
@@ -147,16 +147,16 @@ def test_a_query_is_chosen_from_those_that_were_lost(page):
 
 def test_another_model_can_be_put_beside(page):
     ask(page, FOX)
-    page.wait("document.querySelectorAll('#answer .side').length === 2")
+    page.wait("document.querySelectorAll('#answer .system').length === 2")
     page.click("#right input")
     page.wait("[...document.querySelectorAll('[role=option]')].some(e => e.innerText.includes('bm25'))")
     page.run(
         "[...document.querySelectorAll('[role=option]')].find(e => e.innerText.includes('bm25')).id = 'choose-bm25'"
     )
     page.click("#choose-bm25")
-    page.wait("document.querySelectorAll('#answer .side h3')[1]?.innerText === 'bm25'")
-    assert len(page.texts("#answer .side")) == 2
-    assert page.texts("#answer .side h3")[0] != "bm25"
+    page.wait("document.querySelectorAll('#answer .system h3')[1]?.innerText === 'bm25'")
+    assert len(page.texts("#answer .system")) == 2
+    assert page.texts("#answer .system h3")[0] != "bm25"
 
 
 @pytest.mark.parametrize("width", [1280, 390])
@@ -172,7 +172,7 @@ def test_no_page_is_wider_than_the_screen(page, width, dark):
     page.wait("document.querySelectorAll('#query-page .hit').length === 20")
     assert [*sideways, page.scrolls_sideways()] == [False] * 3
     assert page.run("document.body.classList.contains('dark')") == dark
-    tops = "[...document.querySelectorAll('#query-page .side')].map(side => side.getBoundingClientRect().top)"
+    tops = "[...document.querySelectorAll('#query-page .system')].map(side => side.getBoundingClientRect().top)"
     assert len(set(page.run(tops))) == (1 if width == 1280 else 2)  # beside each other, or under each other
 
 

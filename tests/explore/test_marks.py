@@ -6,17 +6,16 @@ import pytest
 
 from contaccum.errors import InputError
 from contaccum.explore import html
-from contaccum.explore.marks import (
+from contaccum.explore.html import (
     JudgedPassage,
     Loss,
-    Piece,
     grades_of_text,
     judged_passages,
     losses,
-    pieces,
+    ranking,
     relevant_among,
 )
-from contaccum.retrieval.search import Hit
+from contaccum.retrieval.runs import RankedPassage
 
 
 def test_a_typed_query_is_known_by_its_words():
@@ -40,7 +39,7 @@ def test_queries_come_by_what_the_left_side_lost():
         ("q3", None, 0.1),
         ("q2", None, 0.2),
     ]
-    with pytest.raises(InputError, match="metric is 'o', expected one of m, n"):
+    with pytest.raises(InputError, match="metric 'o' was not computed; choose one of m, n"):
         losses(left, right, "o")
 
 
@@ -55,24 +54,16 @@ def test_judged_passages_have_their_rank_in_each_ranking():
 
 
 def test_relevant_passages_are_counted():
-    hits = [Hit("a", 1.0, "", ""), Hit("b", 0.5, "", ""), Hit("x", 0.1, "", "")]
+    hits = [RankedPassage("a", 1.0, "", ""), RankedPassage("b", 0.5, "", ""), RankedPassage("x", 0.1, "", "")]
     assert relevant_among({"a": 1, "b": 0, "c": 2}, hits) == (1, 2)
 
 
-def test_pieces_are_the_text_again():
+def test_words_of_the_query_are_marked_and_the_text_stays():
     text = "The red fox; a REDDER fox."
-    found = pieces("red fox the", text)
-    assert found == [
-        Piece("The ", False),
-        Piece("red", True),
-        Piece(" ", False),
-        Piece("fox", True),
-        Piece("; a REDDER ", False),
-        Piece("fox", True),
-        Piece(".", False),
-    ]
-    assert "".join(piece.text for piece in found) == text
-    assert pieces("fox", "") == []
+    hit = RankedPassage("a", 1.0, "", text)
+    shown = ranking("one", "red fox the", [hit], {})
+    assert "<summary>The <mark>red</mark> <mark>fox</mark>; a REDDER <mark>fox</mark>.</summary>" in shown
+    assert "<summary></summary>" in ranking("one", "fox", [hit._replace(text="")], {})
 
 
 class Elements(HTMLParser):
@@ -100,11 +91,11 @@ HOSTILE = (
 
 
 def hostile_page() -> str:
-    hit = Hit(HOSTILE, 1.0, HOSTILE, HOSTILE)
-    return html.page(
+    hit = RankedPassage(HOSTILE, 1.0, HOSTILE, HOSTILE)
+    return html.styled(
         html.heading(HOSTILE),
         html.note(HOSTILE),
-        html.beside([html.ranking(HOSTILE, HOSTILE, [hit], {HOSTILE: 1}, HOSTILE)]),
+        html.columns([html.ranking(HOSTILE, HOSTILE, [hit], {HOSTILE: 1}, HOSTILE)]),
         html.judged([JudgedPassage(HOSTILE, 1, [None])], {HOSTILE: HOSTILE}, [HOSTILE], 100),
         html.lost([Loss(HOSTILE, 0.0, 1.0)], {HOSTILE: HOSTILE}, [HOSTILE, HOSTILE + "2"]),
     )

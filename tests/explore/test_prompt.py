@@ -10,9 +10,8 @@ import pytest
 from helpers import write_beir
 
 from contaccum.cli import main
-from contaccum.explore.prompt import typed
-from contaccum.retrieval.hits import cut, render_hits
-from contaccum.retrieval.search import Hit
+from contaccum.explore.app import typed
+from contaccum.retrieval.runs import RankedPassage, render_passages, truncate_line
 
 
 @pytest.fixture
@@ -49,8 +48,8 @@ def test_queries_from_a_pipe(data, monkeypatch, capsys):
     ("arguments", "words"),
     [
         (["--k", "0"], "k is 0"),
-        (["--split", "best"], "holds no split 'best'"),
-        (["--query", "fox"], "was given --query and --interactive, expected exactly one of them"),
+        (["--split", "best"], "split 'best' not found"),
+        (["--query", "fox"], "search got --query and --interactive; give exactly one of"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(arguments, words, data, monkeypatch, capsys):
@@ -62,12 +61,12 @@ def test_what_cannot_be_asked_is_refused(arguments, words, data, monkeypatch, ca
 def test_several_processes_have_no_prompt(data, monkeypatch, capsys):
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(name, value)
+    from contaccum.config.commands import EncoderConfig
     from contaccum.errors import InputError
-    from contaccum.explore.prompt import converse
-    from contaccum.options import ModelChoice
+    from contaccum.explore.app import converse
 
-    with pytest.raises(InputError, match="2 processes were started, expected one"):
-        converse(ModelChoice("bm25"), str(data))
+    with pytest.raises(InputError, match="runs in one process, but 2 were started"):
+        converse(EncoderConfig("bm25"), str(data))
 
 
 def test_an_empty_line_or_the_end_stops():
@@ -77,17 +76,17 @@ def test_an_empty_line_or_the_end_stops():
 
 
 def test_lines_fit_the_terminal():
-    assert cut("one two3", 8) == "one two3"
-    assert cut("one two three", 8) == "one two…"
-    assert cut("漢字漢字", 8) == "漢字漢字"
-    assert cut("漢字漢字漢", 8) == "漢字漢…"  # two columns each
-    assert cut("cafe\u0301s", 5) == "cafe\u0301s"  # the accent takes none
-    assert cut("any length", None) == "any length"
+    assert truncate_line("one two3", 8) == "one two3"
+    assert truncate_line("one two three", 8) == "one two…"
+    assert truncate_line("漢字漢字", 8) == "漢字漢字"
+    assert truncate_line("漢字漢字漢", 8) == "漢字漢…"  # two columns each
+    assert truncate_line("cafe\u0301s", 5) == "cafe\u0301s"  # the accent takes none
+    assert truncate_line("any length", None) == "any length"
 
 
 def test_a_passage_cannot_write_to_the_terminal():
-    hit = Hit("p\x1b[31m", 0.5, "two\nlines\x07", "\x1b]0;title\x07red\x9b2J\u202e text\r\t end")
-    shown = render_hits([hit], {"p\x1b[31m": 0})
+    hit = RankedPassage("p\x1b[31m", 0.5, "two\nlines\x07", "\x1b]0;title\x07red\x9b2J\u202e text\r\t end")
+    shown = render_passages([hit], {"p\x1b[31m": 0})
     assert all(letter.isprintable() or letter == "\n" for letter in shown)
     assert shown.splitlines() == ["  1 -  0.5000  p [31m  two lines ", "       ]0;title red 2J  text   end"]
 

@@ -1,4 +1,4 @@
-"""The dual bank in Lightning's trainer against our own step, and its checkpoints."""
+"""The dual bank in Lightning's trainer: steps equal to our loop's, and checkpoints."""
 
 import copy
 import warnings
@@ -57,7 +57,7 @@ class Retriever(LightningModule):
 
 
 def batches() -> list[MicroBatch]:
-    """Each row knows no positive but its own, as the adapter has it."""
+    """Use each row's own positive as its only known one, as the integration does."""
     found = micro_batches(K * STEPS, 4, hard_negatives=1, passages=30)
     for batch in found:
         batch.ids.positives[:, 1:] = -1
@@ -77,7 +77,7 @@ def fit(folder: Path, steps: int = STEPS, bank_size: int = 16, resume: str | Non
     return module
 
 
-def test_the_trainer_takes_our_steps(tmp_path):
+def test_lightning_steps_equal_our_loop(tmp_path):
     found = batches()
     steps = [found[start : start + K] for start in range(0, len(found), K)]
     own, losses = run_steps("cont_accum", steps, encoder=tiny_encoder(), bank_size=16)
@@ -89,7 +89,7 @@ def test_the_trainer_takes_our_steps(tmp_path):
     assert largest_difference(own, without.gradients) > 0.01
 
 
-def test_a_resumed_run_has_its_bank_back(tmp_path):
+def test_resumed_run_restores_the_bank(tmp_path):
     whole = fit(tmp_path / "whole")
     half = next((tmp_path / "whole").glob("*step=2.ckpt"))
     rest = fit(tmp_path / "rest", resume=str(half))

@@ -1,4 +1,4 @@
-"""ContAccumLoss in SentenceTransformerTrainer against our own loop, and what the trainer's ways do to the bank."""
+"""ContAccumLoss in SentenceTransformerTrainer: steps equal to our loop's, and the bank under resume, evaluation and DDP."""
 
 import json
 import os
@@ -12,19 +12,18 @@ import pytest
 import torch
 from helpers import train_config, write_beir
 from launched import Job, run_jobs
+from opened import open_train_set
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
 from st_worker import make_trainer
 
 from contaccum import DualEncoder, train
 from contaccum.config import TrainConfig
-from contaccum.data.dataset import load_train_set
-from contaccum.encoder import EncoderSettings
-from contaccum.encoder.tiny import tiny_tower
-from contaccum.engine import Engine
+from contaccum.encoder import EncoderSettings, tiny_tower
 from contaccum.errors import InputError
 from contaccum.integrations.bank_loss import BANK_FILE, BankLoss, read_bank, write_bank
 from contaccum.integrations.sentence_transformers import ContAccumLoss
-from contaccum.training import setup
+from contaccum.runtime.engine import Engine
+from contaccum.training import parts
 from contaccum.training.log import read_log
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +31,7 @@ STEPS, N, B = 20, 16, 4
 
 
 def start(folder: Path, data: Path, similarity: str = "cosine", dropout: float = 0.0) -> Path:
-    """Two small towers, saved."""
+    """Save two small towers."""
     words = [(data / name).read_text() for name in ("corpus.jsonl", "queries.jsonl")]
     size = {"layers": 1, "width": 32, "vocabulary": 200, "max_length": 16}
     towers = [tiny_tower(words, "mean", seed=seed, **size) for seed in (0, 1)]
@@ -48,16 +47,16 @@ def own_config(model: Path, data: Path, output: Path, **changes) -> TrainConfig:
     return train_config(
         data, output, **{
             "model.name": str(model), "optim.max_steps": STEPS, "optim.max_grad_norm": 1.0, "optim.warmup_steps": 0,
-            "optim.weight_decay": 0.0, "optim.fused": False, "run.save_steps": 0, **changes,
+            "optim.weight_decay": 0.0, "run.save_steps": 0, **changes,
         },
     )  # fmt: skip
 
 
 def rows_of(config: TrainConfig) -> list[dict[str, str]]:
-    """The texts of our loop's micro-batches, in its order."""
-    train_set = load_train_set(config.data.train, "train", config.data.hard_negatives)
+    """Texts of our loop's micro-batches, in order."""
+    train_set = open_train_set(config.data.train, "train", config.data.hard_negatives)
     encoder = DualEncoder.load(config.model.name)
-    batches = setup.build_batches(config, Engine(device="cpu", seed=config.seed), encoder, train_set)
+    batches = parts.build_batches(config, Engine(device="cpu", seed=config.seed), encoder, train_set)
     texts = dict(zip(train_set.queries["id"], train_set.queries["text"], strict=True))
     names = ["query", "positive", "negative"][: 2 + config.data.hard_negatives]
     passages = [f"{row['title']} {row['text']}" for row in train_set.passages]
@@ -82,7 +81,7 @@ def data(tmp_path_factory) -> Path:
 
 @dataclass
 class Taken:
-    """What a trainer ended with."""
+    """Result of a training run."""
 
     losses: np.ndarray  # (steps, micro-batches)
     encoder: DualEncoder
@@ -106,7 +105,7 @@ def take(model: Path, rows: list[dict[str, str]], output: Path, resume: str | No
         pytest.param("cont_cache", "cosine", 0.05, 0, {"mini_batch_size": B}, marks=pytest.mark.acceptance),
     ],
 )
-def test_the_trainer_takes_the_steps_of_our_loop(method, similarity, temperature, hard, options, data, tmp_path):
+def test_trainer_steps_equal_our_loop(method, similarity, temperature, hard, options, data, tmp_path):
     model = start(tmp_path / "start", data, similarity)
     changes = {"data.hard_negatives": hard, "model.temperature": temperature}
     config = own_config(model, data, tmp_path / "own", method=method, **changes)
@@ -125,25 +124,25 @@ def test_the_trainer_takes_the_steps_of_our_loop(method, similarity, temperature
 
 @pytest.fixture(scope="module")
 def plain(data, tmp_path_factory) -> tuple[Path, list[dict[str, str]], Taken]:
-    """A model, rows, and eight steps over them that nothing disturbs."""
+    """Model, rows, and an uninterrupted run of eight steps."""
     folder = tmp_path_factory.mktemp("plain")
     model = start(folder / "start", data)
     rows = rows_of(own_config(model, data, folder / "own", **{"optim.max_steps": 8}))
     return model, rows, take(model, rows, folder / "plain", steps=8)
 
 
-def test_without_the_bank_the_steps_are_others(plain, tmp_path):
+def test_steps_without_the_bank_differ(plain, tmp_path):
     """Negative control."""
     model, rows, whole = plain
     without = take(model, rows, tmp_path / "none", steps=8, loss={"bank_size": 0})
     assert abs(without.losses[0, 0] - whole.losses[0, 0]) < 1e-6  # nothing is banked yet
     assert np.abs(without.losses - whole.losses)[1:].min() > 0.01
     assert weights_apart(without.encoder, whole.encoder) > 1e-3
-    late = take(model, rows, tmp_path / "late", steps=8, loss={"visibility": "on_step"})
-    assert np.abs(late.losses - whole.losses)[0, 1:].min() > 0.01
+    with pytest.raises(InputError, match="option visibility was removed"):
+        take(model, rows, tmp_path / "late", steps=8, loss={"visibility": "on_step"})
 
 
-def test_a_bank_holds_one_step_s_pairs_where_no_size_is_given(plain, tmp_path):
+def test_default_bank_size_is_one_step(plain, tmp_path):
     model, rows, whole = plain
     found = take(model, rows, tmp_path / "unsaid", steps=3, loss={"bank_size": None})
     said = take(model, rows, tmp_path / "said", steps=3, loss={"bank_size": N})
@@ -152,7 +151,7 @@ def test_a_bank_holds_one_step_s_pairs_where_no_size_is_given(plain, tmp_path):
     assert (found.losses != whole.losses[:3]).any()  # those met a bank of 24
 
 
-def test_evaluation_leaves_the_bank_alone(plain, tmp_path):
+def test_evaluation_does_not_change_the_bank(plain, tmp_path):
     model, rows, whole = plain
     seen = take(model, rows, tmp_path / "seen", steps=8, eval_rows=rows[:8], eval_strategy="steps", eval_steps=2)
     evaluations = [entry["eval_loss"] for entry in seen.trainer.state.log_history if "eval_loss" in entry]
@@ -170,7 +169,7 @@ def test_evaluation_leaves_the_bank_alone(plain, tmp_path):
     assert evaluations[-1] == pytest.approx(np.mean(halves), abs=1e-4)
 
 
-def test_a_resumed_run_has_its_bank_back(data, plain, tmp_path):
+def test_resumed_run_restores_the_bank(data, plain, tmp_path):
     _, rows, _ = plain
     model = start(tmp_path / "start", data, dropout=0.1)
     saving = {"steps": 8, "save_strategy": "steps", "save_steps": 4}
@@ -186,17 +185,17 @@ def test_a_resumed_run_has_its_bank_back(data, plain, tmp_path):
     write_bank(moved, (tensors, {**numbers, "stored": 4}))  # negative control: most rows forgotten
     poorer = take(model, rows, tmp_path / "poorer", str(moved), **saving, resume_from_checkpoint=str(moved))
     assert weights_apart(poorer.encoder, whole.encoder) > 1e-4
-    with pytest.raises(InputError, match="another configuration"):
+    with pytest.raises(InputError, match="bank of the checkpoint: its shapes"):
         take(
             model, rows, tmp_path / "x", str(moved), **saving, resume_from_checkpoint=str(moved), loss={"bank_size": 32}
         )
     (moved / BANK_FILE).unlink()
-    with pytest.raises(InputError, match="holds no bank"):
+    with pytest.raises(InputError, match="no bank found"):
         take(model, rows, tmp_path / "x", str(moved), **saving, resume_from_checkpoint=str(moved))
 
 
 @pytest.mark.acceptance
-def test_half_precision_banks_full_precision(data, plain, tmp_path):
+def test_half_precision_training_stores_float32(data, plain, tmp_path):
     model, rows, whole = plain
     half = take(model, rows, tmp_path / "half", steps=8, bf16=True)
     config = own_config(model, data, tmp_path / "own", **{"optim.max_steps": 8, "run.precision": "bf16"})
@@ -210,7 +209,7 @@ def test_half_precision_banks_full_precision(data, plain, tmp_path):
 
 
 @pytest.mark.acceptance
-def test_two_processes_are_one(plain, tmp_path):
+def test_two_processes_equal_one(plain, tmp_path):
     model, rows, whole = plain
     cached = take(model, rows, tmp_path / "one", steps=8, batch=N, accumulate=1, loss={"mini_batch_size": 4})
     jobs, ways = (
@@ -226,7 +225,10 @@ def test_two_processes_are_one(plain, tmp_path):
         (tmp_path / f"{name}.json").write_text(json.dumps(options))
         jobs[name] = Job([str(tmp_path / f"{name}.json")], processes=2, worker="st_worker")
     outcomes = run_jobs(jobs, tmp_path / "jobs")
-    assert "a Router in several processes with ddp_find_unused_parameters True" in outcomes["searched"].err[0]
+    assert (
+        "ddp_find_unused_parameters is True (the default) for a Router in several processes"
+        in outcomes["searched"].err[0]
+    )
     for name, one in (("pairs", whole), ("cached", cached)):
         outcomes[name].check()
         losses = np.array(json.loads((tmp_path / name / "losses.json").read_text())).reshape(one.losses.shape)
@@ -237,8 +239,8 @@ def test_two_processes_are_one(plain, tmp_path):
     assert banks[0][1] == 24
 
 
-def test_equal_passages_are_no_negatives(plain):
-    """By hand: two rows with one passage, in one batch and over the bank."""
+def test_equal_passages_are_masked(plain):
+    """Computed by hand: two rows share a passage, in one batch and through the bank."""
     model, rows, _ = plain
     encoder = SentenceTransformer(str(model), device="cpu")
     twice = [rows[0], {"query": "another question", "positive": rows[0]["positive"]}, rows[1]]
@@ -266,14 +268,14 @@ def test_equal_passages_are_no_negatives(plain):
         assert loss(features).item() == pytest.approx(right, abs=1e-5)
 
 
-def test_a_bank_takes_rows_of_one_shape():
+def test_batches_of_another_shape_are_refused():
     bank = BankLoss(8, "cosine")
     bank.begin()
     queries, passages = torch.randn(2, 16), torch.randn(2, 2, 16)
     bank(queries, passages, training=True)
-    with pytest.raises(InputError, match="a batch has 0 hard negatives a query and the bank's rows have 1"):
+    with pytest.raises(InputError, match="a batch has 0 hard negatives per query, but the bank stores 1 per query"):
         bank(queries, passages[:, :1], training=True)
-    with pytest.raises(InputError, match="vectors are 4 wide and the bank's 16"):
+    with pytest.raises(InputError, match="the vectors have width 4, but the bank has width 16"):
         bank(queries[:, :4], passages[:, :, :4], training=True)
     assert bank.bank.fill == 2
     none = BankLoss(0, "cosine")  # plain gradient accumulation keeps nothing
@@ -288,8 +290,8 @@ def test_a_bank_takes_rows_of_one_shape():
 
 
 @pytest.mark.parametrize(("first", "temperature"), [(16, 0.2), (32, 0.2), (8, 0.2), (16, 0.05)])
-def test_a_resumed_bank_fits_any_first_batch_and_temperature(first, temperature, tmp_path):
-    """The first batch after a resume, which may be a short one, makes the bank; 64 rows have one shape at pushes of 8 to 32."""
+def test_resumed_bank_accepts_any_first_batch_and_temperature(first, temperature, tmp_path):
+    """The first batch after a resume, possibly a short one, creates the bank; 64 rows have one shape at pushes of 8 to 32."""
     generator = torch.Generator().manual_seed(0)
 
     def take(loss, rows):
@@ -305,7 +307,7 @@ def test_a_resumed_bank_fits_any_first_batch_and_temperature(first, temperature,
     write_bank(tmp_path, begun.state())
     other = BankLoss(64, "dot")
     other.begin(tmp_path)
-    with pytest.raises(InputError, match="similarity is dot and the checkpoint's bank holds vectors for cosine"):
+    with pytest.raises(InputError, match="similarity is dot, but the checkpoint has cosine"):
         take(other, 16)
     rest = BankLoss(64, "cosine", temperature)
     rest.begin(tmp_path)
@@ -318,20 +320,20 @@ def test_a_resumed_bank_fits_any_first_batch_and_temperature(first, temperature,
     assert not torch.allclose(rest.bank.logsumexp(), stale, atol=0.1)
 
 
-def test_refusals(data, plain, tmp_path):
+def test_wrong_options_and_calls_are_refused(data, plain, tmp_path):
     model, rows, _ = plain
     with pytest.raises(InputError, match="was called in training before begin"):
         take(model, rows, tmp_path / "a", callback=False)
-    with pytest.raises(InputError, match="bank_size is 2, expected 0 or at least the 4 pairs"):
+    with pytest.raises(InputError, match="bank_size is 2; expected 0 or at least 4"):
         take(model, rows, tmp_path / "b", loss={"bank_size": 2})
     with pytest.raises(InputError, match="the data has 1 text columns"):
         take(model, [{"query": row["query"]} for row in rows], tmp_path / "c")
-    with pytest.raises(InputError, match="similarity is 'euclidean', expected cosine or dot"):
+    with pytest.raises(InputError, match="similarity is 'euclidean'; expected cosine or dot"):
         ContAccumLoss(SentenceTransformer(str(model), device="cpu"), similarity="euclidean")
     trainer, _ = make_trainer(str(model), rows, str(tmp_path / "d"))
     with torch.no_grad():
         next(trainer.model.parameters()).fill_(torch.nan)
-    with pytest.raises(InputError, match="the loss is nan, expected a finite number"):
+    with pytest.raises(InputError, match="the loss is nan; it must be a finite number"):
         trainer.train()
     assert trainer.loss.bank_loss.bank.fill == 0
     # what broke off inside an optimizer step leaves accelerate's updates switched off; our own runs after it are whole
@@ -342,7 +344,7 @@ def test_refusals(data, plain, tmp_path):
 
 
 @pytest.mark.acceptance
-def test_the_example_runs_as_it_stands(data, tmp_path):
+def test_example_script_runs(data, tmp_path):
     encoder = DualEncoder.load(start(tmp_path / "start", data))
     tower = encoder.query_tower
     settings = EncoderSettings(max_query_length=16, max_passage_length=16, tie_towers=True)

@@ -6,19 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import gradients, largest_difference, micro_batches, run_steps, tiny_encoder
+from helpers import gradients, largest_difference, make_bank, micro_batches, run_steps, tiny_encoder
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.losses import DistillKLDivLoss, MarginMSELoss
 from torch import Tensor, nn
 
 from contaccum.batch import MicroBatch, RowIds
-from contaccum.engine import Engine
 from contaccum.methods import METHODS
-from contaccum.methods.bank import Bank
-from contaccum.methods.distillation import Distillation
 from contaccum.methods.loss import InfoNCE
-from contaccum.methods.matryoshka import Prefixes
-from contaccum.methods.objective import Objective
+from contaccum.methods.objective import FULL_WIDTH, Distillation, Matryoshka, Objective
+from contaccum.runtime.engine import Engine
 
 KINDS = ("kl", "margin")
 SAME, DIFFERENT = 1e-5, 1e-3
@@ -100,8 +97,8 @@ def taught(batches: list[MicroBatch], seed: int = 0) -> list[MicroBatch]:
     return found
 
 
-def objective(kind, weight=1.0, prefixes=Prefixes((8,), (0.5,), True)) -> Objective:  # noqa: B008 - frozen
-    return Objective(InfoNCE(0.1), prefixes, Distillation(kind, 0.1, 2.0, weight))
+def objective(kind, weight=1.0, matryoshka=Matryoshka((8,), (0.5,), True)) -> Objective:  # noqa: B008 - frozen
+    return Objective(InfoNCE(0.1), matryoshka, Distillation(kind, 0.1, 2.0, weight))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -134,7 +131,7 @@ def test_every_pair_of_a_step_weighs_the_same_however_it_is_cut(kind, method):
         engine, encoder = Engine(device="cpu"), copy.deepcopy(start).train()
         engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.0))
         loss = objective(kind, weight)
-        bank = Bank(24, encoder.dim, loss.info_nce, push=4, hard_negatives=2, prefixes=loss.prefixes)
+        bank = make_bank(24, encoder.dim, loss, push=4, hard_negatives=2)
         METHODS[method](engine, batches, bank, loss)
         engine.update()
         bank.end_step()
@@ -165,7 +162,7 @@ def by_the_book(kind: str, student: Tensor, teacher: Tensor) -> Tensor:
 def test_the_two_parts_are_told_apart():
     batch = taught(micro_batches(1, 4, 1))[0]
     queries, passages = tiny_encoder()(batch)
-    value = objective("kl", prefixes=Prefixes())(queries, passages, batch.ids)
+    value = objective("kl", matryoshka=FULL_WIDTH)(queries, passages, batch.ids)
     plain = InfoNCE(0.1)(queries, passages, RowIds(batch.ids.columns, batch.ids.positives))
     assert value.contrast == plain.value
     assert value.distilled == Distillation("kl", 0.1, 2.0)(queries, passages, batch.ids.teacher)

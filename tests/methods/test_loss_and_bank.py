@@ -1,21 +1,20 @@
 """The four-block loss and the ring against a full matrix built from plain lists, over enough pushes to wrap many times."""
 
 import itertools
-import json
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import SlowBank, micro_batches, slow_loss
+from helpers import SlowBank, make_bank, micro_batches, slow_loss
 from torch import Tensor
 
 from contaccum.batch import NO_PASSAGE, RowIds
+from contaccum.errors import InputError
 from contaccum.methods.bank import Bank
-from contaccum.methods.logsumexp import NestedLogSumExp
+from contaccum.methods.logsumexp import NestedLogSumExp, RollbackJournal
 from contaccum.methods.loss import InfoNCE
-from contaccum.methods.masking import LeftOut, find_left_out
-from contaccum.methods.matryoshka import Prefixes
-from contaccum.methods.undo import Undo
+from contaccum.methods.objective import Matryoshka, Objective
+from contaccum.methods.similarity import MaskedPairs, Similarity
 
 DIM = 12
 TEMPERATURE = 0.2
@@ -31,7 +30,7 @@ def embeddings(ids: RowIds, seed: int):
 
 def differences(
     size, *, b=4, pushes=14, hard=0, mask=True, rows=True, weight="all", few=12, tile=1 << 22, bank_hard=None, push=None,
-    decay=0.0, slow_decay=None, taken_over=lambda previews: previews,
+    decay=0.0, slow_decay=None, taken_over=lambda partials: partials,
 ):  # fmt: skip
     """Largest difference of loss and gradients between the fast and the slow reading, over all pushes; three to a step.
 
@@ -39,9 +38,8 @@ def differences(
     """
     loss = InfoNCE(TEMPERATURE, mask, tile)
     bank_hard = hard if bank_hard is None else bank_hard
-    bank = Bank(
-        size, DIM, loss, push=push or b, hard_negatives=bank_hard, queries=rows, row_weight=weight, age_decay=decay
-    )
+    options = {"hard_negatives": bank_hard, "columns_only": not rows, "row_weight": weight, "age_decay": decay}
+    bank = make_bank(size, DIM, loss, push=push or b, **options)
     slow_decay = decay if slow_decay is None else slow_decay
     slow = SlowBank(size)
     largest = 0.0
@@ -58,7 +56,7 @@ def differences(
             strict=True,
         )
         largest = max([largest, *((a - b).abs().max().item() for a, b in pairs)])
-        bank.push(queries, passages, batch.ids, taken_over(found.previews))
+        bank.push(queries, passages, batch.ids, taken_over(found.partials))
         keep = 1 + bank_hard
         slow.push(queries, passages[:, :keep], RowIds(batch.ids.columns[:, :keep], batch.ids.positives))
         if number % 3 == 2:
@@ -82,9 +80,9 @@ def test_what_the_loss_found_saves_the_push_its_products(size, options):
     """Pushes that are given the loss's findings, and pushes that compute all anew; the ring goes round twice."""
     given = []
 
-    def note(previews):
-        given.append(previews[0])
-        return previews
+    def note(partials):
+        given.append(partials[0])
+        return partials
 
     assert differences(size, pushes=24, taken_over=note, **options) < 3e-6
     assert [preview is None for preview in given] == [True] + 23 * [False]  # all but the first, when the bank is empty
@@ -95,25 +93,25 @@ def test_what_the_loss_found_saves_the_push_its_products(size, options):
 def test_a_push_relies_on_what_the_loss_found(part):
     """Negative control of the one before: findings that are a little off spoil the sums."""
 
-    def spoil(previews):
-        if previews[0] is not None:
-            getattr(previews[0], part).add_(0.1)
-        return previews
+    def spoil(partials):
+        if partials[0] is not None:
+            getattr(partials[0], part).add_(0.1)
+        return partials
 
     assert differences(24, taken_over=spoil) > 1e-3
 
 
 @pytest.mark.parametrize(
     ("options", "rows"),
-    [({"push": 3}, 4), ({"visibility": "on_step"}, 4), ({"queries": False}, 4), ({"warmup_steps": 1}, 4), ({}, 5)],
+    [({"push": 3}, 4), ({"columns_only": True}, 4), ({"warmup_steps": 1}, 4), ({}, 5)],
 )
 def test_no_findings_are_kept_where_a_push_could_not_use_them(options, rows):
     loss = InfoNCE(TEMPERATURE)
-    bank = Bank(20, DIM, loss, **{"push": 4, **options})
+    bank = make_bank(20, DIM, loss, **{"push": 4, **options})
     for number in range(2):
         (batch,) = micro_batches(1, rows, 0, seed=number)
         queries, passages = embeddings(batch.ids, number)
-        assert loss(queries, passages, batch.ids, columns=bank, rows=bank).previews == (None,)
+        assert loss(queries, passages, batch.ids, columns=bank, rows=bank).partials == (None,)
         bank.push(queries, passages, batch.ids)
 
 
@@ -150,12 +148,11 @@ def test_pushes_that_do_not_fit_the_blocks_change_nothing(push):
 
 @pytest.mark.parametrize("mask", [True, False])
 @pytest.mark.parametrize("weight", ["all", "current"])
-@pytest.mark.parametrize("visibility", ["immediate", "on_step"])
-def test_micro_batches_of_differing_sizes(mask, weight, visibility):
+def test_micro_batches_of_different_sizes_equal_the_full_matrix(mask, weight):
     """Pushes of 1 to 7 rows into a ring of 23 whose blocks are 4 wide, hard negatives among them, steps of three pushes."""
     loss = InfoNCE(TEMPERATURE, mask)
-    bank = Bank(23, DIM, loss, push=4, hard_negatives=1, row_weight=weight, visibility=visibility)
-    slow, waiting = SlowBank(23), []
+    bank = make_bank(23, DIM, loss, push=4, hard_negatives=1, row_weight=weight)
+    slow = SlowBank(23)
     for number, b in enumerate([4, 1, 7, 3, 3, 6, 2, 7, 5, 1, 4, 7, 6, 2, 3] * 2):
         batch = micro_batches(1, b, 1, passages=15, seed=number)[0]
         queries, passages = embeddings(batch.ids, number)
@@ -167,12 +164,8 @@ def test_micro_batches_of_differing_sizes(mask, weight, visibility):
             *(torch.autograd.grad(value, (queries, passages)) for value in (fast, plain)), strict=True
         ):
             torch.testing.assert_close(one, other, atol=2e-6, rtol=1e-6)
-        bank.push(queries, passages, batch.ids, found.previews)
-        waiting.append((queries, passages, batch.ids))
-        if visibility == "immediate" or number % 3 == 2:
-            for rows in waiting:
-                slow.push(*rows)
-            waiting = []
+        bank.push(queries, passages, batch.ids, found.partials)
+        slow.push(queries, passages, batch.ids)
         if number % 3 == 2:
             bank.end_step()
     assert bank.fill == 23
@@ -206,15 +199,15 @@ def test_what_a_push_takes_over_fits_beside_a_few_tiles():
     """256 rows against a bank of 16,384, whose outermost blocks of 4,096 slots are as wide as four tiles of these rows."""
     rows, size, tile = 256, 16_384, 1 << 18
     loss = InfoNCE(TEMPERATURE, tile=tile)
-    bank = Bank(size, DIM, loss, push=rows)
+    bank = make_bank(size, DIM, loss, push=rows)
     assert bank.sums.widths[0] * rows == 4 * tile
     ids = torch.arange(rows).unsqueeze(1)
     step = (*embeddings(RowIds(ids, ids), 0), RowIds(ids, ids))
     bank.push(*step)
     bank.stored = size  # zeros fill the rest
 
-    def take(previews: bool) -> int:
-        bank.preview = Bank.preview.__get__(bank) if previews else lambda *shape: None
+    def take(partials: bool) -> int:
+        bank.partial = Bank.partial.__get__(bank) if partials else lambda *shape: None
         return most_held(lambda: loss(*step, columns=bank, rows=bank))
 
     assert take(True) < take(False) + 4 * size + 3 * 4 * tile
@@ -224,7 +217,7 @@ def test_gradients_by_finite_differences():
     """In float64, with masked pairs, a row all of whose bank columns are masked, and both row weights."""
     for weight in ("all", "current"):
         loss = InfoNCE(TEMPERATURE, tile=5)
-        bank = Bank(6, DIM, loss, push=3, row_weight=weight)
+        bank = make_bank(6, DIM, loss, push=3, row_weight=weight)
         for name in ("passages", "queries", "positive_logits"):
             setattr(bank, name, getattr(bank, name).double())
         bank.sums.values, bank.sums.closed = bank.sums.values.double(), bank.sums.closed.double()
@@ -244,7 +237,7 @@ def test_the_slow_reading_tells_wrong_from_right():
     loss = InfoNCE(TEMPERATURE)
     batch = micro_batches(1, 4, 1, passages=6)[0]
     queries, passages = embeddings(batch.ids, 0)
-    bank, slow = Bank(8, DIM, loss, push=4, hard_negatives=1), SlowBank(8)
+    bank, slow = make_bank(8, DIM, loss, push=4, hard_negatives=1), SlowBank(8)
     for number, old in enumerate(micro_batches(2, 4, 1, passages=6, seed=9)):
         rows = embeddings(old.ids, 50 + number)
         bank.push(*rows, old.ids)
@@ -280,7 +273,7 @@ def test_left_out_pairs_are_those_of_the_full_comparison(rows, columns, passages
     generator = torch.Generator().manual_seed(rows + passages)
     positives = torch.randint(NO_PASSAGE, passages, (rows, 4), generator=generator)  # repeats and padding among them
     column_ids = torch.randint(NO_PASSAGE, passages, (columns,), generator=generator)
-    found = find_left_out(positives, column_ids)
+    found = Similarity(1.0).masked_pairs(positives, column_ids)
     plain = {
         (r, c)
         for r, c in itertools.product(range(rows), range(columns))
@@ -292,17 +285,18 @@ def test_left_out_pairs_are_those_of_the_full_comparison(rows, columns, passages
 
 
 def test_left_out_pairs_of_a_block_and_without_the_own_ones():
-    pairs = LeftOut(torch.tensor([0, 1, 1, 4]), torch.tensor([2, 0, 3, 3]))
+    pairs = MaskedPairs(torch.tensor([0, 1, 1, 4]), torch.tensor([2, 0, 3, 3]))
     block = pairs.block(slice(1, 5), slice(2, 4))
     assert list(zip(*map(Tensor.tolist, block), strict=True)) == [(0, 1), (3, 1)]
     rest = pairs.without(torch.tensor([1, 4]), torch.tensor([3, 2]))
     assert list(zip(*map(Tensor.tolist, rest), strict=True)) == [(0, 2), (1, 0), (4, 3)]
-    assert pairs.transposed().clear(torch.zeros(4, 5)).isinf().nonzero().tolist() == [[0, 1], [2, 0], [3, 1], [3, 4]]
+    logits = Similarity(1.0).logits(torch.zeros(4, 1), torch.zeros(5, 1), pairs.transposed())
+    assert logits.isinf().nonzero().tolist() == [[0, 1], [2, 0], [3, 1], [3, 4]]
 
 
 def test_a_wrapping_push_is_split_over_the_end_of_the_ring():
     loss = InfoNCE(1.0)
-    bank = Bank(5, 1, loss, push=3)
+    bank = make_bank(5, 1, loss, push=3)
     for number in range(3):
         ids = torch.arange(3).unsqueeze(1) + 3 * number
         bank.push(ids.float(), ids.float().unsqueeze(1), RowIds(ids, ids))
@@ -311,13 +305,13 @@ def test_a_wrapping_push_is_split_over_the_end_of_the_ring():
     assert bank.queries.flatten().tolist() == bank.passages.flatten().tolist() == [5, 6, 7, 8, 4]
 
 
-def test_visibility_keep_and_warmup():
+def test_keep_and_warmup_decide_the_rows_in_use():
     loss = InfoNCE(1.0)
     ids = RowIds(torch.zeros(2, 1, dtype=torch.long), torch.zeros(2, 1, dtype=torch.long))
     rows = (torch.ones(2, 1), torch.ones(2, 1, 1), ids)
 
     def fills(**options):
-        bank = Bank(8, 1, loss, push=2, **options)
+        bank = make_bank(8, 1, loss, push=2, **options)
         seen = []
         for _ in range(3):
             bank.push(*rows)
@@ -327,7 +321,6 @@ def test_visibility_keep_and_warmup():
         return seen
 
     assert fills() == [2, 2, 4, 4, 6, 6]
-    assert fills(visibility="on_step") == [0, 2, 2, 4, 4, 6]
     assert fills(keep=False) == [2, 0, 2, 0, 2, 0]
     assert fills(warmup_steps=2) == [0, 0, 0, 4, 6, 6]
 
@@ -339,7 +332,7 @@ def test_a_bank_read_under_other_settings_has_their_sums(changed):
     """At 64 rows, pushes of 8, 16 and 32 divide the kept log-sum-exps into tables of one shape, of blocks of other widths."""
 
     def bank(push=16, temperature=1.0, age_decay=0.1, mask=True):
-        return Bank(64, DIM, InfoNCE(temperature, mask), push=push, age_decay=age_decay)
+        return make_bank(64, DIM, InfoNCE(temperature, mask), push=push, age_decay=age_decay)
 
     def push(into, rows, number):
         batch = micro_batches(1, rows, passages=40, seed=number)[0]
@@ -349,11 +342,11 @@ def test_a_bank_read_under_other_settings_has_their_sums(changed):
     def apart(bank):
         """Largest difference of the kept sums, and of the rows' own logits, from the whole matrix."""
         queries, passages = bank.queries[: bank.fill], bank.passages[: bank.fill, 0]
-        logits = queries @ passages.T / bank.loss.temperature
+        logits = queries @ passages.T / bank.similarity.temperature
         own = logits.diagonal().clone()
-        born = bank.born[: bank.fill]
-        logits -= bank.age_decay * (born.unsqueeze(1) - born).abs()
-        if bank.loss.mask_false_negatives:
+        written = bank.written_step[: bank.fill]
+        logits -= bank.options.age_decay * (written.unsqueeze(1) - written).abs()
+        if bank.similarity.mask_false_negatives:
             known = (bank.positives[: bank.fill].unsqueeze(1) == bank.column_ids[: bank.fill]).any(2)
             logits[known & ~torch.eye(bank.fill, dtype=torch.bool)] = -torch.inf
         sums = bank.logsumexp() - logits.logsumexp(1)
@@ -376,42 +369,18 @@ def test_a_bank_read_under_other_settings_has_their_sums(changed):
     assert max(wrong for _, wrong in found) > 0.01
 
 
-def test_rows_that_wait_for_the_step_s_end_wait_again_after_a_resume():
-    """A checkpoint within a step, as Lightning may write one. At 6 rows, the three pushes of a step are more than it holds."""
-    prefixes = Prefixes((4,), (1.0,), True)
-
-    def new():
-        return Bank(6, DIM, InfoNCE(0.1), push=4, visibility="on_step", prefixes=prefixes)
-
-    def push(bank, number):
-        batch = micro_batches(1, 4, passages=12, seed=number)[0]
-        bank.push(*embeddings(batch.ids, number), RowIds(batch.ids.columns, batch.ids.positives[:, : 1 + number % 2]))
-
-    whole, resumed, emptied = new(), new(), new()
-    push(whole, 0)
-    whole.end_step()
-    push(whole, 1)
-    push(whole, 2)
-    tensors, numbers = whole.state()
-    resumed.load_state({name: tensor.clone() for name, tensor in tensors.items()}, json.loads(json.dumps(numbers)))
-    emptied.load_state(tensors, {**numbers, "waiting": [], "4": {**numbers["4"], "waiting": []}})  # negative control
-    push(resumed, 9)
-    resumed.rollback()
-    for bank in (whole, resumed, emptied):
-        assert bank.fill == 4
-        push(bank, 3)
-        bank.end_step()
-    state = whole.state()
-    assert resumed.state()[1] == state[1]
-    assert state[1]["waiting"] == []
-    for name, tensor in state[0].items():
-        assert torch.equal(resumed.state()[0][name], tensor), name
-    assert emptied.fingerprint() != whole.fingerprint() == resumed.fingerprint()
+def test_a_checkpoint_of_the_removed_visibility_on_step_is_refused():
+    """Checkpoints within a step held the rows that waited for its end; those without such rows load."""
+    bank = make_bank(6, DIM, InfoNCE(0.1), push=4)
+    tensors, numbers = bank.state()
+    bank.load_state(tensors, {**numbers, "waiting": []})
+    with pytest.raises(InputError, match="bank of the checkpoint: its shapes are"):
+        bank.load_state({**tensors, "waiting_queries": torch.zeros(4, DIM)}, {**numbers, "waiting": [4]})
 
 
 def test_a_bank_emptied_between_steps_is_a_new_one_but_for_its_steps():
-    prefixes = Prefixes((4,), (1.0,), True)
-    used, new = (Bank(8, DIM, InfoNCE(0.1), push=4, warmup_steps=1, prefixes=prefixes) for _ in range(2))
+    loss = Objective(InfoNCE(0.1), Matryoshka((4,), (1.0,), True))
+    used, new = (make_bank(8, DIM, loss, push=4, warmup_steps=1) for _ in range(2))
     batches = micro_batches(4, 4, passages=12)
 
     def take(bank, batch):
@@ -426,12 +395,12 @@ def test_a_bank_emptied_between_steps_is_a_new_one_but_for_its_steps():
     for bank in (used, new):
         take(bank, batches[3])
     assert (used.step, used.fill, new.step, new.fill) == (4, 4, 1, 4)
-    for left, right in ((used, new), (used.narrower[0], new.narrower[0])):
+    for left, right in ((used, new), (used.truncated[0], new.truncated[0])):
         assert torch.equal(left.logsumexp(), right.logsumexp())
 
 
 def test_bank_of_size_zero_stays_empty():
-    bank = Bank(0, 1, InfoNCE(1.0), push=2)
+    bank = make_bank(0, 1, InfoNCE(1.0), push=2)
     ids = torch.zeros(2, 1, dtype=torch.long)
     bank.push(torch.ones(2, 1), torch.ones(2, 1, 1), RowIds(ids, ids))
     assert bank.fill == 0
@@ -442,14 +411,18 @@ def test_nested_sums_equal_plain_ones_after_every_push(size, push):
     """Against logsumexp of the whole matrix, and only the row state named in the module's cost is held."""
     generator = torch.Generator().manual_seed(0)
     matrix = torch.full((size, size, 2), float("nan"))  # rows, slots, columns per slot
-    sums = NestedLogSumExp(size, push, tile=16, undo=Undo())
+
+    def logits(rows: slice, slots: slice) -> Tensor:
+        return matrix[rows, slots].flatten(1).T
+
+    sums = NestedLogSumExp(logits, size, push, tile=16, journal=RollbackJournal())
     pointer = fill = 0
     for _ in range(3 * size // push + 2):
         stop = min(pointer + push, size)
         fill = max(fill, stop)
         matrix[pointer:stop] = torch.randn(stop - pointer, size, 2, generator=generator)
         matrix[:, pointer:stop] = torch.randn(size, stop - pointer, 2, generator=generator)
-        sums.overwrite(pointer, stop, fill, lambda rows, slots: matrix[rows, slots].flatten(1).T)
+        sums.overwrite(pointer, stop, fill)
         plain = matrix[:fill, :fill].logsumexp((1, 2))
         torch.testing.assert_close(sums.total(fill), plain)
         pointer = stop % size

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import SlowBank, largest_difference, micro_batches, run_steps, slow_loss
+from helpers import SlowBank, largest_difference, make_bank, micro_batches, run_steps, slow_loss
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss, MultipleNegativesRankingLoss
 from torch import Tensor, nn
@@ -11,10 +11,8 @@ from torch import Tensor, nn
 from contaccum.batch import RowIds
 from contaccum.errors import InputError
 from contaccum.methods import METHODS
-from contaccum.methods.bank import Bank
 from contaccum.methods.loss import InfoNCE
-from contaccum.methods.matryoshka import Prefixes
-from contaccum.methods.objective import Objective
+from contaccum.methods.objective import Matryoshka, Objective
 
 DIM, TEMPERATURE = 16, 0.2
 WIDTHS, WEIGHTS = (8, 3), (0.5, 2.0)
@@ -22,7 +20,7 @@ SAME, DIFFERENT = 1e-5, 1e-3
 
 
 def objective(unit=True, mask=True, widths=WIDTHS, weights=WEIGHTS, temperature=TEMPERATURE) -> Objective:
-    return Objective(InfoNCE(temperature, mask), Prefixes(widths, weights, unit))
+    return Objective(InfoNCE(temperature, mask), Matryoshka(widths, weights, unit))
 
 
 def vectors(b: int, columns: int, seed: int, unit: bool = True) -> tuple[Tensor, Tensor]:
@@ -70,15 +68,13 @@ def slow_cut(tensor: Tensor, width: int, unit: bool) -> Tensor:
     return part / part.pow(2).sum(-1, keepdim=True).sqrt() if unit and width < DIM else part
 
 
-def through_a_bank(
-    size=10, hard=1, mask=True, visibility="immediate", unit=True, row_weight="all", wrong=lambda k: k, pushes=12
-) -> float:
+def through_a_bank(size=10, hard=1, mask=True, unit=True, row_weight="all", wrong=lambda k: k, pushes=12) -> float:
     """Largest difference of loss and gradients from full matrices at each width, over pushes that wrap the ring."""
     loss = objective(unit, mask, temperature=TEMPERATURE if unit else 5.0)
-    options = {"hard_negatives": hard, "visibility": visibility, "row_weight": row_weight}
-    bank = Bank(size, DIM, loss.info_nce, push=4, prefixes=loss.prefixes, **options)
+    options = {"hard_negatives": hard, "row_weight": row_weight}
+    bank = make_bank(size, DIM, loss, push=4, **options)
     widths = {DIM: 1.0} | dict(zip(WIDTHS, WEIGHTS, strict=True))
-    slow, waiting, largest = {width: SlowBank(size) for width in widths}, [], 0.0
+    slow, largest = {width: SlowBank(size) for width in widths}, 0.0
     for number, batch in enumerate(micro_batches(pushes, 4, hard, passages=12)):
         queries, passages = vectors(4, 1 + hard, number, unit)
         value = loss(queries, passages, batch.ids, columns=bank, rows=bank)
@@ -87,18 +83,14 @@ def through_a_bank(
         for width, weight in widths.items():
             cut = [slow_cut(each, wrong(width), unit) for each in (queries, passages)]
             at = slow_loss(
-                *cut, batch.ids, slow[width], loss.info_nce.temperature, mask=mask, weight=row_weight
+                *cut, batch.ids, slow[width], loss.similarity.temperature, mask=mask, weight=row_weight
             )  # fmt: skip
             plain = plain + weight * at
         found = [(value, *torch.autograd.grad(value, (queries, passages))) for value in (fast, plain)]
         largest = max([largest, *((one - other).abs().max().item() for one, other in zip(*found, strict=True))])
-        bank.push(queries, passages, batch.ids, value.previews)
-        waiting.append((queries.detach(), passages.detach(), batch.ids))
-        if visibility == "immediate" or number % 3 == 2:
-            for kept, stored, ids in waiting:
-                for width in widths:
-                    slow[width].push(*(slow_cut(each, wrong(width), unit) for each in (kept, stored)), ids)
-            waiting = []
+        bank.push(queries, passages, batch.ids, value.partials)
+        for width in widths:
+            slow[width].push(*(slow_cut(each, wrong(width), unit) for each in (queries, passages)), batch.ids)
         if number % 3 == 2:
             bank.end_step()
     assert bank.fill == min(size, 4 * pushes)
@@ -107,8 +99,7 @@ def through_a_bank(
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"size": 23}, {"hard": 0}, {"hard": 2}, {"mask": False}, {"unit": False}, {"row_weight": "current"},
-     {"visibility": "on_step", "size": 23}],
+    [{}, {"size": 23}, {"hard": 0}, {"hard": 2}, {"mask": False}, {"unit": False}, {"row_weight": "current"}],
     ids=str,
 )  # fmt: skip
 def test_each_width_has_its_own_bank(options):
@@ -139,7 +130,7 @@ def test_the_methods_keep_their_equivalences():
     accumulated = run("grad_accum", data, dropout=0.2)
     for method, twin in (("passage_bank", accumulated), ("cont_accum", accumulated), ("cont_cache", cached)):
         assert largest_difference(run(method, data, dropout=0.2)[0], twin[0]) == 0
-    one_sided = run("cont_accum", data, bank_size=16, queries=False)[0]
+    one_sided = run("cont_accum", data, bank_size=16, columns_only=True)[0]
     assert largest_difference(one_sided, run("passage_bank", data, bank_size=16)[0]) == 0
     assert largest_difference(run("cont_accum", data, bank_size=16)[0], one_sided) > DIFFERENT
 
@@ -155,7 +146,7 @@ def test_widths_change_every_method_and_no_widths_none(method):
 
 def test_a_bank_goes_on_from_its_state_at_every_width():
     loss = objective()
-    made = [Bank(10, DIM, loss.info_nce, push=4, prefixes=loss.prefixes) for _ in range(2)]
+    made = [make_bank(10, DIM, loss, push=4) for _ in range(2)]
     batches = micro_batches(9, 4, 0, passages=12)
     for number, batch in enumerate(batches[:5]):
         made[0].push(*vectors(4, 1, number), batch.ids)
@@ -168,5 +159,5 @@ def test_a_bank_goes_on_from_its_state_at_every_width():
         found.append({name: tensor.clone() for name, tensor in bank.state()[0].items()})
     assert {"8/queries", "3/sums", "passages"} < found[0].keys()
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-    with pytest.raises(InputError, match="another configuration's"):
-        Bank(10, DIM, loss.info_nce, push=4, prefixes=Prefixes((5,), (1.0,))).load_state(*made[0].state())
+    with pytest.raises(InputError, match="bank of the checkpoint: its shapes are"):
+        make_bank(10, DIM, objective(widths=(5,), weights=(1.0,)), push=4).load_state(*made[0].state())

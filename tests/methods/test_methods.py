@@ -4,13 +4,21 @@ import copy
 
 import pytest
 import torch
-from helpers import SlowBank, gradients, largest_difference, micro_batches, run_steps, slow_loss, tiny_encoder
+from helpers import (
+    SlowBank,
+    gradients,
+    largest_difference,
+    make_bank,
+    micro_batches,
+    run_steps,
+    slow_loss,
+    tiny_encoder,
+)
 
-from contaccum.engine import Engine
 from contaccum.methods import METHODS
-from contaccum.methods.bank import Bank
+from contaccum.methods.grad_cache import cache_gradients, represent
 from contaccum.methods.loss import InfoNCE
-from contaccum.methods.step import cache_gradients, represent
+from contaccum.runtime.engine import Engine
 
 SAME = 1e-5
 DIFFERENT = 1e-3
@@ -37,7 +45,7 @@ def test_grad_cache_differs_when_dropout_is_not_replayed(monkeypatch):
     plain, _ = run_steps("in_batch", data, dropout=0.3)
     calls = iter(range(1000))
     seeded = torch.manual_seed
-    monkeypatch.setattr("contaccum.engine.torch.manual_seed", lambda seed: seeded(seed + next(calls)))
+    monkeypatch.setattr("contaccum.runtime.engine.torch.manual_seed", lambda seed: seeded(seed + next(calls)))
     cached, _ = run_steps("grad_cache", data, dropout=0.3)
     assert largest_difference(cached, plain) > DIFFERENT
 
@@ -75,7 +83,7 @@ def test_one_micro_batch_and_no_bank_is_in_batch(method):
 
 def test_cont_accum_without_bank_queries_is_passage_bank():
     data = steps(hard=1)
-    one_sided, _ = run_steps("cont_accum", data, bank_size=16, queries=False)
+    one_sided, _ = run_steps("cont_accum", data, bank_size=16, columns_only=True)
     assert largest_difference(one_sided, run_steps("passage_bank", data, bank_size=16)[0]) == 0
     assert largest_difference(run_steps("cont_accum", data, bank_size=16)[0], one_sided) > DIFFERENT
 
@@ -92,7 +100,7 @@ def test_a_bank_emptied_after_each_step_holds_this_step_alone():
         engine.prepare(
             encoder, torch.optim.SGD(encoder.parameters(), lr=0.0)
         )  # the weights stay, only the bank can tell
-        bank = Bank(16, encoder.dim, frozen, push=4, keep=keep)
+        bank = make_bank(16, encoder.dim, frozen, push=4, keep=keep)
         for step in (opening, second):
             METHODS["cont_accum"](engine, step, bank, frozen)
             found = gradients(encoder)
@@ -186,7 +194,7 @@ def test_a_loss_scale_multiplies_every_gradient_alike(method):
     engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1))
     engine.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     loss = InfoNCE(0.1)
-    values = METHODS[method](engine, data[0], Bank(16, encoder.dim, loss, push=16, hard_negatives=1), loss)
+    values = METHODS[method](engine, data[0], make_bank(16, encoder.dim, loss, push=16, hard_negatives=1), loss)
     scaled = gradients(encoder)
     assert largest_difference([{name: g / 1024 for name, g in scaled.items()}], plain) < SAME
     assert largest_difference([scaled], plain) > 0.9

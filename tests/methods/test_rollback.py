@@ -5,13 +5,14 @@ import random
 
 import pytest
 import torch
-from helpers import micro_batches
+from helpers import make_bank, micro_batches
 
 from contaccum.batch import NO_PASSAGE, RowIds
 from contaccum.methods.bank import Bank
+from contaccum.methods.logsumexp import RollbackJournal
 from contaccum.methods.loss import InfoNCE
-from contaccum.methods.matryoshka import Prefixes
-from contaccum.methods.undo import Undo
+from contaccum.methods.objective import FULL_WIDTH, Matryoshka, Objective
+from contaccum.methods.similarity import Similarity
 
 DIM = 8
 
@@ -51,11 +52,11 @@ def take_steps(bank: Bank, sizes: list[list[int]], seed: int) -> None:
     [
         {},
         {"hard_negatives": 2},
-        {"queries": False},
-        {"visibility": "on_step"},
+        {"columns_only": True},
         {"keep": False},
         {"warmup_steps": 3},
-        {"prefixes": Prefixes((5, 2), (1.0, 1.0), unit=True), "hard_negatives": 1},
+        {"symmetric": True, "hard_negatives": 1},
+        {"matryoshka": Matryoshka((5, 2), (1.0, 1.0), unit=True), "hard_negatives": 1},
     ],
     ids=str,
 )
@@ -63,14 +64,15 @@ def test_a_step_taken_back_leaves_no_trace(options, before):
     """Pushes of many sizes, which wrap the ring several times and bring rows with more known positives than any before."""
     draw = random.Random(before)
     sizes = [[draw.randint(1, 5) for _ in range(draw.randint(1, 6))] for _ in range(before)]
-    bank = Bank(23, DIM, InfoNCE(0.2), push=3, **options)
+    options = dict(options)
+    loss = Objective(InfoNCE(0.2), options.pop("matryoshka", FULL_WIDTH))
+    bank = make_bank(23, DIM, loss, push=3, **options)
     take_steps(bank, sizes, 0)
     untouched, kept = copy.deepcopy(bank), everything(bank)
     for attempt in range(3):
         for number in range(attempt * 9 + 1):
             push(bank, draw.randint(1, 5), 5000 + number, known=2 + number % 3)
-        if options != {"visibility": "on_step"}:
-            assert everything(bank) != kept  # negative control: the failed step had left traces
+        assert everything(bank) != kept  # negative control: the failed step had left traces
         bank.rollback()
         assert everything(bank) == kept
     for each in (bank, untouched):
@@ -81,9 +83,9 @@ def test_a_step_taken_back_leaves_no_trace(options, before):
 def test_a_push_that_breaks_off_in_the_middle_is_taken_back(monkeypatch):
     """Memory runs out between a push's writes, at every place where it can."""
     for place in range(12):
-        bank = Bank(10, DIM, InfoNCE(0.2), push=2)
+        bank = make_bank(10, DIM, InfoNCE(0.2), push=2)
         take_steps(bank, [[2, 2, 2], [2, 2]], 0)
-        kept, calls, plain = everything(bank), iter(range(1000)), InfoNCE.logits
+        kept, calls, plain = everything(bank), iter(range(1000)), Similarity.logits
 
         def logits(self, *rest, calls=calls, plain=plain, place=place):
             if next(calls) == place:
@@ -91,7 +93,7 @@ def test_a_push_that_breaks_off_in_the_middle_is_taken_back(monkeypatch):
             return plain(self, *rest)
 
         with monkeypatch.context() as patch:
-            patch.setattr(InfoNCE, "logits", logits)
+            patch.setattr(Similarity, "logits", logits)
             with pytest.raises(torch.OutOfMemoryError):
                 push_often(bank, 9)
         bank.rollback()
@@ -100,22 +102,22 @@ def test_a_push_that_breaks_off_in_the_middle_is_taken_back(monkeypatch):
 
 def test_only_what_the_step_overwrote_is_kept():
     """A row's vectors are copied once, however many pushes the step has, and not at all once it has ended."""
-    bank = Bank(1000, DIM, InfoNCE(0.2), push=2, queries=False)
+    bank = make_bank(1000, DIM, InfoNCE(0.2), push=2, columns_only=True)
     for number in range(5):
         push(bank, 2, number)
-    kept = [old for tensor, _, old in bank.undo._kept.values() if tensor is bank.passages]
+    kept = [old for tensor, _, old in bank.journal._copies.values() if tensor is bank.passages]
     assert sum(len(old) for old in kept) == 10
     bank.end_step()
-    assert not bank.undo._kept
+    assert not bank.journal._copies
 
 
 def test_regions_that_overlap_come_back_as_they_were_first():
     values = torch.arange(12.0).view(3, 4)
-    before, undo = values.clone(), Undo()
+    before, journal = values.clone(), RollbackJournal()
     for round_, where in enumerate(
         [(1, slice(None)), (slice(None), 2), (1, slice(None)), (slice(0, 2), 2), (slice(None), 2)]
     ):
-        undo.note(values, where)
+        journal.record(values, where)
         values[where] = 100.0 + round_
-    undo.restore()
+    journal.restore()
     assert torch.equal(values, before)

@@ -8,7 +8,8 @@ import pytest
 from datasets import Dataset
 
 from contaccum.errors import InputError
-from contaccum.retrieval.bm25 import BM25, shared_words, words_of
+from contaccum.explore.html import shared_words
+from contaccum.retrieval.retriever import BM25, words_of
 
 TEXTS = {
     "a": ("", "cats chase mice, and cats sleep"),
@@ -39,7 +40,7 @@ def formula(query: str, key: str, k1: float = 1.5, b: float = 0.75) -> float:
 
 @pytest.mark.parametrize("query", ["cats", "cats mice", "dogs chase cheese"])
 def test_scores_are_the_formulas_and_passages_without_a_word_are_left_out(query):
-    run = BM25(CORPUS).find({"q": query})
+    run = BM25(CORPUS).search({"q": query})
     expected = {key: formula(query, key) for key in TEXTS}
     assert {key for key, _ in run["q"]} == {key for key, score in expected.items() if score > 0}
     for key, score in run["q"]:
@@ -47,29 +48,29 @@ def test_scores_are_the_formulas_and_passages_without_a_word_are_left_out(query)
 
 
 def test_equal_passages_stand_by_id_also_at_the_cut():
-    assert [key for key, _ in BM25(CORPUS).find({"q": "dogs"}, 2)["q"]] == ["e", "b"]
-    assert [key for key, _ in BM25(CORPUS).find({"q": "dogs"}, 1)["q"]] == ["e"]
+    assert [key for key, _ in BM25(CORPUS).search({"q": "dogs"}, 2)["q"]] == ["e", "b"]
+    assert [key for key, _ in BM25(CORPUS).search({"q": "dogs"}, 1)["q"]] == ["e"]
 
 
 def test_queries_without_a_known_word_find_nothing():
-    run = BM25(CORPUS).find({"unknown": "xylophone", "stop": "the is", "empty": "", "signs": "?!"})
+    run = BM25(CORPUS).search({"unknown": "xylophone", "stop": "the is", "empty": "", "signs": "?!"})
     assert run == {"unknown": [], "stop": [], "empty": [], "signs": []}
 
 
 def test_a_corpus_of_stop_words_finds_nothing():
     corpus = Dataset.from_dict({"id": ["a"], "title": [""], "text": ["the"]})
-    assert BM25(corpus).find({"q": "cats"}) == {"q": []}
+    assert BM25(corpus).search({"q": "cats"}) == {"q": []}
 
 
 def test_k_below_one_is_refused():
     with pytest.raises(InputError, match="k is 0"):
-        BM25(CORPUS).find({"q": "cats"}, 0)
+        BM25(CORPUS).search({"q": "cats"}, 0)
 
 
 def test_one_index_answers_many_searches():
     index = BM25(CORPUS)
     for query in ("cats", "dogs chase cheese"):
-        assert index.find({"q": query}, 3) == BM25(CORPUS).find({"q": query}, 3)
+        assert index.search({"q": query}, 3) == BM25(CORPUS).search({"q": query}, 3)
 
 
 @pytest.mark.parametrize(

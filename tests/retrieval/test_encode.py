@@ -8,15 +8,17 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
 from word_encoder import WordEncoder
 
 from contaccum.errors import InputError
-from contaccum.files import read_json, sha256_of, write_json
 from contaccum.retrieval import encode as encode_module
-from contaccum.retrieval.encode import Texts, encode_in_memory, encode_texts, make_plan, open_embeddings
+from contaccum.retrieval.encode import Texts, encode_in_memory, encode_texts, make_estimate
 from contaccum.retrieval.shards import ShardFolder
+from contaccum.runtime.files import read_json, sha256_of, write_json
 
 ROWS = 25
 
@@ -50,6 +52,61 @@ def test_shards_hold_every_passage_in_order_with_title_and_text(tmp_path):
     assert ids == [f"p{n}" for n in range(ROWS)]
     np.testing.assert_array_equal(vectors, WordEncoder().encode_passages(texts))
     assert [len(shard.ids) for shard in ShardFolder(tmp_path / "e")] == [10, 10, 5]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_parquet_holds_what_npy_holds(tmp_path, dtype):
+    form = {"shard_size": 10, "dtype": dtype}
+    encode_texts(WordEncoder(), passages(), tmp_path / "npy", **form)
+    encode_texts(WordEncoder(), passages(), tmp_path / "e", **form, format="parquet", text=True)
+    (ids, vectors), (own_ids, own) = (all_rows(ShardFolder(tmp_path / name)) for name in ("npy", "e"))
+    assert own_ids == ids
+    assert own.dtype == dtype
+    np.testing.assert_array_equal(own, vectors)
+    table = pq.read_table([tmp_path / "e" / f"0000{number}.parquet" for number in range(3)])
+    assert [field.name for field in table.schema] == ["id", "text", "embedding"]
+    assert table.schema.field("embedding").type == pa.list_(pa.from_numpy_dtype(dtype), 48)
+    assert table["id"].to_pylist() == ids
+    assert table["text"].to_pylist() == passages().read(0, ROWS)[1]
+    np.testing.assert_array_equal(np.stack(table["embedding"].to_pylist()).astype(dtype), vectors)
+
+
+def test_parquet_without_texts_is_another_job_and_finished_shards_are_kept(tmp_path):
+    form = {"shard_size": 10, "format": "parquet"}
+    encode_texts(WordEncoder(), passages(), tmp_path / "e", **form)
+    before = bytes_of(tmp_path / "e")
+    assert pq.read_table(tmp_path / "e" / "00000.parquet").column_names == ["id", "embedding"]
+    for name in ("00001.shard.json", "manifest.json"):
+        (tmp_path / "e" / name).unlink()
+    encoder = WordEncoder()
+    assert encode_texts(encoder, passages(), tmp_path / "e", **form)
+    assert encoder.seen == 10
+    assert bytes_of(tmp_path / "e") == before
+    with pytest.raises(InputError, match="text False, but now True"):
+        encode_texts(WordEncoder(), passages(), tmp_path / "e", **form, text=True)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"PAR1 and no more", "not a Parquet file"),
+        (
+            pa.table({"id": [1], "embedding": [[1.0]]}),
+            "has 1 rows with the columns .* expected 10 rows with the columns id",
+        ),
+    ],
+)
+def test_a_parquet_file_of_other_content_is_refused(tmp_path, content, words):
+    """Also where the records name its hash."""
+    encode_texts(WordEncoder(), passages(), tmp_path / "e", shard_size=10, format="parquet")
+    path = tmp_path / "e" / "00001.parquet"
+    path.write_bytes(content) if isinstance(content, bytes) else pq.write_table(content, path)
+    manifest = read_json(tmp_path / "e" / "manifest.json")
+    record = manifest["shards"][1]
+    record["bytes"]["vectors"], record["sha256"]["vectors"] = path.stat().st_size, sha256_of(path)
+    write_json(tmp_path / "e" / "manifest.json", manifest)
+    with pytest.raises(InputError, match=words):
+        ShardFolder(tmp_path / "e")[1]
 
 
 def test_manifest_names_encoder_form_sizes_and_hashes(tmp_path):
@@ -118,7 +175,7 @@ def test_killed_and_resumed_gives_the_files_of_an_unbroken_run(tmp_path):
     assert process.wait() == -signal.SIGKILL
     finished = [read_json(path)["shard"]["rows"] for path in broken.glob("*.shard.json")]
     assert 3 <= len(finished) < 13
-    with pytest.raises(InputError, match=r"the encoding was not ended"):
+    with pytest.raises(InputError, match=r"3 shards are finished, others are missing"):
         ShardFolder(broken)
     encoder = WordEncoder()
     assert encode_texts(encoder, passages(), broken, shard_size=2)
@@ -126,11 +183,11 @@ def test_killed_and_resumed_gives_the_files_of_an_unbroken_run(tmp_path):
     assert bytes_of(broken) == bytes_of(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("name", ["00001.npy", "00001.ids.json"])
+@pytest.mark.parametrize("name", ["00001.npy", "00001.ids.json", "00001.parquet"])
 @pytest.mark.parametrize("fault", ["flipped", "cut", "gone"])
 def test_a_damaged_shard_is_refused_by_the_reader_and_made_again_by_the_writer(tmp_path, name, fault):
-    folder = tmp_path / "e"
-    encode_texts(WordEncoder(), passages(), folder, shard_size=10)
+    folder, form = tmp_path / "e", {"shard_size": 10, "format": "parquet" if name.endswith("parquet") else "npy"}
+    encode_texts(WordEncoder(), passages(), folder, **form)
     before = bytes_of(folder)
     data = (folder / name).read_bytes()
     if fault == "gone":
@@ -143,7 +200,7 @@ def test_a_damaged_shard_is_refused_by_the_reader_and_made_again_by_the_writer(t
         shards[1]
     encoder = WordEncoder()
     with pytest.warns(UserWarning, match=rf"{name}.*shard 1 is encoded again"):
-        encode_texts(encoder, passages(), folder, shard_size=10)
+        encode_texts(encoder, passages(), folder, **form)
     assert encoder.seen == 10
     assert bytes_of(folder) == before
 
@@ -157,14 +214,45 @@ def test_a_damaged_record_or_manifest_is_written_again(tmp_path):
     assert bytes_of(tmp_path / "e") == before
 
 
+RECORDS = {
+    "rows": lambda shard: shard.update(rows=9),
+    "dimension": lambda shard: shard.update(dimension=47),
+    "size": lambda shard: shard["bytes"].update(vectors=7),
+    "no size": lambda shard: shard["bytes"].clear(),
+    "hash": lambda shard: shard["sha256"].update(ids="0" * 64),
+    "no hash": lambda shard: shard["sha256"].clear(),
+    "other file": lambda shard: shard.update(vectors="00001.npy"),
+    "file outside": lambda shard: shard.update(vectors="../x.npy"),
+    "type": lambda shard: shard.update(rows="10"),
+    "no field": lambda shard: shard.pop("ids"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is encoded again")
+@pytest.mark.parametrize("change", RECORDS.values(), ids=RECORDS)
+def test_a_changed_record_is_noticed_and_its_shard_is_encoded_again(tmp_path, change):
+    folder = tmp_path / "e"
+    encode_texts(WordEncoder(), passages(), folder, shard_size=10)
+    before = bytes_of(folder)
+    record = read_json(folder / "00000.shard.json")
+    change(record["shard"])
+    write_json(folder / "00000.shard.json", record)
+    (folder / "manifest.json").unlink()
+    encoder = WordEncoder()
+    assert encode_texts(encoder, passages(), folder, shard_size=10)
+    assert encoder.seen == 10
+    assert bytes_of(folder) == before
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"encoder": WordEncoder(name="other")}, "encoder 'words-48-passage', expected 'other-48-passage'"),
+        ({"encoder": WordEncoder(name="other")}, "encoder 'words-48-passage', but now 'other-48-passage'"),
         ({"texts": passages(24)}, "source"),
-        ({"shard_size": 5}, "shard_size 10, expected 5"),
-        ({"dtype": "float16"}, "dtype 'float32', expected 'float16'"),
-        ({"texts": Texts.of_queries({"q": "text"})}, "kind 'passage', expected 'query'"),
+        ({"shard_size": 5}, "shard_size 10, but now 5"),
+        ({"dtype": "float16"}, "dtype 'float32', but now 'float16'"),
+        ({"format": "parquet"}, "format 'npy', but now 'parquet'"),
+        ({"texts": Texts.of_queries({"q": "text"})}, "kind 'passage', but now 'query'"),
     ],
 )
 def test_a_folder_of_another_job_is_refused_and_left_as_it_is(tmp_path, change, words):
@@ -178,33 +266,40 @@ def test_a_folder_of_another_job_is_refused_and_left_as_it_is(tmp_path, change, 
 
 def test_a_folder_that_holds_something_else_is_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(InputError, match=r"already holds 'thesis\.tex'"):
+    with pytest.raises(InputError, match=r"contains 'thesis\.tex'"):
         encode_texts(WordEncoder(), passages(), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_reader_refuses_another_encoder_and_other_data(tmp_path):
     encode_texts(WordEncoder(), passages(), tmp_path / "e")
-    assert len(open_embeddings(WordEncoder(), passages(), tmp_path / "e")) == 1
-    with pytest.raises(InputError, match="made by another encoder"):
-        open_embeddings(WordEncoder(name="other"), passages(), tmp_path / "e")
-    with pytest.raises(InputError, match="made from other data"):
-        open_embeddings(WordEncoder(), passages(24), tmp_path / "e")
+    assert len(ShardFolder(tmp_path / "e", WordEncoder().fingerprint("passage"), passages().fingerprint)) == 1
+    with pytest.raises(InputError, match="made by a different encoder"):
+        ShardFolder(tmp_path / "e", WordEncoder(name="other").fingerprint("passage"), passages().fingerprint)
+    with pytest.raises(InputError, match="made from different data"):
+        ShardFolder(tmp_path / "e", WordEncoder().fingerprint("passage"), passages(24).fingerprint)
 
 
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (lambda m: m.update(format="thumbnails"), "not a manifest of embeddings"),
-        (lambda m: m.update(version=2), "not a manifest of embeddings"),
-        (lambda m: m["shards"].pop(), "lists 2 shards"),
-        (lambda m: m["shards"].insert(0, m["shards"].pop()), "its entry 0"),  # another order
-        (lambda m: m["shards"][1].update(vectors="../../secret.npy"), "its entry 1"),
-        (lambda m: m["shards"][1].update(rows=9), "its entry 1"),
-        (lambda m: m["shards"][1].pop("sha256"), "its entry 1"),
-        (lambda m: m["job"].pop("dtype"), "expected the fields kind, encoder"),
-        (lambda m: m["job"].update(shard_size=0), "sizes that can be"),
-        (lambda m: m["job"].update(dtype="object"), "expected dtype float16 or float32"),
+        (lambda m: m.update(format="thumbnails"), "found format 'thumbnails'; a manifest of embeddings has"),
+        (lambda m: m.update(format_version=2), "has format_version 2"),
+        (lambda m: m["shards"].pop(), "lists 2 shards, but its job has 3"),
+        (
+            lambda m: m["shards"].insert(0, m["shards"].pop()),
+            r"shards\[0\] is 00002\.npy with 5 vectors",
+        ),  # another order
+        (lambda m: m["shards"][1].update(vectors="../../secret.npy"), r"shards\[1\] is \.\./\.\./secret\.npy"),
+        (
+            lambda m: m["shards"][1].update(rows=9),
+            r"shards\[1\] is 00001\.npy with 9 vectors of dimension 48; expected 00001\.npy with 10",
+        ),
+        (lambda m: m["shards"][1].pop("sha256"), r"shards\[1\]: the field 'sha256' is missing"),
+        (lambda m: m["job"].pop("dtype"), "job: the field 'dtype' is missing"),
+        (lambda m: m["job"].update(shard_size=0), "shard_size is 0 for 25 rows; expected at least 1"),
+        (lambda m: m["job"].update(dtype="object"), "dtype is 'object'; expected float16 or float32"),
+        (lambda m: m["job"].update(format="pickle"), "format is 'pickle'; expected npy or parquet"),
     ],
 )
 def test_a_foreign_or_edited_manifest_is_refused(tmp_path, edit, words):
@@ -268,20 +363,20 @@ def test_a_disk_that_cannot_be_written_stops_the_encoding(tmp_path):
     encode_texts(WordEncoder(), passages(), tmp_path / "e", shard_size=5, rank=1, world=5)
     (tmp_path / "e" / "00000.npy").mkdir()  # where the first shard should stand
     encoder = WordEncoder()
-    with pytest.raises(InputError, match=r"00000\.npy: could not be written"):
+    with pytest.raises(InputError, match=r"00000\.npy: cannot be written"):
         encode_texts(encoder, passages(), tmp_path / "e", shard_size=5)
     assert encoder.seen == 10  # the second shard was under way when the first one failed
 
 
-def test_a_plan_is_rate_time_and_bytes_by_hand():
-    plan = make_plan(rows=1_000_000, dim=384, dtype="float16", sampled=32, seconds=0.4)
-    assert (plan.rate, plan.seconds, plan.bytes) == (80, 12_500, 768_000_000)
-    assert str(plan) == "1,000,000 texts at 80 a second: about 3 h 28 min, 768 MB of vectors"
+def test_estimate_of_time_and_space_equals_hand_computation():
+    seconds, sentence = make_estimate(rows=1_000_000, dim=384, dtype="float16", sampled=32, seconds=0.4)
+    assert seconds == 12_500
+    assert sentence == "1,000,000 texts at 80 a second: about 3 h 28 min, 768 MB of vectors"
 
 
 @pytest.mark.parametrize(("least", "rows", "spoken"), [(0.0, 1600, True), (0.0, 1599, False), (1e9, 1600, False)])
 def test_a_long_job_announces_itself_once_on_stderr(tmp_path, capsys, monkeypatch, least, rows, spoken):
-    monkeypatch.setattr(encode_module, "LONG", least)
+    monkeypatch.setattr(encode_module, "ESTIMATE_SECONDS", least)
     encoder = WordEncoder()
     encode_texts(encoder, passages(rows), tmp_path / "e", dtype="float16")
     out, err = capsys.readouterr()

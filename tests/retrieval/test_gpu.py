@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from contaccum.retrieval import index as index_module
-from contaccum.retrieval.index import GPU_LIMIT, Index, Origin, gpu_count, search_gpus
-from contaccum.retrieval.search import search
+from contaccum.retrieval import faiss_library
+from contaccum.retrieval.faiss_library import GPU_LIMIT, gpu_count, search_gpus
+from contaccum.retrieval.index import Index, Origin
+from contaccum.retrieval.retriever import search_vectors as search
 from contaccum.retrieval.shards import Shard
 
 pytestmark = [
@@ -28,7 +29,7 @@ def shards(dtype: str = "float32") -> list[Shard]:
 
 
 def counted(monkeypatch, count: int) -> None:
-    monkeypatch.setattr(index_module, "gpu_count", lambda: count)
+    monkeypatch.setattr(faiss_library, "gpu_count", lambda: count)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
@@ -72,5 +73,5 @@ def test_more_results_than_a_gpu_gives_come_from_the_cpu():
 @pytest.mark.skipif(gpu_count() < 2, reason="faiss sees fewer than two GPUs")
 def test_several_gpus_hold_a_part_each():
     index = Index.build(shards())
-    parts = index_module.load_faiss().downcast_index(index._gpu_copies(search_gpus()))
+    parts = faiss_library.load_faiss().downcast_index(index._gpu_copies(search_gpus()))
     assert sorted(parts.at(n).ntotal for n in range(parts.count())) == [5000 // gpu_count()] * gpu_count()

@@ -7,17 +7,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset
 from word_encoder import WordEncoder
 
+from contaccum.config.commands import SearchConfig
 from contaccum.errors import InputError
-from contaccum.files import read_json, sha256_of, write_json
-from contaccum.options import SearchSettings
-from contaccum.retrieval import exact
+from contaccum.retrieval import devices, exact, faiss_library
 from contaccum.retrieval import index as index_module
 from contaccum.retrieval.index import Index, Origin
-from contaccum.retrieval.search import Searcher, search, search_index
+from contaccum.retrieval.retriever import Retriever, index_ranker
+from contaccum.retrieval.retriever import search_vectors as search
 from contaccum.retrieval.shards import Shard
+from contaccum.runtime.files import read_json, sha256_of, write_json
 
 
 def shards(rows: int = 200, dim: int = 16) -> list[Shard]:
@@ -30,24 +32,28 @@ QUERIES = np.random.default_rng(1).standard_normal((5, 16)).astype(np.float32)
 NAMES = [f"q{n}" for n in range(5)]
 
 
+def search_index(index: Index) -> dict[str, list[tuple[str, float]]]:
+    return dict(zip(NAMES, index_ranker(index)(QUERIES, 10), strict=True))
+
+
 @pytest.mark.parametrize("factory", ["Flat", "IVF8,Flat", "HNSW8"])
 def test_a_saved_index_answers_as_before(tmp_path, factory):
     built = Index.build(shards(), Origin(factory, encoder="abc"))
     built.save(tmp_path / "index")
     loaded = Index.load(tmp_path / "index")
     assert (loaded.origin, loaded.dimension, len(loaded)) == (Origin(factory, encoder="abc"), 16, 200)
-    assert search_index(NAMES, QUERIES, loaded, 10) == search_index(NAMES, QUERIES, built, 10)
+    assert search_index(loaded) == search_index(built)
 
 
 def test_a_flat_index_finds_what_streaming_finds():
-    indexed = search_index(NAMES, QUERIES, Index.build(shards()), 10)
+    indexed = search_index(Index.build(shards()))
     streamed = search(NAMES, QUERIES, shards(), 10)
     assert [[key for key, _ in hits] for hits in indexed.values()] == [[key for key, _ in h] for h in streamed.values()]
 
 
 def test_several_threads_build_a_graph_that_serves_as_well():
     built = Index.build(shards(), Origin("HNSW32"), reproducible=False)
-    found, right = search_index(NAMES, QUERIES, built, 10), search(NAMES, QUERIES, shards(), 10)
+    found, right = search_index(built), search(NAMES, QUERIES, shards(), 10)
     shared = [len({key for key, _ in found[q]} & {key for key, _ in right[q]}) for q in NAMES]
     assert np.mean(shared) > 8
 
@@ -80,13 +86,15 @@ def test_a_manifest_that_is_missing_foreign_or_untrue_is_refused(tmp_path):
     Index.build(shards()).save(folder)
     manifest = read_json(folder / "manifest.json")
     write_json(folder / "manifest.json", manifest | {"format": "contaccum-embeddings"})
-    with pytest.raises(InputError, match="not the manifest of an index"):
+    with pytest.raises(InputError, match="found format 'contaccum-embeddings'; the manifest of an index"):
         Index.load(folder)
-    write_json(folder / "manifest.json", manifest | {"sha256": None})
+    write_json(folder / "manifest.json", manifest | {"sha256": {}})
     with pytest.raises(InputError, match=r"index\.faiss"):
         Index.load(folder)
     write_json(folder / "manifest.json", manifest | {"dimension": 17})
-    with pytest.raises(InputError, match="200 rows of 16 and 200 ids, expected 200 rows of 17"):
+    with pytest.raises(
+        InputError, match=r"200 vectors of dimension 16 and 200 ids, but .* has 200 vectors of dimension 17"
+    ):
         Index.load(folder)
 
 
@@ -107,7 +115,7 @@ def test_an_index_replaces_an_older_one_and_nothing_else(tmp_path):
     assert len(Index.load(tmp_path / "index")) == 90
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").write_bytes(b"cat")
-    with pytest.raises(InputError, match="already holds something else"):
+    with pytest.raises(InputError, match="contains files that do not belong to an index"):
         Index.build(shards()).save(tmp_path / "photos")
     assert (tmp_path / "photos" / "cat.jpg").read_bytes() == b"cat"
 
@@ -121,7 +129,7 @@ import sys
 sys.modules["faiss"] = None  # import faiss now fails as if it were not installed
 import numpy as np
 from contaccum.errors import InputError
-from contaccum.retrieval.search import search
+from contaccum.retrieval.retriever import search_vectors as search
 from contaccum.retrieval.shards import Shard
 vectors = np.eye(4, dtype=np.float32)
 shards = [Shard(list("abcd"), vectors)]
@@ -161,10 +169,10 @@ def test_torch_and_faiss_work_in_one_process_in_either_order(first, second):
 
 
 @pytest.fixture
-def gpu_calls(monkeypatch) -> list[tuple[bool, list[int]]]:
-    """Stand-ins for the GPU half of faiss, which only a GPU build has; a copy is the index itself, HNSW has none."""
+def gpu_calls(monkeypatch) -> list[tuple[bool | str, list[int]]]:
+    """Replace the GPU classes of faiss, which only a GPU build has, by those of the CPU; HNSW has no GPU version."""
     faiss = index_module.load_faiss()
-    calls: list[tuple[bool, list[int]]] = []
+    calls: list[tuple[bool | str, list[int]]] = []
 
     def copies(index, options, gpus):
         calls.append((options.shard, gpus))
@@ -172,7 +180,14 @@ def gpu_calls(monkeypatch) -> list[tuple[bool, list[int]]]:
             raise RuntimeError("Error in ToGpuCloner at GpuCloner.cpp:1: Error: not implemented on GPU")
         return index
 
-    monkeypatch.setattr(index_module, "gpu_count", lambda: 2)
+    def flat(resources, width, config):
+        calls.append(("flat", [config.device]))
+        return faiss.IndexFlatIP(width)
+
+    monkeypatch.setattr(faiss_library, "gpu_count", lambda: 2)
+    monkeypatch.setattr(faiss, "StandardGpuResources", object, raising=False)
+    monkeypatch.setattr(faiss, "GpuIndexFlatConfig", types.SimpleNamespace, raising=False)
+    monkeypatch.setattr(faiss, "GpuIndexFlatIP", flat, raising=False)
     monkeypatch.setattr(faiss, "GpuMultipleClonerOptions", types.SimpleNamespace, raising=False)
     monkeypatch.setattr(faiss, "index_cpu_to_gpus_list", copies)
     return calls
@@ -183,8 +198,9 @@ def test_with_gpus_the_index_is_divided_over_them_once(gpu_calls):
     found = [built.search(QUERIES, 5)[1] for _ in range(2)]
     assert gpu_calls == [(True, [0, 1])]
     np.testing.assert_array_equal(found[0], found[1])
-    assert search(NAMES, QUERIES, shards(), 5).keys() == set(NAMES)
-    assert gpu_calls == [(True, [0, 1])] * 2  # exact search went the same way
+    gpu_calls.clear()
+    assert search(NAMES, QUERIES, shards(), 5) == search(NAMES, QUERIES, shards(), 5, device="cpu")
+    assert gpu_calls == [("flat", [0]), ("flat", [1])]  # exact search adds its blocks to the GPUs directly
 
 
 @pytest.mark.parametrize(
@@ -209,11 +225,11 @@ def test_a_search_takes_its_process_own_gpu_all_when_alone_and_none_beside_the_c
 ):
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
-    assert index_module.search_gpus(device) == gpus
+    assert faiss_library.search_gpus(device) == gpus
     expected = search(NAMES, QUERIES, shards(), 5, backend="torch", device="cpu")
     assert search(NAMES, QUERIES, shards(), 5, device=device) == expected
     search(NAMES, QUERIES, shards(), 5, factory="IVF8,Flat", device=device)
-    assert gpu_calls == ([(True, gpus)] * 2 if gpus else [])
+    assert gpu_calls == ([*(("flat", [gpu]) for gpu in gpus), (True, gpus)] if gpus else [])
 
 
 def test_torch_stays_off_a_gpu_beside_an_encoder_on_the_cpu(monkeypatch):
@@ -221,8 +237,15 @@ def test_torch_stays_off_a_gpu_beside_an_encoder_on_the_cpu(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    places = {device: str(exact.torch_device(device)) for device in ("cpu", "mps", "cuda:0", "auto")}
+    for name, value in {
+        "RANK": 3,
+        "WORLD_SIZE": 4,
+        "LOCAL_RANK": 3,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": 29500,
+    }.items():
+        monkeypatch.setenv(name, str(value))
+    places = {device: str(devices.torch_device(device)) for device in ("cpu", "mps", "cuda:0", "auto")}
     assert places == {"cpu": "cpu", "mps": "cpu", "cuda:0": "cuda:0", "auto": "cuda:1"}
     assert [exact.choose_backend("auto", device) for device in ("cpu", "auto")] == ["faiss", "torch"]
     assert search(NAMES, QUERIES, shards(), 5, backend="torch", device="cpu").keys() == set(NAMES)
@@ -236,11 +259,11 @@ def test_a_searcher_puts_its_vectors_on_its_encoders_gpus_once(gpu_calls, chosen
     monkeypatch.setattr(Index, "build", lambda *a, **b: built.append(a) or build(*a, **b))
     monkeypatch.setattr(WordEncoder, "device", device)
     corpus = Dataset.from_dict({"id": NAMES * 20, "title": [""] * 100, "text": [f"word{n}" for n in range(100)]})
-    searcher = Searcher(WordEncoder(), corpus, SearchSettings(**chosen))
-    found = [searcher.find({"q": f"word{n}"}, 3)["q"][0][0] for n in (2, 4, 3)]
+    searcher = Retriever.open(WordEncoder(), corpus, SearchConfig(**chosen))
+    found = [searcher.search({"q": f"word{n}"}, 3)["q"][0][0] for n in (2, 4, 3)]
     assert found == ["q2", "q4", "q3"]
-    assert len(built) == (device != "cpu" or "factory" in chosen)
-    assert len(gpu_calls) == (device != "cpu")
+    assert len(built) == ("factory" in chosen)
+    assert len(gpu_calls) == (device != "cpu") * (1 if "factory" in chosen else 2)
 
 
 def test_a_process_whose_share_of_the_shards_is_empty_builds_no_index_on_its_gpu(gpu_calls):
@@ -279,10 +302,90 @@ def test_an_index_without_gpu_form_is_searched_on_the_cpu_with_a_warning(gpu_cal
     np.testing.assert_array_equal(found[1], built.index.search(QUERIES, 5)[1])
 
 
+@pytest.mark.parametrize("fault", ["copy", "search"])
+def test_exact_search_goes_on_in_torch_when_faiss_fails_on_the_gpu(gpu_calls, monkeypatch, fault):
+    """GPUs run out of memory when they get the corpus, or later, when they search."""
+    faiss = faiss_library.load_faiss()
+
+    class Full(faiss.IndexFlatIP):
+        def search(self, *_):
+            raise RuntimeError("Error in alloc at StandardGpuResources.cpp:1: Error: out of memory")
+
+    def flat(resources, width, config):
+        return Full(width).search() if fault == "copy" else Full(width)
+
+    expected = search(NAMES, QUERIES, shards(), 5, backend="torch", device="cpu")
+    monkeypatch.setattr(faiss_library, "gpu_count", lambda: 1)
+    monkeypatch.setattr(faiss, "GpuIndexFlatIP", flat)
+    monkeypatch.setattr(devices, "torch_device", lambda device: torch.device("cpu"))
+    with pytest.warns(UserWarning, match=r"faiss cannot search on the GPU \(out of memory\); torch searches instead"):
+        assert search(NAMES, QUERIES, shards(), 5) == expected
+
+
+@pytest.mark.parametrize("rows", [1, 3, 32_769, 70_000])
+def test_every_row_is_on_one_gpu_and_keeps_its_number(gpu_calls, rows):
+    vectors = np.random.default_rng(rows).standard_normal((rows, 8)).astype(np.float32)
+    cut = [
+        Shard([str(n) for n in range(at, min(rows, at + 40_000))], vectors[at : at + 40_000])
+        for at in range(0, rows, 40_000)
+    ]
+    divided = devices.flat_index_on_gpus(cut, [0, 1])
+    whole = faiss_library.load_faiss().IndexFlatIP(8)
+    whole.add(vectors)
+    np.testing.assert_array_equal(divided.search(vectors[-3:], 1)[1], whole.search(vectors[-3:], 1)[1])
+    assert sum(divided.at(number).ntotal for number in range(divided.count())) == rows
+
+
+def resident_search(queries: np.ndarray, cut: list[Shard], k: int, pinned: bool, calls: int = 2) -> list[set[int]]:
+    """Search as on a GPU, on the CPU: through the two buffers, and from the blocks that stay on the device."""
+    candidates = devices.TorchCandidates(cut, torch.device("cpu"), resident=True)
+    if pinned:
+        candidates._on_cpu = candidates._through_pinned_memory
+    for _ in range(calls):
+        _, rows = candidates(queries, k)
+        assert candidates._blocks
+    return [set(found) for found in rows.tolist()]
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "k"),
+    [
+        ([70], "float32", 5),
+        ([5, 300, 1, 40], "float16", 40),
+        ([200, 3, 200, 3, 200], "float32", 7),
+        ([1], "float32", 1),
+    ],
+)
+def test_blocks_that_pass_through_two_buffers_are_searched_in_order(monkeypatch, pinned, sizes, dtype, k):
+    """Shards of different sizes need new buffers; a buffer that is reused too early would mix blocks."""
+    monkeypatch.setattr(faiss_library, "BLOCK", 64)
+    monkeypatch.setattr(devices, "_QUERIES", 3)
+    generator, cut = np.random.default_rng(7), []
+    for number, size in enumerate(sizes):
+        vectors = generator.standard_normal((size, 16)).astype(dtype)
+        cut.append(Shard([f"{number}-{row}" for row in range(size)], vectors))
+    products = QUERIES @ np.concatenate([shard.vectors.astype(np.float32) for shard in cut]).T
+    expected = [set(row) for row in np.argsort(-products, axis=1)[:, :k].tolist()]
+    assert resident_search(QUERIES, cut, k, pinned) == expected
+    assert resident_search(QUERIES[::-1].copy(), cut, k, pinned) == expected[::-1]
+    if sum(sizes) > k:
+        assert resident_search(-QUERIES, cut, k, pinned) != expected
+
+
+def test_a_corpus_stays_on_the_gpu_only_if_half_of_the_free_memory_holds_it(monkeypatch):
+    cut = shards(rows=100, dim=16)  # 6400 bytes
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    for free, stays in ((12_800, True), (12_799, False)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 10**12))
+        assert devices.TorchCandidates(cut, torch.device("cuda:0"))._fits() == stays
+    assert not devices.TorchCandidates(cut, torch.device("cpu"))._fits()
+
+
 PEAK = """
 import resource, sys
 import numpy as np
-from contaccum.retrieval.search import search
+from contaccum.retrieval.retriever import search_vectors as search
 from contaccum.retrieval.shards import Shard
 import faiss, torch
 
@@ -311,19 +414,19 @@ KEPT = Origin("IVF8,Flat", 3, "encoder", "source")
 
 
 def test_a_kept_index_is_built_once_and_read_afterwards(tmp_path):
-    built = Index.kept(tmp_path / "index", KEPT, shards)
-    read = Index.kept(tmp_path / "index", KEPT, lambda: pytest.fail("the index was built again"))
-    assert search_index(NAMES, QUERIES, read, 10) == search_index(NAMES, QUERIES, built, 10)
+    built = Index.load_or_build(tmp_path / "index", KEPT, shards)
+    read = Index.load_or_build(tmp_path / "index", KEPT, lambda: pytest.fail("the index was built again"))
+    assert search_index(read) == search_index(built)
     assert read.origin == KEPT
 
 
 @pytest.mark.parametrize("change", [{"factory": "HNSW8"}, {"seed": 4}, {"encoder": "other"}, {"source": "other"}])
 def test_a_kept_index_of_another_origin_is_refused_before_its_file_is_read(tmp_path, change, monkeypatch):
-    Index.kept(tmp_path / "index", KEPT, shards)
+    Index.load_or_build(tmp_path / "index", KEPT, shards)
     monkeypatch.setattr(index_module, "load_faiss", lambda: pytest.fail("faiss was asked for"))
     ((name, value),) = change.items()
-    with pytest.raises(InputError, match=rf"belongs to other vectors or settings \({name} .*expected {value!r}\)"):
-        Index.kept(tmp_path / "index", replace(KEPT, **change), shards)
+    with pytest.raises(InputError, match=rf"belongs to different vectors or settings \({name} .*, but now {value!r}\)"):
+        Index.load_or_build(tmp_path / "index", replace(KEPT, **change), shards)
 
 
 def test_a_folder_of_something_else_is_refused_before_the_index_is_built(tmp_path):
@@ -333,20 +436,28 @@ def test_a_folder_of_something_else_is_refused_before_the_index_is_built(tmp_pat
     (tmp_path / "vectors").mkdir()
     write_json(tmp_path / "vectors" / "manifest.json", {"format": "contaccum-embeddings", "version": 1})
     for name, words in (
-        ("file", "something else"),
-        ("photos", "something else"),
-        ("vectors", "not the manifest of an index"),
+        ("file", "contains files that do not belong to an index"),
+        ("photos", "contains files that do not belong to an index"),
+        ("vectors", "the field 'origin' is missing"),
     ):
         with pytest.raises(InputError, match=words):
-            Index.kept(tmp_path / name, KEPT, lambda: pytest.fail("the index was built"))
-    with pytest.raises(InputError, match="something else"):
+            Index.load_or_build(tmp_path / name, KEPT, lambda: pytest.fail("the index was built"))
+    with pytest.raises(InputError, match="the field 'origin' is missing"):
         Index.build(shards()).save(tmp_path / "vectors")
 
 
-@pytest.mark.parametrize("origin", [None, {}, {**KEPT.__dict__, "seed": "3"}, {**KEPT.__dict__, "more": 1}])
-def test_a_manifest_whose_origin_is_not_ours_is_refused(tmp_path, origin):
+@pytest.mark.parametrize(
+    ("origin", "words"),
+    [
+        (None, "origin: found null; object is expected"),
+        ({}, "origin: the field 'factory' is missing"),
+        ({**KEPT.__dict__, "seed": "3"}, r"origin\.seed: found str; int is expected"),
+        ({**KEPT.__dict__, "factory": 7}, r"origin\.factory: found int; str is expected"),
+    ],
+)
+def test_a_manifest_whose_origin_is_not_ours_is_refused(tmp_path, origin, words):
     Index.build(shards(), KEPT).save(tmp_path / "index")
     manifest = read_json(tmp_path / "index" / "manifest.json")
     write_json(tmp_path / "index" / "manifest.json", manifest | {"origin": origin})
-    with pytest.raises(InputError, match="expected the fields factory, seed, encoder, source"):
+    with pytest.raises(InputError, match=words):
         Index.load(tmp_path / "index")

@@ -1,5 +1,6 @@
 """Mined negatives against a slow, plain version and against sentence-transformers' own; files, resumption, refusals."""
 
+import hashlib
 import json
 import signal
 import subprocess
@@ -13,24 +14,21 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers import write_beir
+from opened import open_corpus, open_examples, read_examples
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 from word_encoder import WordEncoder
 
 from contaccum import DualEncoder
-from contaccum.api import mine as mine_data
 from contaccum.cli import main
-from contaccum.data.convert import convert, open_examples
-from contaccum.data.corpus import load_corpus
-from contaccum.data.formats import read_examples
-from contaccum.encoder import EncoderSettings
-from contaccum.encoder.tiny import tiny_tower
+from contaccum.config.commands import EncoderConfig, MineConfig, SearchConfig
+from contaccum.data.commands import convert
+from contaccum.encoder import EncoderSettings, tiny_tower
 from contaccum.errors import InputError
-from contaccum.options import MineSettings, ModelChoice, SearchSettings
-from contaccum.retrieval.bm25 import BM25
-from contaccum.retrieval.candidates import Dense, Lexical
-from contaccum.retrieval.mine import Asked, Mining, about_path, mine
-from contaccum.retrieval.negatives import choose
-from contaccum.retrieval.rerank import CrossEncoder
+from contaccum.retrieval.blocks import Statistics
+from contaccum.retrieval.mine import Mining, MiningQueries, about_path, mine, write_mined
+from contaccum.retrieval.negatives import CrossEncoder, select_negatives
+from contaccum.retrieval.retriever import BM25, Retriever
+from contaccum.runtime.files import read_json, write_json
 
 SETTINGS = {
     "top": {},
@@ -62,28 +60,32 @@ def data(tmp_path):
 
 
 @pytest.fixture
-def asked(data):
-    return Asked(open_examples(data))
+def queries(data):
+    return MiningQueries(open_examples(data))
+
+
+def dense(queries: MiningQueries, settings: SearchConfig = SearchConfig(), encoder=None) -> Retriever:  # noqa: B008
+    return Retriever.open(encoder or WordEncoder(), queries.corpus, settings, mining=True, extra=queries.extra)
 
 
 def content(row: dict) -> str:
     return f"{row['title']} {row['text']}".strip()
 
 
-def mined(asked: Asked, search, folder, rerank=None, to="jsonl", **settings) -> list[dict]:
+def mined(queries: MiningQueries, retriever, folder, rerank=None, to="jsonl", **settings) -> list[dict]:
     output = folder / f"{time.monotonic_ns()}.jsonl"
-    mine(Mining(asked, search, MineSettings(**settings), to, rerank), output, {})
+    write_mined(Mining(queries, retriever, MineConfig(**settings), to, rerank), output, {})
     return [json.loads(line) for line in output.read_text().splitlines()]
 
 
-def slowly(asked: Asked, scores: dict[str, dict[str, float]], settings: MineSettings) -> list[tuple]:
+def slowly(queries: MiningQueries, scores: dict[str, dict[str, float]], settings: MineConfig) -> list[tuple]:
     """Every passage looked at for every query, one rule after the other: ids and scores of the negatives."""
     found = []
-    for example in asked.examples:
+    for example in queries.examples:
         own = scores[example.query.text]
         texts = {example.query.text, *(passage.content for passage in example.positives)}
         lowest = min(own[passage.id] for passage in example.positives)
-        ranking = sorted(((own[row["id"]], row["id"], row) for row in asked.pool.corpus), key=lambda hit: hit[:2])[::-1]
+        ranking = sorted(((own[row["id"]], row["id"], row) for row in queries.corpus), key=lambda hit: hit[:2])[::-1]
         ranking = [hit for hit in ranking if hit[1] not in {passage.id for passage in example.positives}]
         ranking = [hit for hit in ranking if not texts & {content(hit[2]), hit[2]["text"]}][: settings.range_max]
         earlier: list[str] = []
@@ -105,49 +107,49 @@ def slowly(asked: Asked, scores: dict[str, dict[str, float]], settings: MineSett
     return found
 
 
-def all_inner_products(asked: Asked) -> dict[str, dict[str, float]]:
-    queries = [example.query.text for example in asked.examples]
-    texts = [content(row) for row in asked.passages]
-    vectors = [WordEncoder().encode_queries(each).astype(np.float64) for each in (queries, texts)]
-    ids = asked.passages["id"]
+def all_inner_products(queries: MiningQueries) -> dict[str, dict[str, float]]:
+    asked = [example.query.text for example in queries.examples]
+    texts = [content(row) for row in queries.passages]
+    vectors = [WordEncoder().encode_queries(each).astype(np.float64) for each in (asked, texts)]
+    ids = queries.passages["id"]
     return {
         query: dict(zip(ids, map(float, row.astype(np.float32)), strict=True))
-        for query, row in zip(queries, vectors[0] @ vectors[1].T, strict=True)
+        for query, row in zip(asked, vectors[0] @ vectors[1].T, strict=True)
     }
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_dense_mining_is_the_slow_version(name, asked, tmp_path):
-    settings = MineSettings(**{"num_negatives": 3, "range_max": 30, **SETTINGS[name]})
-    expected = slowly(asked, all_inner_products(asked), settings)
+def test_dense_mining_is_the_slow_version(name, queries, tmp_path):
+    settings = MineConfig(**{"num_negatives": 3, "range_max": 30, **SETTINGS[name]})
+    expected = slowly(queries, all_inner_products(queries), settings)
     assert sum(map(len, expected)) > 40
     for block, backend in ((7, "torch"), (1000, "faiss")):
-        search = Dense(WordEncoder(), asked.pool, SearchSettings(backend=backend))
-        found = mined(asked, search, tmp_path, **vars(replace(settings, block_size=block)))
+        search = dense(queries, SearchConfig(backend=backend))
+        found = mined(queries, search, tmp_path, **vars(replace(settings, block_size=block)))
         assert [row["query_id"] for row in found] == [f"q{n}" for n in range(40)]
         for row, hits in zip(found, expected, strict=True):
             assert row["neg_id"] == [key for key, _ in hits]
             assert row["neg_scores"] == pytest.approx([score for _, score in hits], abs=1e-6)
-    assert slowly(asked, all_inner_products(asked), replace(settings, range_min=settings.range_min + 1)) != expected
+    assert slowly(queries, all_inner_products(queries), replace(settings, range_min=settings.range_min + 1)) != expected
 
 
-def test_lexical_mining_is_the_slow_version(asked, tmp_path):
-    settings = MineSettings(num_negatives=4, range_max=25, relative_margin=0.05)
-    index = BM25(asked.passages)
-    queries = [example.query.text for example in asked.examples]
+def test_lexical_mining_is_the_slow_version(queries, tmp_path):
+    settings = MineConfig(num_negatives=4, range_max=25, relative_margin=0.05)
+    index = BM25(queries.passages)
+    asked = [example.query.text for example in queries.examples]
     scores = {
         query: dict(zip(index.ids, map(float, row), strict=True))
-        for query, row in zip(queries, index.scores(queries), strict=True)
+        for query, row in zip(asked, index.scores(asked), strict=True)
     }
-    found = mined(asked, Lexical(asked.pool), tmp_path, **vars(settings))
-    expected = slowly(asked, scores, settings)
+    found = mined(queries, BM25(queries.corpus, queries.extra), tmp_path, **vars(settings))
+    expected = slowly(queries, scores, settings)
     assert [list(zip(row["neg_id"], row["neg_scores"], strict=True)) for row in found] == expected
     assert found[0]["pos_scores"] == [scores[found[0]["query"]][key] for key in ("p0", "p7")]
 
 
-def test_what_is_known_is_never_mined(asked, tmp_path):
+def test_what_is_known_is_never_mined(queries, tmp_path):
     """By id, by the text of a positive or of the query itself, and no text twice."""
-    found = mined(asked, Dense(WordEncoder(), asked.pool), tmp_path, num_negatives=45, range_max=45)
+    found = mined(queries, dense(queries), tmp_path, num_negatives=45, range_max=45)
     ids = [set(row["neg_id"]) for row in found]
     assert {"p0", "p7", "twin", "other"} & ids[0] == set()
     assert {"p1", "p9", "again"} & ids[1] == set()
@@ -155,34 +157,34 @@ def test_what_is_known_is_never_mined(asked, tmp_path):
     for row in found:
         assert len(set(row["neg"])) == len(row["neg"])
     # the negative control: by ids alone the copies are found, and high
-    asked.known = lambda example: {passage.id for passage in example.positives}
-    copied = mined(asked, Dense(WordEncoder(), asked.pool), tmp_path, num_negatives=3)
+    queries.known = lambda example: {passage.id for passage in example.positives}
+    copied = mined(queries, dense(queries), tmp_path, num_negatives=3)
     assert {"twin", "other"} & set(copied[0]["neg_id"])
     assert "self" in copied[3]["neg_id"]
 
 
 def test_random_negatives_are_a_function_of_seed_and_query():
     scores, positives = np.linspace(0.9, 0.1, 30), np.array([0.8], dtype=np.float32)
-    settings = MineSettings(num_negatives=4, range_min=2, relative_margin=0.1, sampling_strategy="random")
-    drawn = [choose(scores, positives, settings, number).places for number in range(2000)]
+    settings = MineConfig(num_negatives=4, range_min=2, relative_margin=0.1, sampling_strategy="random")
+    drawn = [select_negatives(scores, positives, settings, number).indices for number in range(2000)]
     window = np.flatnonzero(scores <= 0.8 * 0.9)[2:]
     assert all(list(places) == sorted(set(places)) and len(places) == 4 for places in drawn)
     counts = Counter(place for places in drawn for place in places)
     assert set(counts) == set(window)
     expected = 2000 * 4 / len(window)
     assert max(abs(count - expected) for count in counts.values()) < 5 * np.sqrt(expected)
-    again = [choose(scores, positives, settings, number).places for number in range(2000)]
+    again = [select_negatives(scores, positives, settings, number).indices for number in range(2000)]
     assert all(np.array_equal(one, other) for one, other in zip(drawn, again, strict=True))
-    other = [choose(scores, positives, replace(settings, seed=1), number).places for number in range(2000)]
+    other = [select_negatives(scores, positives, replace(settings, seed=1), number).indices for number in range(2000)]
     assert not all(np.array_equal(one, two) for one, two in zip(drawn, other, strict=True))
 
 
 def test_a_margin_under_a_negative_positive_lies_below_it():
     """5 % less of a negative score would be more; as in sentence-transformers the margin is taken off."""
     scores, positives = np.array([-0.39, -0.41, -0.43]), np.array([-0.4], dtype=np.float32)
-    assert list(choose(scores, positives, MineSettings(relative_margin=0.05), 0).places) == [2]
-    assert choose(scores, positives, MineSettings(relative_margin=0.05), 0).removed == {"relative_margin": 2}
-    assert list(choose(scores, positives, MineSettings(absolute_margin=0), 0).places) == [1, 2]
+    assert list(select_negatives(scores, positives, MineConfig(relative_margin=0.05), 0).indices) == [2]
+    assert select_negatives(scores, positives, MineConfig(relative_margin=0.05), 0).removed == {"relative_margin": 2}
+    assert list(select_negatives(scores, positives, MineConfig(absolute_margin=0), 0).indices) == [1, 2]
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +192,7 @@ def models(tmp_path_factory):
     """A tiny encoder with tied towers and a tiny cross-encoder, with random weights, as folders; and texts for them."""
     folder = tmp_path_factory.mktemp("models")
     data = write_beir(folder / "data")
-    texts = [content(row) for row in load_corpus(data)]
+    texts = [content(row) for row in open_corpus(data)]
     tower = tiny_tower(texts, "mean", layers=1, width=32, vocabulary=200, max_length=64, seed=0)
     DualEncoder(tower, tower, EncoderSettings(max_query_length=32, max_passage_length=64, tie_towers=True)).save(
         folder / "encoder"
@@ -221,13 +223,13 @@ def test_it_mines_what_sentence_transformers_mines(name, models, tmp_path):
     from sentence_transformers.util import mine_hard_negatives
 
     options = {"num_negatives": 5, "range_max": 40, **PEER[name]}
-    asked = Asked(open_examples(models / "data"))
-    pairs = [(example.query.text, passage.content) for example in asked.examples for passage in example.positives]
+    queries = MiningQueries(open_examples(models / "data"))
+    pairs = [(example.query.text, passage.content) for example in queries.examples for passage in example.positives]
     cross = options.pop("cross_encoder", None) and str(models / "cross")
     peer = mine_hard_negatives(
         Dataset.from_dict({"query": [pair[0] for pair in pairs], "positive": [pair[1] for pair in pairs]}),
         SentenceTransformer(str(models / "encoder" / "query_encoder"), device="cpu"),
-        corpus=[content(row) for row in asked.passages],
+        corpus=[content(row) for row in queries.passages],
         cross_encoder=PeerCrossEncoder(cross, device="cpu") if cross else None,
         output_scores=True,
         verbose=False,
@@ -237,8 +239,8 @@ def test_it_mines_what_sentence_transformers_mines(name, models, tmp_path):
     for row in peer:
         expected.setdefault(row["query"], {})[row["negative"]] = row["scores"]
     rerank = CrossEncoder(cross, "cpu", 7) if cross else None
-    search = Dense(DualEncoder.load(models / "encoder"), asked.pool)
-    found = mined(asked, search, tmp_path, rerank, **options)
+    search = dense(queries, encoder=DualEncoder.load(models / "encoder"))
+    found = mined(queries, search, tmp_path, rerank, **options)
     assert 20 < sum(map(len, expected.values())) <= 40 * options["num_negatives"]
     for row in found:
         negatives = expected.get(row["query"], {})
@@ -246,7 +248,7 @@ def test_it_mines_what_sentence_transformers_mines(name, models, tmp_path):
         for score, scores in zip(row["neg_scores"], negatives.values(), strict=True):
             assert [min(row["pos_scores"]), score] == pytest.approx([min(row["pos_scores"]), scores[1]], abs=1e-5)
             assert any(scores[0] == pytest.approx(positive, abs=1e-5) for positive in row["pos_scores"])
-    plain = mined(asked, search, tmp_path, num_negatives=5, range_max=40)
+    plain = mined(queries, search, tmp_path, num_negatives=5, range_max=40)
     assert ([row["neg"] for row in plain] == [row["neg"] for row in found]) == (name == "top")
 
 
@@ -254,37 +256,37 @@ def test_a_model_that_is_no_cross_encoder_is_refused(models, tmp_path):
     config = BertConfig.from_pretrained(models / "cross", num_labels=3)
     BertForSequenceClassification(config).save_pretrained(tmp_path / "three")
     AutoTokenizer.from_pretrained(models / "cross").save_pretrained(tmp_path / "three")
-    with pytest.raises(InputError, match="three: gives 3 numbers for a query and a passage, expected"):
+    with pytest.raises(InputError, match="three: has 3 outputs; expected"):
         CrossEncoder(str(tmp_path / "three"), "cpu", 7)
-    with pytest.raises(InputError, match="absent: no cross-encoder could be loaded"):
+    with pytest.raises(InputError, match="absent: not a cross-encoder"):
         CrossEncoder(str(tmp_path / "absent"), "cpu", 7)
 
 
-def test_an_approximate_index_is_scored_exactly(asked, tmp_path):
+def test_an_approximate_index_is_scored_exactly(queries, tmp_path):
     settings = {"num_negatives": 3, "relative_margin": 0.3}
-    exact = mined(asked, Dense(WordEncoder(), asked.pool), tmp_path, **settings)
-    rough = Dense(WordEncoder(), asked.pool, SearchSettings(factory="SQ4"))
-    found = mined(asked, rough, tmp_path, **settings)
-    scores = all_inner_products(asked)
+    exact = mined(queries, dense(queries), tmp_path, **settings)
+    rough = dense(queries, SearchConfig(factory="SQ4"))
+    found = mined(queries, rough, tmp_path, **settings)
+    scores = all_inner_products(queries)
     for row in found:
         assert row["neg_scores"] == pytest.approx([scores[row["query"]][key] for key in row["neg_id"]], abs=1e-6)
     assert [row["pos_scores"] for row in found] == [row["pos_scores"] for row in exact]
-    few = Dense(WordEncoder(), asked.pool, SearchSettings(factory="IVF4,Flat", search_params="nprobe=1"))
-    assert mined(asked, few, tmp_path, **settings) != exact
-    kept = SearchSettings(factory="IVF4,Flat", search_params="nprobe=4", index_dir=str(tmp_path / "index"))
+    few = dense(queries, SearchConfig(factory="IVF4,Flat", search_params="nprobe=1"))
+    assert mined(queries, few, tmp_path, **settings) != exact
+    kept = SearchConfig(factory="IVF4,Flat", search_params="nprobe=4", index_dir=str(tmp_path / "index"))
     for _ in range(2):
-        assert mined(asked, Dense(WordEncoder(), asked.pool, kept), tmp_path, **settings) == exact
+        assert mined(queries, dense(queries, kept), tmp_path, **settings) == exact
 
 
 @pytest.mark.parametrize("form", ["jsonl", "dpr", "tevatron"])
 def test_every_form_is_training_data_with_scores(form, data, tmp_path):
     output = tmp_path / "mined.file"
-    options = MineSettings(num_negatives=3, range_max=20)
-    report = mine_data(ModelChoice("bm25"), str(data), str(output), to=form, mining=options)
+    options = MineConfig(num_negatives=3, range_max=20)
+    report = mine(EncoderConfig("bm25"), str(data), str(output), to=form, mining=options)
     assert json.loads(about_path(output).read_text()) == report
     found = list(read_examples(output))
-    asked = Asked(open_examples(data))
-    plain = mined(asked, Lexical(asked.pool), tmp_path, **vars(options))
+    queries = MiningQueries(open_examples(data))
+    plain = mined(queries, BM25(queries.corpus, queries.extra), tmp_path, **vars(options))
     assert [[p.id for p in example.negatives] for example in found] == [row["neg_id"] for row in plain]
     assert [[p.content for p in example.positives] for example in found] == [row["pos"] for row in plain]
     assert report["queries"] == 40
@@ -304,17 +306,17 @@ def test_of_a_corpus_beside_the_data_alone_is_mined_and_positives_that_it_lacks_
     lines = (data / "corpus.jsonl").read_text().splitlines()
     extra = [json.dumps({"_id": f"x{n}", "title": "", "text": f"a red fox lives in valley {n}"}) for n in range(60, 70)]
     (tmp_path / "corpus.jsonl").write_text("\n".join([*lines[:20], *extra]) + "\n")
-    asked = Asked(open_examples(tmp_path / "train.jsonl"), load_corpus(tmp_path / "corpus.jsonl"))
-    assert sorted(asked.passages["id"]) == sorted([f"p{n}" for n in range(40)] + [f"x{n}" for n in range(60, 70)])
+    queries = MiningQueries(open_examples(tmp_path / "train.jsonl"), open_corpus(tmp_path / "corpus.jsonl"))
+    assert sorted(queries.passages["id"]) == sorted([f"p{n}" for n in range(40)] + [f"x{n}" for n in range(60, 70)])
     given = {f"p{n}" for n in range(20)} | {f"x{n}" for n in range(60, 70)}
-    settings = MineSettings(num_negatives=25, range_max=25)
-    expected = [[key for key, _ in hits] for hits in slowly(asked, all_inner_products(asked), settings)]
+    settings = MineConfig(num_negatives=25, range_max=25)
+    expected = [[key for key, _ in hits] for hits in slowly(queries, all_inner_products(queries), settings)]
     assert {len(keys) for keys in expected} == {25}  # of 30: what is left out costs no depth
     for factory in ("Flat", "IVF1,Flat"):  # the latter looks at everything too
-        search = Dense(WordEncoder(), asked.pool, SearchSettings(factory=factory))
-        found = mined(asked, search, tmp_path, **vars(settings))
+        search = dense(queries, SearchConfig(factory=factory))
+        found = mined(queries, search, tmp_path, **vars(settings))
         assert [row["neg_id"] for row in found] == expected
-    lexical = mined(asked, Lexical(asked.pool), tmp_path, num_negatives=4)
+    lexical = mined(queries, BM25(queries.corpus, queries.extra), tmp_path, num_negatives=4)
     assert all(set(row["neg_id"]) <= given for row in (*found, *lexical))
     assert all(len(row["pos_scores"]) == len(row["pos"]) and min(row["pos_scores"]) > 0 for row in lexical)
 
@@ -324,34 +326,32 @@ def test_positives_of_a_query_that_stands_in_several_records_are_nobodys_negativ
     rows += [("where is the fox", "the fox is there", "p2")]
     lines = [{"query": query, "pos": [text], "pos_id": [key], "neg": []} for query, text, key in rows]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
-    asked = Asked(open_examples(tmp_path / "data.jsonl"))
-    found = mined(asked, Dense(WordEncoder(), asked.pool), tmp_path, num_negatives=3, range_max=3)
+    queries = MiningQueries(open_examples(tmp_path / "data.jsonl"))
+    found = mined(queries, dense(queries), tmp_path, num_negatives=3, range_max=3)
     assert [sorted(row["neg_id"]) for row in found] == [["p1"], ["p0", "p2"], ["p1"]]
 
 
-def test_what_another_search_would_find_is_no_continuation(asked, tmp_path):
+def test_what_another_search_would_find_is_no_continuation(queries, tmp_path):
     """The settings that matter are part of the job, and stand beside what was mined; those without effect are not."""
 
     def job(**settings) -> dict:
-        return Mining(asked, Dense(WordEncoder(), asked.pool, SearchSettings(**settings)), MineSettings()).job()
+        return Mining(queries, dense(queries, SearchConfig(**settings)), MineConfig()).job()
 
     index = {"factory": "IVF4,Flat", "search_params": "nprobe=1"}
     changes = [{}, {"factory": "SQ8"}, index, {**index, "search_params": "nprobe=2"}, {**index, "seed": 1}]
     changes += [{"dtype": "float16", "embeddings": str(tmp_path / "vectors")}]
     assert len({json.dumps(job(**change)) for change in changes}) == len(changes)
     assert job(seed=1, dtype="float16", backend="torch") == job()
-    report = mine(
-        Mining(asked, Dense(WordEncoder(), asked.pool, SearchSettings(**index)), MineSettings()), tmp_path / "m", {}
-    )
+    report = write_mined(Mining(queries, dense(queries, SearchConfig(**index)), MineConfig()), tmp_path / "m", {})
     assert report["search"] == {**index, "index_seed": 0, "dtype": "float32"}
 
     output = tmp_path / "mined.jsonl"
     work = tmp_path / "mined.jsonl.mining"
     work.mkdir()
     (work / "job.json").write_text(json.dumps(job(**index)))
-    other = Dense(WordEncoder(), asked.pool, SearchSettings(**{**index, "search_params": "nprobe=2"}))
-    with pytest.raises(InputError, match="holds an unfinished mining with another search_params, expected the same"):
-        mine(Mining(asked, other, MineSettings()), output, {})
+    other = dense(queries, SearchConfig(**{**index, "search_params": "nprobe=2"}))
+    with pytest.raises(InputError, match="contains unfinished mining with a different search_params"):
+        write_mined(Mining(queries, other, MineConfig()), output, {})
 
 
 def test_killed_and_started_again_it_writes_the_same_bytes(data, tmp_path, capsys):
@@ -371,29 +371,33 @@ def test_killed_and_started_again_it_writes_the_same_bytes(data, tmp_path, capsy
     assert 3 <= len(list(work.glob("[0-9]*.json"))) < 20
     capsys.readouterr()
     assert main([*call, "--output", str(output), "--num_negatives", "4"]) == 2
-    assert f"{work}: holds an unfinished mining with another num_negatives" in capsys.readouterr().err
-    (work / "00001.lines").write_bytes(b"marked\n")  # a finished block made again would lose the mark
+    assert f"{work}: contains unfinished mining with a different num_negatives" in capsys.readouterr().err
+    (work / "00001.lines").write_bytes(b"marked\n")  # a finished block that is mined again would lose the mark
+    found = read_json(work / "00001.json", Statistics)
+    found.lines = hashlib.sha256(b"marked\n").hexdigest()
+    found.sha256 = found.own_hash()
+    write_json(work / "00001.json", vars(found))
     assert main([*call, "--output", str(output)]) == 0
     expected = (tmp_path / "whole.jsonl").read_bytes().splitlines(True)
     assert output.read_bytes().splitlines(True) == [*expected[:2], b"marked\n", *expected[4:]]
     reports = [json.loads(about_path(tmp_path / name).read_text()) for name in ("whole.jsonl", "mined.jsonl")]
-    assert [report["settings"].pop("block_size") for report in reports] == [MineSettings.block_size, 2]
+    assert [report["settings"].pop("block_size") for report in reports] == [MineConfig.block_size, 2]
     assert reports[0] == reports[1]
     assert not work.exists()
     assert main([*call, "--output", str(output)]) == 2
-    assert "exists already, expected a new path" in capsys.readouterr().err
+    assert "exists already; choose a new path" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
         (["--num_negatives", "0"], "num_negatives is 0, expected at least 1"),
-        (["--range_min", "98"], "range_max is 100, expected at least the 98 of range_min and the 5 of num_negatives together"),
-        (["--relative_margin", "5"], "relative_margin is 5.0, expected a share between 0 and 1"),
-        (["--max_score", "0.1", "--min_score", "0.2"], "min_score is 0.2 and max_score 0.1, expected them the other way round"),
+        (["--range_min", "98"], "range_max is 100, expected at least range_min + num_negatives = 103"),
+        (["--relative_margin", "5"], "relative_margin is 5.0, expected from 0 to 1"),
+        (["--max_score", "0.1", "--min_score", "0.2"], "min_score is 0.2, but max_score is 0.1; min_score must not be larger"),
         (["--absolute_margin", "1.0e+999"], "absolute_margin is inf, expected a finite number"),
-        (["--cross_encoder", "./absent"], "./absent: no cross-encoder could be loaded"),
-        (["--corpus", "absent"], "absent: no such folder"),
+        (["--cross_encoder", "./absent"], "./absent: not a cross-encoder"),
+        (["--corpus", "absent"], "absent: no folder or data set has this name"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_in_one_sentence(options, sentence, data, tmp_path, capsys):

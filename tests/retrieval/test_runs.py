@@ -52,12 +52,12 @@ def test_a_gzipped_run_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("q Q0 d 1 0.5", "line 2: 5 columns, expected six"),
-        ("q Q0 d e 1 0.5 tag", "line 2: 7 columns"),
-        ("q Q0 e 1 high tag", "line 2: score 'high' is no number"),
-        ("q Q0 e 1 nan tag", "line 2: score 'nan' is not finite"),
-        ("q Q0 e 1 -inf tag", "line 2: score '-inf' is not finite"),
-        ("q Q0 d 2 0.1 tag", "line 2: passage 'd' comes a second time"),
+        ("q Q0 d 1 0.5", ":2: found 5 columns; expected six"),
+        ("q Q0 d e 1 0.5 tag", ":2: found 7 columns"),
+        ("q Q0 e 1 high tag", ":2: score is 'high'; expected a finite number"),
+        ("q Q0 e 1 nan tag", ":2: score is 'nan'; expected a finite number"),
+        ("q Q0 e 1 -inf tag", ":2: score is '-inf'; expected a finite number"),
+        ("q Q0 d 2 0.1 tag", ":2: passage 'd' is listed twice"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, words):
@@ -68,10 +68,10 @@ def test_a_bad_line_is_named(tmp_path, line, words):
 
 def test_an_empty_run_and_bytes_that_are_no_text_are_refused(tmp_path):
     (tmp_path / "empty").write_text("\n")
-    with pytest.raises(InputError, match="holds no line"):
+    with pytest.raises(InputError, match="is empty"):
         read_run(tmp_path / "empty")
     (tmp_path / "latin").write_bytes(b"q Q0 caf\xe9 1 1 x\n")
-    with pytest.raises(InputError, match="line 1: byte 0xe9"):
+    with pytest.raises(InputError, match=":1: byte 0xe9"):
         read_run(tmp_path / "latin")
 
 
@@ -79,7 +79,7 @@ def test_an_empty_run_and_bytes_that_are_no_text_are_refused(tmp_path):
 def test_ids_with_white_space_are_refused_before_the_search(tmp_path, key):
     record = {"query": "q", "pos": ["x"], "pos_id": ["a"], "neg": ["y"], "neg_id": ["b"]} | {key: ["a b"]}
     (tmp_path / "data.jsonl").write_text(json.dumps(record))
-    with pytest.raises(InputError, match="passage id 'a b' is empty or holds white space"):
+    with pytest.raises(InputError, match="passage id 'a b' is empty or contains white space"):
         search("no such model", str(tmp_path / "data.jsonl"), output=str(tmp_path / "run"))
     with pytest.raises(InputError, match="no such model"):  # without a file they may stand
         search("no such model", str(tmp_path / "data.jsonl"))

@@ -10,14 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from word_encoder import WordEncoder
 
+from contaccum.config.commands import SearchConfig
 from contaccum.errors import InputError
-from contaccum.options import SearchSettings
-from contaccum.processes import Processes
-from contaccum.retrieval import encode, exact, index
-from contaccum.retrieval.encode import Texts, encode_in_memory, encode_texts
+from contaccum.retrieval import encode, exact, faiss_library, index
+from contaccum.retrieval.encode import Texts, encode_in_memory, encode_texts, passage_shards
 from contaccum.retrieval.index import Index
-from contaccum.retrieval.search import Searcher, passage_shards, retrieve, rows_of, search, with_texts
+from contaccum.retrieval.retriever import Retriever
+from contaccum.retrieval.retriever import search_vectors as search
+from contaccum.retrieval.runs import read_passages, rows_of
 from contaccum.retrieval.shards import Shard, ShardFolder
+from contaccum.runtime.processes import Processes
 
 
 def made(rows: int, dim: int = 24, seed: int = 0) -> np.ndarray:
@@ -74,7 +76,7 @@ def asked(order: np.ndarray, queries: np.ndarray, monkeypatch: pytest.MonkeyPatc
 
     def top(some, block, k):
         calls.append((len(some), k))
-        return index.top_of_block(some, block, k)
+        return faiss_library.top_of_block(some, block, k)
 
     monkeypatch.setattr(exact, "top_of_block", top)
     assert search(names(len(queries)), queries, cut(order, 100), 10, backend="faiss") == obvious(queries, order, 10)
@@ -221,31 +223,40 @@ def test_two_builds_with_one_seed_give_one_run_and_another_seed_another_training
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"query_vectors": made(3, dim=8)}, "the queries have dimension 8 and the passages 24"),
-        ({"query_vectors": made(3, dim=8), "factory": "HNSW8"}, "the queries have dimension 8 and the passages 24"),
+        ({"query_vectors": made(3, dim=8)}, "query vectors have dimension 8, but passage vectors have 24"),
+        (
+            {"query_vectors": made(3, dim=8), "factory": "HNSW8"},
+            "query vectors have dimension 8, but passage vectors have 24",
+        ),
         ({"k": 0}, "k is 0"),
-        ({"backend": "numpy"}, "backend is 'numpy', expected one of auto, faiss, torch"),
-        ({"backend": "torch", "factory": "HNSW8"}, "backend torch has only the exact index"),
-        ({"search_params": "nprobe=4"}, "have no effect on the exact index"),
-        ({"factory": "HNSW8", "search_params": "nprobe=4"}, "search_params 'nprobe=4' do not fit index 'HNSW8'"),
-        ({"factory": "IVF4,Flat", "search_params": "speed=9"}, "search_params 'speed=9' do not fit"),
-        ({"factory": "IDMap2,Flat"}, "faiss refused it"),  # wants ids of its own, which the rows' numbers already are
-        ({"factory": "Ivory"}, r"'Ivory' over 40 passages: faiss refused it \(could not parse index string Ivory\)$"),
-        ({"factory": "PQ5"}, r"faiss refused it \(The dimension of the vector"),
+        ({"backend": "numpy"}, "backend is 'numpy'; expected one of auto, faiss, torch"),
+        ({"backend": "torch", "factory": "HNSW8"}, "needs the backend faiss; the backend torch has only 'Flat'"),
+        ({"search_params": "nprobe=4"}, "has no effect on the exact index"),
+        (
+            {"factory": "HNSW8", "search_params": "nprobe=4"},
+            "search_params 'nprobe=4': faiss cannot use them with index 'HNSW8'",
+        ),
+        ({"factory": "IVF4,Flat", "search_params": "speed=9"}, "search_params 'speed=9': faiss cannot use them"),
+        ({"factory": "LSH"}, r"index 'LSH': faiss cannot build it .*METRIC_L2"),
+        (
+            {"factory": "Ivory"},
+            r"'Ivory': faiss cannot build it for 40 passages \(could not parse index string Ivory\)$",
+        ),
+        ({"factory": "PQ5"}, r"faiss cannot build it for 40 passages \(The dimension of the vector"),
         (
             {"factory": "HNSW8", "search_params": "nprobes=4"},
             r"'HNSW8' \(ParameterSpace\S* ?could not set parameter nprobes\)$",
         ),
-        ({"factory": "HNSW8", "search_params": "efSearch=-1"}, "efSearch is -1, expected a number of at least 1"),
-        ({"factory": "HNSW8", "search_params": "efSearch=0"}, "efSearch is 0, expected a number of at least 1"),
-        ({"factory": "IVF4,Flat", "search_params": "nprobe=0"}, "nprobe is 0, expected a number of at least 1"),
-        ({"factory": "IVF4,Flat", "search_params": "nprobe=nan"}, "nprobe is nan, expected a number of at least 1"),
+        ({"factory": "HNSW8", "search_params": "efSearch=-1"}, "efSearch is -1; expected a number of at least 1"),
+        ({"factory": "HNSW8", "search_params": "efSearch=0"}, "efSearch is 0; expected a number of at least 1"),
+        ({"factory": "IVF4,Flat", "search_params": "nprobe=0"}, "nprobe is 0; expected a number of at least 1"),
+        ({"factory": "IVF4,Flat", "search_params": "nprobe=nan"}, "nprobe is nan; expected a number of at least 1"),
         (
             {"factory": "IVF4_HNSW8,Flat", "search_params": "nprobe=2,quantizer_efSearch=-5"},
-            "quantizer_efSearch is -5, expected a number of at least 1",
+            "quantizer_efSearch is -5; expected a number of at least 1",
         ),
-        ({"factory": "IVF4,Flat", "search_params": "max_codes=-1"}, "max_codes is -1, expected a number of at least 0"),
-        ({"factory": "IVF64,Flat"}, "index 'IVF64,Flat' over 40 passages: faiss refused it"),
+        ({"factory": "IVF4,Flat", "search_params": "max_codes=-1"}, "max_codes is -1; expected a number of at least 0"),
+        ({"factory": "IVF64,Flat"}, "index 'IVF64,Flat': faiss cannot build it for 40 passages"),
     ],
 )
 def test_what_does_not_go_together_is_refused_in_one_sentence(given, words):
@@ -277,17 +288,17 @@ class Broken(WordEncoder):
 )
 def test_a_passage_vector_that_is_not_finite_is_named_wherever_it_is_kept(tmp_path, backend, kept):
     kept = {name: value if name == "factory" else str(tmp_path / value) for name, value in kept.items()}
-    chosen = SearchSettings(backend="auto" if "factory" in kept else backend, **kept)
-    with pytest.raises(InputError, match="passage 'c': its embedding holds NaN, infinity"):
-        retrieve(Broken(), {"x": "rings"}, CORPUS, 4, chosen)
+    chosen = SearchConfig(backend="auto" if "factory" in kept else backend, **kept)
+    with pytest.raises(InputError, match="passage 'c': its vector contains NaN, infinity"):
+        Retriever.open(Broken(), CORPUS, chosen).search({"x": "rings"}, 4)
     assert not (tmp_path / "i").exists()
 
 
 def test_every_process_names_the_passage_that_it_encoded(monkeypatch):
-    monkeypatch.setattr(encode, "CHUNK", 1)
+    monkeypatch.setattr(encode, "WINDOW", 1)
     with pytest.raises(InputError, match="passage 'c'"):
-        passage_shards(Broken(), CORPUS, group=Processes(0, 2))
-    assert [shard.ids for shard in passage_shards(Broken(), CORPUS, group=Processes(1, 2))] == [["b"], ["d"]]
+        passage_shards(Broken(), CORPUS, SearchConfig(), Processes(1, 2))
+    assert [shard.ids for shard in passage_shards(Broken(), CORPUS, SearchConfig(), Processes(0, 2))] == [["a", "b"]]
 
 
 def test_no_passages_and_no_queries():
@@ -310,8 +321,8 @@ CORPUS = Dataset.from_dict(
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_texts_are_found_by_their_words(tmp_path, embeddings, dtype):
     queries = {"x": "which planets have rings", "y": "where does the Rhine flow", "z": "apples and trees"}
-    chosen = SearchSettings(embeddings=tmp_path / "e" if embeddings else None, dtype=dtype)
-    run = retrieve(WordEncoder(), queries, CORPUS, 2, chosen)
+    chosen = SearchConfig(embeddings=tmp_path / "e" if embeddings else None, dtype=dtype)
+    run = Retriever.open(WordEncoder(), CORPUS, chosen).search(queries, 2)
     assert [(query, hits[0][0], len(hits)) for query, hits in run.items()] == [
         ("x", "d", 2),
         ("y", "b", 2),
@@ -321,10 +332,10 @@ def test_texts_are_found_by_their_words(tmp_path, embeddings, dtype):
 
 
 def test_a_second_search_uses_the_embeddings_that_are_there(tmp_path):
-    encoder, chosen = WordEncoder(), SearchSettings(embeddings=tmp_path / "e")
-    first = retrieve(encoder, {"x": "rings"}, CORPUS, 2, chosen)
+    encoder, chosen = WordEncoder(), SearchConfig(embeddings=tmp_path / "e")
+    first = Retriever.open(encoder, CORPUS, chosen).search({"x": "rings"}, 2)
     assert encoder.seen == 5
-    assert retrieve(encoder, {"x": "rings"}, CORPUS, 2, chosen) == first
+    assert Retriever.open(encoder, CORPUS, chosen).search({"x": "rings"}, 2) == first
     assert encoder.seen == 6
 
 
@@ -338,16 +349,16 @@ def test_shards_on_disk_and_in_memory_give_one_run(tmp_path):
 
 def test_finished_embeddings_serve_whatever_their_shard_size_and_form(tmp_path):
     encode_texts(WordEncoder(), Texts.of_corpus(CORPUS), tmp_path / "e", shard_size=3, dtype="float16")
-    shards = passage_shards(WordEncoder(), CORPUS, SearchSettings(embeddings=str(tmp_path / "e")))
+    shards = passage_shards(WordEncoder(), CORPUS, SearchConfig(embeddings=str(tmp_path / "e")))
     assert len(shards[0].ids) == 3
     assert shards[0].vectors.dtype == np.float16
 
 
 def test_passages_of_a_run_get_their_texts_in_its_order():
-    hits = with_texts(CORPUS, [("d", 0.9), ("a", 0.9), ("c", 0.1)])
+    hits = read_passages(CORPUS, [("d", 0.9), ("a", 0.9), ("c", 0.1)])
     assert [(hit.id, hit.score) for hit in hits] == [("d", 0.9), ("a", 0.9), ("c", 0.1)]
     assert (hits[0].title, hits[0].text, hits[1].text) == ("Planets", "Saturn has rings", "red apples grow on trees")
-    assert with_texts(CORPUS, []) == []
+    assert read_passages(CORPUS, []) == []
 
 
 @pytest.mark.parametrize("chosen", [{}, {"factory": "HNSW8"}, {"factory": "IVF2,Flat", "search_params": "nprobe=2"}])
@@ -355,13 +366,13 @@ def test_a_searcher_encodes_its_corpus_once(chosen, monkeypatch):
     built = []
     build = Index.build
     monkeypatch.setattr(Index, "build", lambda *a, **b: built.append(a) or build(*a, **b))
-    encoder, settings = WordEncoder(), SearchSettings(**chosen)
-    searcher = Searcher(encoder, CORPUS, settings)
-    found = [searcher.find({"x": query}, 2)["x"] for query in ("rings", "apples", "rings")]
+    encoder, settings = WordEncoder(), SearchConfig(**chosen)
+    searcher = Retriever.open(encoder, CORPUS, settings)
+    found = [searcher.search({"x": query}, 2)["x"] for query in ("rings", "apples", "rings")]
     assert encoder.seen == 4 + 3
     assert len(built) == bool(chosen)
     assert [hits[0][0] for hits in found] == ["d", "a", "d"]
-    assert found[0] == found[2] == retrieve(WordEncoder(), {"x": "rings"}, CORPUS, 2, settings)["x"]
+    assert found[0] == found[2] == Retriever.open(WordEncoder(), CORPUS, settings).search({"x": "rings"}, 2)["x"]
 
 
 def test_a_passage_that_the_corpus_lacks_is_named():
@@ -371,24 +382,24 @@ def test_a_passage_that_the_corpus_lacks_is_named():
 
 
 def test_a_kept_index_spares_the_corpus_and_knows_its_texts(tmp_path):
-    encoder, chosen = WordEncoder(), SearchSettings(factory="HNSW8", index_dir=str(tmp_path / "i"))
-    first = retrieve(encoder, {"x": "rings"}, CORPUS, 2, chosen)
+    encoder, chosen = WordEncoder(), SearchConfig(factory="HNSW8", index_dir=str(tmp_path / "i"))
+    first = Retriever.open(encoder, CORPUS, chosen).search({"x": "rings"}, 2)
     assert encoder.seen == 5
-    assert retrieve(encoder, {"x": "rings"}, CORPUS, 2, chosen) == first
+    assert Retriever.open(encoder, CORPUS, chosen).search({"x": "rings"}, 2) == first
     assert encoder.seen == 6
-    with pytest.raises(InputError, match=r"belongs to other vectors or settings \(source "):
-        retrieve(encoder, {"x": "rings"}, CORPUS.select(range(3)), 2, chosen)
-    with pytest.raises(InputError, match=r"belongs to other vectors or settings \(encoder "):
-        retrieve(WordEncoder(name="other"), {"x": "rings"}, CORPUS, 2, chosen)
+    with pytest.raises(InputError, match=r"belongs to different vectors or settings \(source "):
+        Retriever.open(encoder, CORPUS.select(range(3)), chosen).search({"x": "rings"}, 2)
+    with pytest.raises(InputError, match=r"belongs to different vectors or settings \(encoder "):
+        Retriever.open(WordEncoder(name="other"), CORPUS, chosen).search({"x": "rings"}, 2)
 
 
 def test_search_params_reach_a_kept_index_and_do_not_stay_in_it(tmp_path):
     corpus = Dataset.from_dict(
         {"id": names(200), "title": [""] * 200, "text": [f"word{n} of {n % 9}" for n in range(200)]}
     )
-    chosen = SearchSettings(factory="IVF16,Flat", index_dir=str(tmp_path / "i"))
+    chosen = SearchConfig(factory="IVF16,Flat", index_dir=str(tmp_path / "i"))
     few, all_lists, again = (
-        retrieve(WordEncoder(), {"x": "word7"}, corpus, 150, replace(chosen, search_params=params))["x"]
+        Retriever.open(WordEncoder(), corpus, replace(chosen, search_params=params)).search({"x": "word7"}, 150)["x"]
         for params in ("nprobe=1", "nprobe=16", "")
     )
     assert len(few) < len(all_lists) == 150
@@ -399,13 +410,13 @@ def test_search_params_reach_a_kept_index_and_do_not_stay_in_it(tmp_path):
     ("change", "words"),
     [
         ({"factory": "Flat"}, "no effect on the exact index"),
-        ({"backend": "torch"}, "backend torch has only the exact index"),
+        ({"backend": "torch"}, "needs the backend faiss; the backend torch has only 'Flat'"),
     ],
 )
 def test_an_index_folder_that_cannot_serve_is_refused(tmp_path, change, words):
-    chosen = replace(SearchSettings(factory="HNSW8", index_dir=str(tmp_path / "i")), **change)
+    chosen = replace(SearchConfig(factory="HNSW8", index_dir=str(tmp_path / "i")), **change)
     with pytest.raises(InputError, match=words):
-        retrieve(WordEncoder(), {"x": "rings"}, CORPUS, 2, chosen)
+        Retriever.open(WordEncoder(), CORPUS, chosen).search({"x": "rings"}, 2)
     assert not (tmp_path / "i").exists()
 
 

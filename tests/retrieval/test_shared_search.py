@@ -5,10 +5,10 @@ import json
 import pytest
 from helpers import train_config, write_beir
 from launched import Job, run_jobs
+from opened import open_train_set
 
-from contaccum.data.dataset import load_train_set
 from contaccum.retrieval.runs import read_run
-from contaccum.training import setup
+from contaccum.training import parts
 
 QUERIES = 41
 
@@ -21,8 +21,8 @@ def searches(tmp_path_factory):
         for number in range(30):  # equal texts in many slices: ties that only ids can break
             file.write(json.dumps({"_id": f"twin{number * 7 % 30}", "title": "fox", "text": "a red fox"}) + "\n")
     model = folder / "model"
-    train_set = load_train_set(data)
-    setup.build_encoder(train_config(data, folder), train_set).save(model)
+    train_set = open_train_set(data)
+    parts.build_encoder(train_config(data, folder), train_set).save(model)
     with (folder / "questions.csv").open("w") as file:
         file.writelines(f"where is the fox of valley {n}\t['valley {n}']\n" for n in range(5))
     rows = [f"twin{n}\ta red fox\tfox" for n in range(20)] + [f"{n}\tin valley {n}\tfox" for n in range(20)]
@@ -109,7 +109,7 @@ def test_processes_that_search_make_the_missing_embeddings_together(searches):
 def test_an_approximate_index_wants_one_process(searches):
     folder, outcomes = searches
     assert outcomes["index"].codes[0] == 2
-    assert "".join(outcomes["index"].err).count("index 'HNSW8' is built and searched by one process") == 1
+    assert "".join(outcomes["index"].err).count("index 'HNSW8' needs one process") == 1
     assert not (folder / "index.trec").exists()
 
 
@@ -129,4 +129,4 @@ def test_processes_that_mine_take_blocks_in_turn(searches):
     assert not two.out[1]
     assert not (folder / "mined2.jsonl.mining").exists()
     assert outcomes["mine in memory"].codes[0] == 2
-    assert "2 processes were started without embeddings" in "".join(outcomes["mine in memory"].err)
+    assert "2 processes were started without --embeddings" in "".join(outcomes["mine in memory"].err)

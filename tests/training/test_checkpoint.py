@@ -1,4 +1,4 @@
-"""A checkpoint is believed only when every bit of every file is as it was written."""
+"""A checkpoint is loaded only if every bit of every file is as written."""
 
 import os
 import shutil
@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from helpers import train_config, write_beir
 
-from contaccum.files import is_leftover, sweep, whole_file, whole_folder
-from contaccum.training.checkpoint import newest_checkpoint
+from contaccum.runtime.files import is_leftover, sweep, whole_file, whole_folder
 from contaccum.training.loop import train
+from contaccum.training.run_folder import newest_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +27,8 @@ def files_of(checkpoint: Path) -> list[Path]:
     return sorted(path for path in checkpoint.rglob("*") if path.is_file())
 
 
-def test_a_flipped_bit_in_any_file_is_found_and_the_one_before_is_used(run, capsys):
-    """In each file, the manifest included: bits of its first, middle and last byte, and of some between."""
+def test_flipped_bit_in_any_file_falls_back_to_previous_checkpoint(run, capsys):
+    """Flip bits of the first, the middle, the last and some other bytes of each file, including the manifest."""
     newest, before = (run / "checkpoints" / f"step-{step:08d}" for step in (2, 1))
     files = files_of(newest)
     assert {"manifest.json", "state.json", "bank.safetensors", "optimizer.safetensors"} <= {path.name for path in files}
@@ -41,14 +41,14 @@ def test_a_flipped_bit_in_any_file_is_found_and_the_one_before_is_used(run, caps
             spoiled[place] ^= 1 << (number * 3 + place) % 8
             path.write_bytes(spoiled)
             assert newest_checkpoint(run).folder == before, (path, place)
-            assert f"{newest}: passed over, " in capsys.readouterr().err
+            assert f"{newest}: this checkpoint is ignored: " in capsys.readouterr().err
         path.write_bytes(content)
     assert newest_checkpoint(run).folder == newest
 
 
 @pytest.mark.acceptance
-def test_every_byte_of_the_manifest_counts(run):
-    """One bit of each, another one from byte to byte."""
+def test_any_changed_byte_of_the_manifest_is_detected(run):
+    """Flip one bit of each byte, a different one from byte to byte."""
     newest = run / "checkpoints" / "step-00000002"
     path = newest / "manifest.json"
     content = path.read_bytes()
@@ -63,16 +63,16 @@ def test_every_byte_of_the_manifest_counts(run):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes, expected"),
-        (lambda path: path.write_bytes(path.read_bytes() + b"\n"), "bytes, expected"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes instead of"),
+        (lambda path: path.write_bytes(path.read_bytes() + b"\n"), "bytes instead of"),
         (lambda path: path.unlink(), "is missing"),
-        (lambda path: path.with_name("more.json").write_text("{}"), "more.json is not in its manifest.json"),
+        (lambda path: path.with_name("more.json").write_text("{}"), "manifest.json does not list"),
         (lambda path: (path.unlink(), path.mkdir()), "is missing"),
     ],
     ids=["cut", "grown", "gone", "one too many", "a folder"],
 )
 @pytest.mark.parametrize("name", ["state.json", "model/query_encoder/model.safetensors"])
-def test_other_damage_is_found_too(change, said, name, run, tmp_path, capsys):
+def test_missing_truncated_and_extra_files_are_detected(change, said, name, run, tmp_path, capsys):
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     change(copy / "checkpoints" / "step-00000002" / name)
@@ -80,7 +80,7 @@ def test_other_damage_is_found_too(change, said, name, run, tmp_path, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_a_file_that_the_disk_does_not_give_back_is_passed_over(run, monkeypatch, capsys):
+def test_checkpoint_with_unreadable_file_is_ignored(run, monkeypatch, capsys):
     plain = newest_checkpoint.__globals__["sha256_of"]
 
     def bad_sector(path):
@@ -90,10 +90,10 @@ def test_a_file_that_the_disk_does_not_give_back_is_passed_over(run, monkeypatch
 
     monkeypatch.setitem(newest_checkpoint.__globals__, "sha256_of", bad_sector)
     assert newest_checkpoint(run).folder.name == "step-00000001"
-    assert "bank.safetensors could not be read (Input/output error)" in capsys.readouterr().err
+    assert "bank.safetensors cannot be read (Input/output error)" in capsys.readouterr().err
 
 
-# what stands under the checkpoints: folders that appear whole
+# checkpoints rely on atomic folders
 
 
 def gone_process() -> int:
@@ -102,8 +102,8 @@ def gone_process() -> int:
     return process.pid
 
 
-def test_leftovers_are_known_by_their_names_and_swept(tmp_path):
-    """The parts of another process, on this host or another, go; a folder that was being replaced comes back; others stay."""
+def test_temporary_files_of_a_killed_run_are_removed(tmp_path):
+    """Remove temporary files of killed processes of any host, restore a half-replaced folder, and keep all others."""
     pid = gone_process()
     (tmp_path / f".model.01234567-{pid}.part" / "inner").mkdir(parents=True)
     (tmp_path / f".log.jsonl.89abcdef-{pid}.part").write_text("half")
@@ -125,7 +125,7 @@ def test_leftovers_are_known_by_their_names_and_swept(tmp_path):
     assert (tmp_path / "model" / "weights").read_text() == "the old ones"
 
 
-def test_the_parts_of_two_hosts_and_of_long_names_do_not_meet(tmp_path, monkeypatch):
+def test_temporary_names_of_two_hosts_and_long_names_differ(tmp_path, monkeypatch):
     names = set()
     for host in ("one", "two"):
         monkeypatch.setattr("platform.node", lambda host=host: host)
@@ -139,8 +139,8 @@ def test_the_parts_of_two_hosts_and_of_long_names_do_not_meet(tmp_path, monkeypa
     assert len(names) == 6
 
 
-def test_files_inside_a_folder_are_flushed_once_before_it_is_named(tmp_path, monkeypatch):
-    """The order of flushes and renames, as a power cut needs it: content, the folders that name it, the rename, its folder."""
+def test_folder_files_are_flushed_once_before_the_rename(tmp_path, monkeypatch):
+    """Flush the content, then its folders, then rename, then flush the parent folder, to survive a power failure."""
     flushed, plain_sync, plain_replace = [], os.fsync, os.replace
 
     def fsync(descriptor):

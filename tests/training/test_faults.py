@@ -1,4 +1,4 @@
-"""Killed just before any system call of a resumed run, checkpoint writes included, a run still ends with the same bytes."""
+"""A run killed just before any system call, also while it writes a checkpoint, resumes to the same bytes."""
 
 import json
 import os
@@ -12,16 +12,16 @@ import pytest
 from helpers import train_config, weights, write_beir
 
 from contaccum.config import to_yaml
-from contaccum.files import is_leftover
-from contaccum.training.checkpoint import newest_checkpoint
+from contaccum.runtime.files import is_leftover
+from contaccum.training.run_folder import newest_checkpoint
 
 HERE = Path(__file__).parent
 STRIDE = int(os.environ.get("CONTACCUM_FAULT_STRIDE", "4"))
-"""The acceptance test kills at every so many calls; 1 takes minutes."""
+"""Calls between two kills in the acceptance test; 1 takes minutes."""
 
 
 class Faults:
-    """Runs of the command line that die at a chosen call; each a real process, killed by SIGKILL."""
+    """Command-line runs in real processes, killed by SIGKILL at a chosen system call."""
 
     def __init__(self, folder: Path) -> None:
         compiler = shutil.which("cc")
@@ -42,7 +42,7 @@ class Faults:
         self.process = subprocess.Popen(call, env=environment, text=True, **pipes)
 
     def run(self, at: int, *arguments: object) -> tuple[int, int]:
-        """Exit code, and how many calls were made where it ended well."""
+        """Exit code, and the number of calls of a run that ended well."""
         self.process.stdin.write(json.dumps({"arguments": [str(each) for each in arguments], "at": at}) + "\n")
         self.process.stdin.flush()
         answer = json.loads(self.process.stdout.readline())
@@ -56,7 +56,7 @@ class Faults:
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory):
-    """A worker; a run that was killed behind its checkpoint of step 2 of 4; and what the unbroken run ends with."""
+    """Worker, a run killed after its checkpoint of step 2 of 4, and the weights of the uninterrupted run."""
     folder = tmp_path_factory.mktemp("faults")
     faults = Faults(folder)
     data, whole, start = write_beir(folder / "data"), folder / "whole", folder / "start"
@@ -72,7 +72,7 @@ def scene(tmp_path_factory):
 
 
 def resume_killed_at(scene, at: int, run: Path) -> int:
-    """Resume a copy of the broken run and kill it before its call ``at``; returns how many calls it made if it lived."""
+    """Resume a copy of the killed run, kill it before call ``at``, and return the number of calls if it survived."""
     faults, call, start, _ = scene
     shutil.rmtree(run, ignore_errors=True)
     shutil.copytree(start, run)
@@ -97,7 +97,7 @@ def resumes_to_the_same_bytes(scene, run: Path) -> None:
     assert not (run / "contaccum.lock").exists()
 
 
-def test_killed_at_calls_spread_over_the_run_it_ends_with_the_same_bytes(scene, tmp_path):
+def test_killed_run_ends_with_the_same_bytes(scene, tmp_path):
     calls = calls_of_a_resume(scene, tmp_path)
     for at in range(3, calls, calls // 5):
         assert resume_killed_at(scene, at, tmp_path / "run") == 0
@@ -106,8 +106,8 @@ def test_killed_at_calls_spread_over_the_run_it_ends_with_the_same_bytes(scene, 
 
 
 @pytest.mark.acceptance
-def test_killed_at_any_call_there_is_a_complete_checkpoint(scene, tmp_path):
-    """At every STRIDE-th call of the resumed run; each eleventh of those is resumed to its end."""
+def test_complete_checkpoint_exists_after_a_kill_at_any_call(scene, tmp_path):
+    """Kill at every STRIDE-th call; resume every eleventh of these runs to its end."""
     calls, steps = calls_of_a_resume(scene, tmp_path), set()
     for number, at in enumerate(range(1, calls + 1, STRIDE)):
         assert resume_killed_at(scene, at, tmp_path / "run") == 0

@@ -1,30 +1,34 @@
-"""What a run leaves behind, what its log says, and how it stops when numbers go wrong."""
+"""Files of a run, values in its log, dev evaluation, schedules and memory."""
 
 import math
 import os
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from helpers import tiny_encoder, train_config, weights, write_beir
+from forked import python
+from helpers import micro_batches, tiny_encoder, train_config, weights, write_beir
+from opened import open_retrieval_set
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 from contaccum import DualEncoder
-from contaccum.config import METRIC_CUTS, METRIC_MEASURES, TRAITS, OptimConfig
-from contaccum.data.tables import load_retrieval_set
+from contaccum.batch import MicroBatch
+from contaccum.config import METHOD_SPECS, METRIC_CUTS, METRIC_MEASURES, OptimConfig
 from contaccum.encoder import Tower
-from contaccum.engine import Engine
 from contaccum.errors import InputError
-from contaccum.evaluation.beir import evaluate_encoder
-from contaccum.files import read_json
-from contaccum.training.checkpoint import newest_checkpoint
+from contaccum.evaluation.evaluate import evaluate
+from contaccum.runtime.engine import Engine
+from contaccum.runtime.files import read_json
+from contaccum.runtime.prefetch import Prefetch
 from contaccum.training.log import read_log
-from contaccum.training.loop import train
-from contaccum.training.optimizer import learning_rate_factor, make_optimizer, warmup_steps
+from contaccum.training.loop import Training, train
+from contaccum.training.parts import learning_rate_factor, make_optimizer, warmup_steps
+from contaccum.training.run_folder import newest_checkpoint
 
 
 @pytest.fixture
@@ -32,7 +36,7 @@ def data(tmp_path):
     return write_beir(tmp_path / "data")
 
 
-@pytest.mark.parametrize("method", list(TRAITS))
+@pytest.mark.parametrize("method", list(METHOD_SPECS))
 def test_every_method_trains_logs_and_learns(method, data, tmp_path):
     run = tmp_path / "run"
     model = train(train_config(data, run, method, **{"data.hard_negatives": 1, "optim.max_steps": 30}))
@@ -55,11 +59,9 @@ def test_every_method_trains_logs_and_learns(method, data, tmp_path):
         assert line["grad_norm_ratio"] == pytest.approx(line["passage_grad_norm"] / line["query_grad_norm"])
         assert line["pairs_per_second"] == pytest.approx(16 / line["seconds"])
         assert 0 <= line["waited"] <= line["seconds"]
-    expected = 0 if TRAITS[method].bank == "none" else 24
+    expected = 0 if METHOD_SPECS[method].bank == "none" else 24
     assert [line["bank_fill"] for line in log] == [0] + [min(16, expected)] + [expected] * 28
-    if (
-        method != "passage_bank"
-    ):  # of so small a set its one-sided bank learns nothing: what the second bank is there for
+    if method != "passage_bank":  # with its one-sided bank it learns nothing on such a small set
         assert log[-1]["loss"] < 0.9 * log[2]["loss"]
     assert {path.name for path in run.iterdir()} == {
         "config.yaml", "environment.json", "log.jsonl", "checkpoints", "model",
@@ -68,11 +70,11 @@ def test_every_method_trains_logs_and_learns(method, data, tmp_path):
     assert DualEncoder.load(model).encode_queries(["red fox"]).shape == (1, 32)
 
 
-def test_negatives_are_counted_as_the_layout_says(data, tmp_path):
-    """N = 16, B = 4, H = 1, M = 24 rows: columns of a row are its micro-batch's and the bank's, less its own positive."""
+def test_logged_negatives_equal_columns_minus_the_positive(data, tmp_path):
+    """With N = 16, B = 4, H = 1, M = 24: the columns of a row are its micro-batch's and the bank's, minus its positive."""
     changes = {"data.hard_negatives": 1, "optim.max_steps": 3, "loss.mask_false_negatives": False}
     seen = {}
-    for method in TRAITS:
+    for method in METHOD_SPECS:
         train(train_config(data, tmp_path / method, method, **changes))
         seen[method] = read_log(tmp_path / method)[-1]["negatives"]
     assert seen == {
@@ -87,15 +89,15 @@ def test_masked_false_negatives_are_counted(data, tmp_path):
     assert sum(line["masked"] for line in read_log(tmp_path / "off")) == 0
 
 
-def test_tied_towers_have_one_norm_and_stay_equal(data, tmp_path):
+def test_tied_towers_log_one_norm_and_stay_equal(data, tmp_path):
     model = train(train_config(data, tmp_path / "run", **{"model.tie_towers": True}))
     assert read_log(tmp_path / "run")[0]["grad_norm_ratio"] is None
     encoder = DualEncoder.load(model)
     np.testing.assert_array_equal(encoder.encode_queries(["red fox"]), encoder.encode_passages(["red fox"]))
 
 
-def test_the_best_model_on_dev_is_kept(data, tmp_path):
-    """At a learning rate that ruins the model late, what is kept is the best evaluation's model, not the last one."""
+def test_best_dev_model_is_saved(data, tmp_path):
+    """At a learning rate that damages the model late, the best model is saved, not the last one."""
     run = tmp_path / "run"
     changes = {"data.dev": str(data), "run.eval_steps": 4, "optim.max_steps": 24, "optim.schedule": "constant"}
     model = train(train_config(data, run, **changes, **{"optim.learning_rate": 0.02}))
@@ -103,14 +105,14 @@ def test_the_best_model_on_dev_is_kept(data, tmp_path):
     assert list(scores) == [4, 8, 12, 16, 20, 24]
     kept = read_json(run / "dev_metrics.json")
     assert kept["mean"]["ndcg@10"] == max(scores.values())
-    dev = load_retrieval_set(data, "dev")
-    again = evaluate_encoder(DualEncoder.load(model), dev)
+    dev = open_retrieval_set(data, "dev")
+    again = evaluate(DualEncoder.load(model), dev)
     assert again["mean"] == pytest.approx(kept["mean"])
     assert max(scores.values()) != scores[24]
 
 
-def test_the_log_and_the_dev_set_follow_their_settings(data, tmp_path, monkeypatch):
-    """Every third step is logged, the split is the one named, and no forward pass of an evaluation has more tokens."""
+def test_log_and_dev_evaluation_follow_their_settings(data, tmp_path, monkeypatch):
+    """Every third step is logged, the named split is used, and no evaluation batch exceeds its tokens."""
     (data / "qrels" / "dev.tsv").rename(data / "qrels" / "held_out.tsv")
     passes = []
     forward = Tower.forward
@@ -129,11 +131,11 @@ def test_the_log_and_the_dev_set_follow_their_settings(data, tmp_path, monkeypat
         (3, False), (4, True), (6, False), (6, True)
     ]  # fmt: skip
     assert 16 < max(passes) <= 40
-    with pytest.raises(InputError, match="holds no split 'dev'"):
+    with pytest.raises(InputError, match="split 'dev' not found"):
         train(train_config(data, tmp_path / "other", **changes))
 
 
-def test_every_metric_that_may_decide_is_computed(data, tmp_path):
+def test_every_selectable_metric_is_computed(data, tmp_path):
     train(
         train_config(
             data, tmp_path / "run", **{"data.dev": str(data), "run.metric": "recall@100", "optim.max_steps": 1}
@@ -143,17 +145,17 @@ def test_every_metric_that_may_decide_is_computed(data, tmp_path):
     assert set(computed) == {f"{measure}@{cut}" for measure in METRIC_MEASURES for cut in METRIC_CUTS}
 
 
-def test_an_evaluation_that_fails_loses_no_training(data, tmp_path, monkeypatch):
-    """The checkpoint of that step is written first, and a resumed run evaluates it before it goes on."""
+def test_failed_evaluation_is_repeated_on_resume(data, tmp_path, monkeypatch):
+    """The step's checkpoint is written first, and a resumed run repeats the evaluation."""
     changes = {"data.dev": str(data), "run.eval_steps": 3, "run.save_steps": 0}
     train(train_config(data, tmp_path / "whole", **changes))
     run = tmp_path / "run"
 
-    def fail(*_):
+    def fail(*_, **__):
         raise RuntimeError("no memory left for the evaluation")
 
     with monkeypatch.context() as patch:
-        patch.setattr("contaccum.training.loop.evaluate_encoder", fail)
+        patch.setattr("contaccum.training.loop.evaluate", fail)
         with pytest.raises(RuntimeError, match="no memory left"):
             train(train_config(data, run, **changes))
     assert newest_checkpoint(run).state["step"] == 3
@@ -164,7 +166,7 @@ def test_an_evaluation_that_fails_loses_no_training(data, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("precision", ["bf16"])
-def test_half_precision_autocast_stays_close_to_full(precision, data, tmp_path):
+def test_bf16_losses_are_close_to_fp32(precision, data, tmp_path):
     losses = {}
     for name in ("fp32", precision):
         train(train_config(data, tmp_path / name, "cont_cache", **{"run.precision": name, "model.dropout": 0.0}))
@@ -174,19 +176,19 @@ def test_half_precision_autocast_stays_close_to_full(precision, data, tmp_path):
     assert DualEncoder.load(tmp_path / precision / "model").query_tower.backbone.dtype == torch.float32
 
 
-def test_the_output_folder_must_be_free(data, tmp_path):
+def test_output_folder_must_be_new_or_empty(data, tmp_path):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "notes.txt").write_text("mine")
-    with pytest.raises(InputError, match="already holds something, expected a new or empty folder"):
+    with pytest.raises(InputError, match=r"not empty\. Choose an empty folder"):
         train(train_config(data, tmp_path / "taken"))
-    with pytest.raises(InputError, match=r"has no config\.yaml, expected the folder of a run to resume"):
+    with pytest.raises(InputError, match=r"no config\.yaml found, so there is no run to resume in this folder"):
         train(train_config(data, tmp_path / "taken", resume=True))
-    with pytest.raises(InputError, match="is a file, expected a folder"):
+    with pytest.raises(InputError, match=r"this is a file\. Choose a folder"):
         train(train_config(data, tmp_path / "taken" / "notes.txt"))
     assert [path.name for path in (tmp_path / "taken").iterdir()] == ["notes.txt"]
 
 
-def test_tensorboard_is_written_by_option(data, tmp_path):
+def test_tensorboard_tracker_writes_events(data, tmp_path):
     run = tmp_path / "run"
     train(train_config(data, run, **{"run.trackers": ["tensorboard"], "optim.max_steps": 2}))
     assert list(run.rglob("events.out.tfevents.*"))
@@ -196,8 +198,8 @@ def test_tensorboard_is_written_by_option(data, tmp_path):
     ("schedule", "peer"), [("linear", get_linear_schedule_with_warmup), ("cosine", get_cosine_schedule_with_warmup)]
 )
 @pytest.mark.parametrize("warmup", [0, 5])
-def test_schedules_follow_transformers(schedule, peer, warmup):
-    """The peer's warm-up starts at 0 and so wastes its first step; behind the warm-up both are the same."""
+def test_schedules_equal_transformers(schedule, peer, warmup):
+    """The warmup of transformers starts at 0, ours one step later; after the warmup both are equal."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     scheduler = peer(optimizer, warmup, 20)
     for step in range(20):
@@ -209,13 +211,13 @@ def test_schedules_follow_transformers(schedule, peer, warmup):
     assert learning_rate_factor(7, 20, warmup, "constant") == 1
 
 
-def test_warmup_as_a_ratio_is_rounded_up():
+def test_warmup_ratio_is_rounded_up():
     assert warmup_steps(OptimConfig(warmup_ratio=0.1), 34) == 4
     assert warmup_steps(OptimConfig(warmup_steps=7), 34) == 7
     assert warmup_steps(OptimConfig(), 34) == 0
 
 
-def test_biases_and_normalisation_do_not_decay():
+def test_biases_and_normalization_have_no_weight_decay():
     encoder = tiny_encoder()
     optimizer = make_optimizer(encoder, OptimConfig(weight_decay=0.1))
     decayed = {id(p) for p in optimizer.param_groups[0]["params"]}
@@ -225,9 +227,9 @@ def test_biases_and_normalisation_do_not_decay():
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
 
 
-def test_gradients_are_clipped_to_the_norm_of_both_towers_together(data, tmp_path):
-    """A limit below every norm gives steps that do not depend on the loss's scale: AdamW is replaced by hand here."""
-    from contaccum.engine import Engine
+def test_gradients_are_clipped_to_the_joint_norm_of_both_towers(data, tmp_path):
+    """The limit applies to the norm of the gradients of both towers together."""
+    from contaccum.runtime.engine import Engine
 
     encoder = tiny_encoder()
     engine = Engine(device="cpu")
@@ -243,11 +245,11 @@ def test_gradients_are_clipped_to_the_norm_of_both_towers_together(data, tmp_pat
     assert math.hypot(*engine.gradient_norms()) == pytest.approx(0.5, rel=1e-4)
 
 
-def test_peak_memory_is_this_process_s_own():
-    """A process of 1 GB starts another; what that one reports is its own peak, and it sees its own allocation."""
+def test_peak_memory_excludes_the_parent_process():
+    """A child of a process of 1 GiB reports its own peak, with its own allocation."""
     block = np.ones(2**30, dtype=np.uint8)
     script = (
-        "import numpy as np; from contaccum.engine import peak_resident; before = peak_resident();"
+        "import numpy as np; from contaccum.runtime.devices import peak_resident; before = peak_resident();"
         "block = np.ones(2**28, dtype=np.uint8); print(before, peak_resident())"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -256,11 +258,11 @@ def test_peak_memory_is_this_process_s_own():
     assert after - before > 0.9 * 2**28
 
 
-def test_an_evaluation_does_not_count_in_peak_memory():
-    """The block held inside is forgotten, the one before it is not; where the system lets a process reset its peak."""
+def test_peak_memory_excludes_evaluations():
+    """Memory of an ``unmeasured`` block does not count, other memory does."""
     script = """
 import numpy as np
-from contaccum.engine import Engine
+from contaccum.runtime.engine import Engine
 engine = Engine(device="cpu")
 engine.reset_peak_memory()
 start = engine.peak_memory()
@@ -274,14 +276,14 @@ print(inside / 2**28, (engine.peak_memory() - start) / 2**27)
 """
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("/proc/self/clear_refs cannot be written here")
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run([python(), "-c", script], capture_output=True, text=True, check=True)
     inside, after = map(float, done.stdout.split())
     assert inside < 0.2
     assert 0.9 < after < 1.3
 
 
-def test_a_memory_budget_caps_the_gpu_of_a_process_alone(monkeypatch):
-    """accelerate gives such a process a device without an index, which torch's function refuses; its check is real."""
+def test_memory_budget_caps_the_gpu_and_is_lifted_at_the_end(monkeypatch):
+    """accelerate gives a single process a device without an index, which torch refuses."""
     caps = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -291,20 +293,20 @@ def test_a_memory_budget_caps_the_gpu_of_a_process_alone(monkeypatch):
     monkeypatch.setattr(
         torch._C, "_cuda_setMemoryFraction", lambda share, device: caps.append((share, device)), raising=False
     )
-    AcceleratorState._reset_state(reset_partial_state=True)  # of an engine that another test did not close
+    AcceleratorState._reset_state(reset_partial_state=True)  # set by an engine that another test did not close
     engine = Engine(device="auto")
     assert engine.device == torch.device("cuda")
-    with pytest.raises(InputError, match="expected at most the GPU's 80000000000"):
+    with pytest.raises(InputError, match="but the GPU has 80000000000"):
         engine.limit_memory(81 * 10**9)
     engine.limit_memory(20 * 10**9)
     assert caps == [(0.25, 0)]
     monkeypatch.setattr(engine.accelerator, "end_training", lambda: None)
     engine.close()
-    assert caps == [(0.25, 0), (1.0, 0)]  # a later run in this process has the whole again
+    assert caps == [(0.25, 0), (1.0, 0)]  # a later run in this process has the full GPU again
 
 
-def test_a_number_in_the_environment_divides_no_gradient(data, tmp_path, monkeypatch):
-    """accelerate's own, by which its backward pass divides the loss."""
+def test_environment_variable_does_not_scale_gradients(data, tmp_path, monkeypatch):
+    """accelerate would divide the loss by this variable."""
     train(train_config(data, tmp_path / "plain", **{"optim.max_steps": 2}))
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     train(train_config(data, tmp_path / "other", **{"optim.max_steps": 2}))
@@ -313,6 +315,44 @@ def test_a_number_in_the_environment_divides_no_gradient(data, tmp_path, monkeyp
     assert norms[0] == norms[1]
 
 
-def test_a_memory_budget_is_a_warning_on_a_cpu(data, tmp_path):
+def test_memory_budget_warns_on_cpu(data, tmp_path):
     with pytest.warns(UserWarning, match="run.memory_budget has no effect on cpu"):
         train(train_config(data, tmp_path / "run", **{"run.memory_budget": "11GB", "optim.max_steps": 1}))
+
+
+def test_files_of_wandb_are_in_the_folder_of_the_run(data, tmp_path, monkeypatch):
+    """With the real wandb, which writes to files only."""
+    pytest.importorskip("wandb")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.delenv("WANDB_DIR", raising=False)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    train(train_config(data, tmp_path / "run", **{"run.trackers": ["wandb"], "optim.max_steps": 1}))
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_only_a_gpu_needs_pinned_batches(data, tmp_path, monkeypatch):
+    """The prefetch thread pins the texts; on a CPU, which would refuse to pin, it does not."""
+    pinned = []
+
+    def pin(batch):
+        pinned.append(threading.current_thread().name)
+        return batch
+
+    monkeypatch.setattr(MicroBatch, "pinned", pin)
+    config = train_config(data, tmp_path / "run")
+    train(config)
+    assert not pinned
+    training = SimpleNamespace(batches=FixedBatches(), engine=SimpleNamespace(device=torch.device("cuda")))
+    with Prefetch(Training._step_batches(training, step, 4) for step in range(2)) as prepared:
+        assert [len(batches) for batches in prepared] == [3, 3]
+    assert len(pinned) == 6
+    assert all(name.startswith("prefetch") for name in pinned)
+
+
+class FixedBatches:
+    """Three micro-batches in each step."""
+
+    def step(self, step: int, size: int) -> list[MicroBatch]:
+        return micro_batches(3, size)

@@ -1,4 +1,4 @@
-"""Steps whose numbers are NaN or infinite: stopped or skipped before they reach the weights or the bank."""
+"""Steps with NaN or infinity stop or are skipped before they change weights or bank."""
 
 import math
 
@@ -6,14 +6,14 @@ import pytest
 import torch
 from helpers import train_config, weights, write_beir
 
-from contaccum.config import TRAITS, TrainConfig, validate
+from contaccum.config import METHOD_SPECS, TrainConfig, validate
 from contaccum.encoder import DualEncoder
-from contaccum.engine import Engine
 from contaccum.errors import InputError
 from contaccum.methods.loss import InfoNCE, LossValue
-from contaccum.training.checkpoint import newest_checkpoint
+from contaccum.runtime.engine import Engine
 from contaccum.training.log import read_log
 from contaccum.training.loop import Training, train
+from contaccum.training.run_folder import newest_checkpoint
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def data(tmp_path):
 
 
 def spoil_embedding(patch, step: int, value: float = math.nan, side: int = 0, place: tuple[int, ...] = (0, 0)) -> None:
-    """One number of the embeddings of ``step``'s second micro-batch, or of its only one, becomes ``value``."""
+    """Set one number of the embeddings of the second (or only) micro-batch of ``step`` to ``value``."""
     plain, calls = DualEncoder.forward, {"step": -1, "seen": 0}
 
     def forward(self, batch):
@@ -45,7 +45,7 @@ def spoil_embedding(patch, step: int, value: float = math.nan, side: int = 0, pl
 
 
 def spoil_loss(patch, step: int) -> None:
-    """The loss alone is infinite, its embeddings are not."""
+    """Make only the loss infinite."""
     plain = InfoNCE.__call__
     running = {"step": 0}
     take = Training.take_step
@@ -63,7 +63,7 @@ def spoil_loss(patch, step: int) -> None:
 
 
 def spoil_gradient(patch, step: int) -> None:
-    """The backward pass alone makes the NaN."""
+    """Make only a gradient NaN."""
     plain = Engine.reduce_gradients
 
     def reduce(self):
@@ -76,22 +76,22 @@ def spoil_gradient(patch, step: int) -> None:
 
 SPOILERS = {"embedding": spoil_embedding, "loss": spoil_loss, "gradient": spoil_gradient}
 SENTENCES = {
-    "embedding": r"step 4 \(queries q\d+, q\d+, q\d+, q\d+\): an embedding is NaN or infinite, expected finite numbers",
-    "loss": r"step 4, micro-batch 1 of 4 \(queries q\d+, .*\): the loss is inf, expected a finite number",
-    "gradient": r"step 4 \(queries q\d+, .*, …\): the gradient's norm is nan, expected a finite number",
+    "embedding": r"step 4 \(queries q\d+, q\d+, q\d+, q\d+\): an embedding contains NaN or infinity",
+    "loss": r"step 4, micro-batch 1 of 4 \(queries q\d+, .*\): the loss is inf, not a finite number",
+    "gradient": r"step 4 \(queries q\d+, .*, …\): the gradient norm is nan, not a finite number",
 }
 
 
 @pytest.mark.parametrize("kind", SPOILERS)
-def test_the_run_stops_names_the_examples_and_keeps_the_last_good_state(kind, data, tmp_path, monkeypatch):
-    """The state of step 3, which no save_steps asked for, is saved; resumed without the fault it ends as if nothing had been."""
+def test_nan_stops_the_run_and_names_examples_and_checkpoint(kind, data, tmp_path, monkeypatch):
+    """Step 3 is saved although it is not due; resumed without the fault, the run equals the uninterrupted one."""
     run, whole = tmp_path / "run", tmp_path / "whole"
     train(train_config(data, whole))
     with monkeypatch.context() as patch:
         SPOILERS[kind](patch, 4)
         with pytest.raises(InputError, match=SENTENCES[kind]) as error:
             train(train_config(data, run))
-    assert f"the last good state is {run / 'checkpoints' / 'step-00000003'};" in str(error.value)
+    assert f"the last good state is {run / 'checkpoints' / 'step-00000003'}. To skip" in str(error.value)
     assert newest_checkpoint(run).state["step"] == 3
     assert not (run / "model").exists()
     train(train_config(data, run, resume=True))
@@ -103,16 +103,16 @@ def test_the_run_stops_names_the_examples_and_keeps_the_last_good_state(kind, da
     [(math.nan, 1, (0, 0, 0)), (math.inf, 0, (1, 3)), (-math.inf, 1, (2, 1, 5))],
     ids=["NaN passage", "inf query", "-inf hard negative"],
 )
-def test_any_embedding_is_looked_at(value, side, place, data, tmp_path, monkeypatch):
+def test_nan_in_any_embedding_is_detected(value, side, place, data, tmp_path, monkeypatch):
     spoil_embedding(monkeypatch, 2, value, side, place)
-    with pytest.raises(InputError, match=r"step 2 \(queries .*\): an embedding is NaN or infinite"):
+    with pytest.raises(InputError, match=r"step 2 \(queries .*\): an embedding contains NaN or infinity"):
         train(train_config(data, tmp_path / "run", **{"data.hard_negatives": 1, "run.save_steps": 0}))
     assert newest_checkpoint(tmp_path / "run").state["step"] == 1
 
 
-def test_the_first_step_has_no_state_before_it(data, tmp_path, monkeypatch):
+def test_nan_in_first_step_saves_no_checkpoint(data, tmp_path, monkeypatch):
     spoil_embedding(monkeypatch, 1)
-    with pytest.raises(InputError, match="no checkpoint was written before"):
+    with pytest.raises(InputError, match="the run has no checkpoint yet"):
         train(train_config(data, tmp_path / "run"))
     assert newest_checkpoint(tmp_path / "run") is None
 
@@ -124,14 +124,14 @@ def bank_bytes(run) -> bytes:
 @pytest.mark.parametrize(
     ("kind", "method"),
     [
-        *(("embedding", method) for method in TRAITS),
+        *(("embedding", method) for method in METHOD_SPECS),
         ("loss", "cont_accum"),
         ("gradient", "cont_accum"),
         ("gradient", "cont_cache"),
     ],
 )
-def test_a_skipped_step_is_as_if_its_update_and_its_pushes_had_not_been(kind, method, data, tmp_path, monkeypatch):
-    """Against a run that reaches step 3, and whose fourth step is left out by hand: weights, moments and bank to the byte."""
+def test_skipped_step_changes_neither_weights_nor_bank(kind, method, data, tmp_path, monkeypatch):
+    """Compare weights, moments and bank to a run whose fourth step is left out by hand."""
     changes = {"optim.max_steps": 6, "run.save_steps": 4, "run.keep_checkpoints": 9, "optim.schedule": "constant"}
     skipped, by_hand = tmp_path / "skipped", tmp_path / "by_hand"
     with monkeypatch.context() as patch:
@@ -143,7 +143,7 @@ def test_a_skipped_step_is_as_if_its_update_and_its_pushes_had_not_been(kind, me
         if self.done != 3:
             return take(self, micro_batches)
         self.bank.end_step()
-        return {"step": 4, "loss": None, "grad_norm_ratio": None}
+        return {"step": 4, "loss": 0.0, "negatives": 0.0, "peak_memory": 0, "grad_norm_ratio": None}
 
     with monkeypatch.context() as patch:
         patch.setattr(Training, "take_step", leave_out)
@@ -159,8 +159,8 @@ def test_a_skipped_step_is_as_if_its_update_and_its_pushes_had_not_been(kind, me
     assert lines[0]["skipped"].startswith("step 4")
 
 
-def test_without_the_rollback_the_bank_differs(data, tmp_path, monkeypatch):
-    """Negative control."""
+def test_skipped_step_without_rollback_changes_the_bank(data, tmp_path, monkeypatch):
+    """Negative control: without the rollback the bank differs."""
     changes = {"optim.max_steps": 4, "run.save_steps": 0, "run.on_nan": "skip:1"}
     banks = []
     for name in ("back", "not_back"):
@@ -173,8 +173,8 @@ def test_without_the_rollback_the_bank_differs(data, tmp_path, monkeypatch):
     assert banks[0] != banks[1]
 
 
-def test_skips_are_counted_over_a_resume_and_end(data, tmp_path, monkeypatch):
-    """Steps 2, 3 and 5 are bad; two may be skipped, and the count is in the checkpoint."""
+def test_skip_limit_counts_steps_before_a_resume(data, tmp_path, monkeypatch):
+    """Steps 2, 3 and 5 fail and two may be skipped; the count is saved in the checkpoint."""
     run = tmp_path / "run"
     for step in (2, 3, 5):
         spoil_gradient(monkeypatch, step)
@@ -191,8 +191,8 @@ def test_skips_are_counted_over_a_resume_and_end(data, tmp_path, monkeypatch):
     assert [line["step"] for line in read_log(run) if "loss" in line] == [1, 4, 6]
 
 
-def test_weights_that_are_not_finite_are_no_good_state(data, tmp_path, monkeypatch):
-    """What an update ruined is not saved over what was good."""
+def test_weights_that_are_not_finite_are_not_saved(data, tmp_path, monkeypatch):
+    """Damaged weights do not replace the last good checkpoint."""
     take = Training.take_step
 
     def ruin(self, micro_batches):
@@ -208,7 +208,7 @@ def test_weights_that_are_not_finite_are_no_good_state(data, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("value", ["skip", "skip:0", "skip:-1", "skip:x", "go on", "stop:3", "skip:1.5", "skip:"])
-def test_on_nan_is_stop_or_skip_n(value):
+def test_on_nan_accepts_stop_and_skip_n(value):
     config = TrainConfig(output_dir="run")
     config.data.train, config.run.on_nan = "data", value
     with pytest.raises(InputError, match=r"run\.on_nan is .*, expected stop, or skip:N with N at least 1"):

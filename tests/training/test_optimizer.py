@@ -1,4 +1,4 @@
-"""AdamW's forms against the plain one and against the formula, and their state through checkpoints."""
+"""AdamW equals its formula, and the state of both forms survives checkpoints."""
 
 import copy
 import importlib.util
@@ -10,15 +10,15 @@ from helpers import micro_batches, tiny_encoder, train_config, weights, write_be
 
 from contaccum.config import OptimConfig
 from contaccum.errors import InputError
-from contaccum.training.checkpoint import newest_checkpoint
 from contaccum.training.loop import train
-from contaccum.training.optimizer import make_optimizer, trained_parameters
+from contaccum.training.parts import make_optimizer, trained_parameters
+from contaccum.training.run_folder import newest_checkpoint
 
 STEPS = 5
 
 
 def trained(start, **settings) -> list[torch.Tensor]:
-    """The weights after some steps on the same gradients."""
+    """Return the weights after some optimizer steps."""
     encoder = copy.deepcopy(start).train()
     optimizer = make_optimizer(encoder, OptimConfig(**{"learning_rate": 1e-3, "weight_decay": 0.1, **settings}))
     for batch in micro_batches(STEPS, 4):
@@ -30,7 +30,7 @@ def trained(start, **settings) -> list[torch.Tensor]:
 
 
 def by_hand(start, beta: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.1) -> list[torch.Tensor]:
-    """Loshchilov and Hutter 2019 (arXiv 1711.05101), algorithm 2, parameter by parameter."""
+    """Compute AdamW by hand: Loshchilov and Hutter 2019 (arXiv 1711.05101), algorithm 2."""
     encoder = copy.deepcopy(start).train()
     parameters = list(trained_parameters(encoder).values())
     moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in parameters]
@@ -47,18 +47,17 @@ def by_hand(start, beta: float = 0.999, eps: float = 1e-8, weight_decay: float =
 
 
 def distance(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
-    """Sum of all differences."""
+    """Return the sum of all absolute differences."""
     return float(sum((a - b).abs().sum() for a, b in zip(one, other, strict=True)))
 
 
-def test_fused_plain_and_the_formula_agree():
+def test_fused_adamw_equals_the_formula():
     start = tiny_encoder()
     origin = [parameter.detach() for parameter in trained_parameters(start).values()]
-    plain, fused = trained(start, fused=False), trained(start)
-    moved = distance(plain, origin)
-    assert distance(fused, plain) < 1e-4 * moved
-    assert distance(by_hand(start), plain) < 1e-3 * moved
-    assert distance(trained(start, adam_beta1=0.8), plain) > 0.01 * moved
+    found = trained(start)
+    moved = distance(found, origin)
+    assert distance(by_hand(start), found) < 1e-3 * moved
+    assert distance(trained(start, adam_beta1=0.8), found) > 0.01 * moved
 
 
 @pytest.mark.parametrize(
@@ -69,7 +68,7 @@ def test_fused_plain_and_the_formula_agree():
         ({"weight_decay": 20.0}, {"weight_decay": 20.0}),
     ],
 )
-def test_the_optimizer_s_numbers_reach_the_formula(settings, formula):
+def test_optimizer_settings_reach_the_formula(settings, formula):
     start = tiny_encoder()
     origin = [parameter.detach() for parameter in trained_parameters(start).values()]
     found = trained(start, **settings)
@@ -78,7 +77,7 @@ def test_the_optimizer_s_numbers_reach_the_formula(settings, formula):
     assert distance(by_hand(start), found) > 0.01 * moved
 
 
-def test_eight_bit_moments_stay_close_to_full_ones():
+def test_8bit_adamw_is_close_to_32bit():
     start = tiny_encoder()
     origin = [parameter.detach() for parameter in trained_parameters(start).values()]
     plain, eight = trained(start), trained(start, name="adamw_8bit")
@@ -91,7 +90,7 @@ def eight_bit(data, run, **changes):
     return train_config(data, run, **{"optim.name": "adamw_8bit", "model.tiny_width": 64, **changes})
 
 
-def test_an_eight_bit_run_resumes_to_the_byte(tmp_path):
+def test_8bit_run_resumes_byte_identical(tmp_path):
     data, whole, broken = write_beir(tmp_path / "data"), tmp_path / "whole", tmp_path / "broken"
     train(eight_bit(data, whole))
     state = newest_checkpoint(whole).folder / "optimizer.safetensors"
@@ -109,14 +108,14 @@ def test_an_eight_bit_run_resumes_to_the_byte(tmp_path):
     assert state.stat().st_size < 0.5 * plain.stat().st_size
 
 
-def test_a_run_does_not_resume_with_another_optimizer(tmp_path):
+def test_resume_with_another_optimizer_is_refused(tmp_path):
     data, run = write_beir(tmp_path / "data"), tmp_path / "run"
     train(train_config(data, run, **{"optim.max_steps": 2}))
     with pytest.raises(InputError, match=r"optim\.name was adamw and is adamw_8bit"):
         train(train_config(data, run, resume=True, **{"optim.max_steps": 2, "optim.name": "adamw_8bit"}))
 
 
-def test_without_its_package_eight_bits_are_refused(monkeypatch):
+def test_8bit_adamw_without_bitsandbytes_is_refused(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find(name))
     with pytest.raises(InputError, match=r"pip install 'contaccum\[bitsandbytes\]'"):

@@ -1,6 +1,7 @@
-"""W processes with B pairs each are one process with W·B pairs, for every method, and end together; gloo on the CPU."""
+"""W processes with B pairs equal one process with W·B pairs, for every method, and end together (gloo on the CPU)."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -8,18 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from gradient_worker import LONELY
+from forked import python
+from gradient_worker import LONELY, REPLAYED
 from helpers import train_config, weights, write_beir
 from launched import Job, run_jobs
 from safetensors.torch import load_file
 
 from contaccum.batch import RowIds
-from contaccum.config import TRAITS, to_yaml
-from contaccum.data.convert import convert
+from contaccum.config import METHOD_SPECS, to_yaml
+from contaccum.data.commands import convert
 from contaccum.errors import InputError
-from contaccum.files import read_json
 from contaccum.methods.bank import Bank
 from contaccum.methods.loss import InfoNCE
+from contaccum.runtime.files import read_json
 from contaccum.training.log import read_log
 from contaccum.training.loop import train
 
@@ -35,11 +37,11 @@ RUN = {
 """41 queries in steps of 16: epochs end inside steps, and the last step goes beyond the last epoch's end."""
 
 SPOILT = {"corpus.jsonl": '{"_id": "p41", "text": ', "queries.jsonl": '{"_id": "q41"}', "qrels/dev.tsv": "q1\tp1\tgood"}
-"""A bad record for each of these files of the data."""
+"""A bad record for each of these files."""
 
 
 class Runs:
-    """Training runs that share their data, as jobs; what they left behind, by name."""
+    """Training runs on the same data: their jobs, and their folders by name."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -47,9 +49,9 @@ class Runs:
         self.jobs: dict[str, Job] = {}
 
     def add(self, name: str, processes: int, *more: str, run: str = "", data: Path | None = None, **rest) -> None:
-        """The job ``name`` on the run ``run``, by default of that name; settings have a dot in them, the rest is the Job's."""
+        """Add a job; names with a dot are settings, the others are arguments of Job. run: name of the run's folder."""
         data = data or self.data
-        settings = {key: rest.pop(key) for key in list(rest) if "." in key}
+        settings = {key: rest.pop(key) for key in list(rest) if "." in key or key == "method"}
         changes = {"data.dev": str(data), "batch.micro_batch_size": 4 // processes, **RUN, **settings}
         file = self.folder / f"{name}.yaml"
         file.write_text(to_yaml(train_config(data, self[run or name], **changes)))
@@ -69,7 +71,10 @@ def runs(tmp_path_factory):
         reference = [] if world == 1 else [str(runs["steps1.0.safetensors"])]
         call = [str(runs.data), str(runs[f"steps{world}"]), *reference]
         runs.jobs[f"steps of {world}"] = Job(call, world, worker="gradient_worker")
-        runs.add(f"of {world}", world)
+        runs.add(f"of {world}", world, fault="counts_gradient_messages")
+    for world in WORLDS[:2]:
+        call = [str(runs.data), str(runs[f"dev{world}"])]
+        runs.jobs[f"dev of {world}"] = Job(call, world, worker="dev_evaluation_worker")
     examples = runs["examples.jsonl"]
     convert(runs.data, examples, "jsonl")
     stream = {"data.train": str(examples), "data.streaming": True, "data.shuffle_buffer": 9, "optim.max_steps": 6}
@@ -103,14 +108,14 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def steps(runs):
-    """What the worker found in each process of one, two and four."""
+    """Tensors saved by each process of the workers with one, two and four processes."""
     for world in WORLDS:
         runs.outcomes[f"steps of {world}"].check()
     return {world: [load_file(runs[f"steps{world}.{rank}.safetensors"]) for rank in range(world)] for world in WORLDS}
 
 
 def difference(one: dict, other: dict, method: str, step: int) -> float:
-    """The largest difference of a step's gradients, relative to the largest gradient."""
+    """Return the largest difference of a step's gradients, relative to the largest gradient."""
     names = [name for name in one if name.startswith(f"{method}/{step}/gradient/")]
     assert len(names) > 20
     scale = max(one[name].abs().max() for name in names)
@@ -118,8 +123,8 @@ def difference(one: dict, other: dict, method: str, step: int) -> float:
 
 
 @pytest.mark.parametrize("world", WORLDS[1:])
-@pytest.mark.parametrize("method", list(TRAITS))
-def test_several_processes_give_the_gradients_of_one(method, world, steps):
+@pytest.mark.parametrize("method", [*METHOD_SPECS, *REPLAYED])
+def test_gradients_of_several_processes_equal_one(method, world, steps):
     one = steps[1][0]
     for step in range(3):
         name = f"{method}/{step}"
@@ -132,36 +137,38 @@ def test_several_processes_give_the_gradients_of_one(method, world, steps):
 
 @pytest.mark.parametrize("world", WORLDS[1:])
 @pytest.mark.parametrize("method", ["in_batch", "cont_accum"])
-def test_processes_that_do_not_gather_give_other_gradients(method, world, steps):
+def test_processes_without_gather_give_other_gradients(method, world, steps):
     """Negative control."""
     for step in range(3):
         assert difference(steps[1][0], steps[world][0], f"{LONELY}/{method}", step) > 0.1
 
 
 @pytest.mark.parametrize("world", WORLDS[1:])
-@pytest.mark.parametrize("method", list(TRAITS))
-def test_every_process_holds_the_bank_that_one_process_has(method, world, steps):
+@pytest.mark.parametrize("method", list(METHOD_SPECS))
+def test_bank_of_every_process_equals_that_of_one(method, world, steps):
     one, (first, *others) = steps[1][0], steps[world]
     names = [name for name in one if name.startswith(f"{method}/bank/")]
     assert names
     for name in names:
         for other in others:
             assert torch.equal(first[name], other[name]), name
-        if not name.endswith("/sums"):  # their blocks are computed in another order
+        if not name.endswith("/sums"):  # computed in another order
             torch.testing.assert_close(first[name], one[name], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("world", WORLDS[1:])
-def test_texts_that_do_not_divide_evenly_are_all_encoded(world, steps):
+def test_search_handles_uneven_passage_counts(world, steps):
     for count in range(1, 6):
         for found in steps[world]:
-            torch.testing.assert_close(found[f"texts/{count}"], steps[1][0][f"texts/{count}"], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                found[f"passages/{count}"], steps[1][0][f"passages/{count}"], rtol=1e-5, atol=1e-6
+            )
 
 
 @pytest.mark.parametrize(
     ("whole", "name"), [("of 1", "of 2"), ("of 1", "of 4"), ("of 1", "machines"), ("stream of 1", "stream of 2")]
 )
-def test_training_in_several_processes_gives_the_metrics_of_one(whole, name, runs):
+def test_metrics_of_several_processes_equal_one(whole, name, runs):
     one, several = runs.lines(whole), runs.lines(name)
     assert len(one) == len(several) == 6
     for left, right in zip(one, several, strict=True):
@@ -170,6 +177,40 @@ def test_training_in_several_processes_gives_the_metrics_of_one(whole, name, run
         assert (right["bank_fill"], right["masked"]) == (left["bank_fill"], left["masked"])
     left, right = (read_json(runs[run] / "dev_metrics.json") for run in (whole, name))
     assert right["mean"] == pytest.approx(left["mean"], abs=1e-6)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_sums_in_several_messages_equal_sums_of_gathered_tensors(world, steps):
+    for found in steps[world]:
+        sums, right, own = ([found[f"{name}/{number}"] for number in range(8)] for name in ("sum", "right", "own"))
+        assert all(map(torch.equal, sums, right))
+        assert all(map(torch.equal, sums, own)) == (world == 1)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_gradients_of_a_step_travel_in_one_message(world, runs):
+    """None for one process."""
+    for text in runs.outcomes[f"of {world}"].check().err:
+        found = re.findall(r"^messages: (\d+), gradients: (\d+)$", text, re.MULTILINE)
+        assert [int(messages) for messages, _ in found] == [int(world > 1)] * 6
+        assert min(int(gradients) for _, gradients in found) > 15
+
+
+def test_notes_of_all_processes_are_printed_once(runs):
+    said = "".join(runs.outcomes["2 to 4"].check().err)
+    assert said.count("the settings of this run changed (allowed)") <= 1
+    assert said.count("the conditions of training changed (allowed): world was 2 and is 4") == 1
+    assert said.count("resuming at step") == 1
+
+
+def test_dev_evaluation_shares_the_corpus_and_gives_every_process_the_metrics_of_one(runs):
+    for world in WORLDS[:2]:
+        runs.outcomes[f"dev of {world}"].check()
+    one, first, second = (read_json(runs[f"dev{name}.json"]) for name in ("1.0", "2.0", "2.1"))
+    assert first["mean"] == second["mean"] == one["mean"]
+    assert first["best"] == second["best"] == one["best"]
+    assert one["encoded"] == first["encoded"] + second["encoded"] == 41
+    assert 16 <= second["encoded"] <= first["encoded"] <= 25
 
 
 SOUND = [
@@ -188,42 +229,42 @@ SOUND = [
 
 
 @pytest.mark.parametrize("name", SOUND)
-def test_the_main_process_alone_prints_the_model(name, runs):
+def test_only_the_main_process_prints_the_model(name, runs):
     outcome = runs.outcomes[name].check()
     assert outcome.out[0].endswith("/model\n")
     assert not any(outcome.out[1:])
 
 
-def test_machines_with_a_cache_each_fill_it_once(runs):
-    """What one process has made, the others of its machine find."""
+def test_each_machine_fills_its_cache_once(runs):
+    """The other processes of a machine reuse the cache entries of the first."""
     caches = [runs["jobs"] / f"cache-{place}" for place in ("1-0", "2-0", "2-1")]
     entries = [sorted(str(path.relative_to(cache)) for path in cache.glob("[!l]*/*")) for cache in caches]
-    assert len(entries[1]) == 3  # the corpus, and the tokens of either side; locks are left out
+    assert len(entries[1]) == 3  # the corpus, query tokens and passage tokens, without locks
     assert entries[1] == entries[2]
     assert set(entries[1]) <= set(entries[0])
     assert [text.count("builds ") for text in runs.outcomes["machines"].err] == [3, 0, 3, 0]
 
 
-def test_bad_records_are_left_out_by_all_processes_alike(runs):
+def test_all_processes_skip_the_same_bad_records(runs):
     outcome = runs.outcomes["spoilt"].check()
     assert weights(runs["spoilt"]) == weights(runs["of 2"])
     left_out = read_json(runs["spoilt"] / "dev_metrics.json")["left_out"]
     assert {Path(file).name: count for file, count in left_out.items()} == {Path(file).name: 1 for file in SPOILT}
     for file in SPOILT:
-        assert "".join(outcome.err).count(f"{file}: 1 bad record is left out") == 1
+        assert "".join(outcome.err).count(f"{file}: 1 invalid record is skipped") == 1
 
 
 # resuming
 
 
-def test_a_killed_run_goes_on_to_the_byte(runs):
+def test_killed_run_resumes_byte_identical(runs):
     assert runs.outcomes["killed"].codes[1] == -signal.SIGKILL
     assert weights(runs["killed"]) == weights(runs["of 2"])
 
 
 @pytest.mark.parametrize(("name", "whole"), [("raises", "of 2"), ("full", "of 2"), ("killed alone", "of 1")])
-def test_another_number_of_processes_continues_a_run(name, whole, runs):
-    """Equal to the unbroken run up to rounding."""
+def test_run_resumes_with_another_number_of_processes(name, whole, runs):
+    """The run equals the uninterrupted one up to rounding."""
     for left, right in zip(runs.lines(whole), runs.lines(name), strict=True):
         assert right["loss"] == pytest.approx(left["loss"], rel=1e-4)
         assert right["bank_fill"] == left["bank_fill"]
@@ -234,28 +275,28 @@ def test_another_number_of_processes_continues_a_run(name, whole, runs):
     assert metrics[0] == pytest.approx(metrics[1], abs=1e-6)
 
 
-def test_other_rows_in_a_loss_give_another_result(runs):
-    """Negative control: where B x W has changed, the losses part at the first step after the resume, and not before."""
+def test_other_rows_per_loss_give_another_result(runs):
+    """Negative control: with another B x W the losses differ from the first step after the resume."""
     pairs = list(zip(runs.lines("of 2"), runs.lines("stuck"), strict=True))
     assert all(right["loss"] == pytest.approx(left["loss"], rel=1e-4) for left, right in pairs[:3])
     assert all(right["loss"] != pytest.approx(left["loss"], rel=1e-3) for left, right in pairs[3:])
 
 
-def test_another_number_of_processes_is_refused_unless_allowed(runs):
+def test_another_number_of_processes_needs_allow_changes(runs):
     outcome = runs.outcomes["refused"]
     assert outcome.codes == [2]
-    assert "expected the same to resume (or --allow_changes true): world was 2 and is 1" in outcome.err[0]
+    assert "world was 2 and is 1. Undo these changes, or allow them with --allow_changes true." in outcome.err[0]
 
 
-def test_a_bank_read_with_other_pushes_has_the_same_sums():
+def test_bank_loaded_with_another_push_size_has_the_same_sums():
     torch.manual_seed(0)
 
     def rows(count: int, first: int) -> tuple:
         numbers = torch.arange(first, first + count).unsqueeze(1)
         return torch.randn(count, 8), torch.randn(count, 1, 8), RowIds(numbers, numbers)
 
-    old, new = (Bank(24, 8, InfoNCE(0.1), push=push) for push in (4, 2))
-    for number in range(8):  # one turn of the ring and a third
+    old, new = (Bank(24, 8, InfoNCE(0.1).similarity, push=push) for push in (4, 2))
+    for number in range(8):  # one and a third turns of the ring
         old.push(*rows(4, 4 * number))
     new.load_state(*old.state())
     assert new.sums.values.shape != old.sums.values.shape
@@ -270,25 +311,30 @@ def test_a_bank_read_with_other_pushes_has_the_same_sums():
 # ending
 
 
-def test_a_bank_that_is_not_the_others_stops_the_run(runs):
+def test_bank_that_differs_between_processes_stops_the_run(runs):
     outcome = runs.outcomes["flipped"]
     assert outcome.codes == [1, 1]
-    for text in outcome.err:
-        assert "step 4: processes 1 of 2 hold another bank than process 0" in text
-        assert "no checkpoint was written before" in text
+    said = "".join(outcome.err)  # once, although every process stops with this error
+    assert said.count("step 4: the bank is not the same in all processes (processes 1 of 2 differ from process 0)") == 1
+    assert "the run has no checkpoint yet" in said
 
 
-def test_machines_that_do_not_share_the_output_folder_are_refused(runs):
+def test_machines_without_shared_output_folder_are_refused(runs):
     outcome = runs.outcomes["blind"]
     assert outcome.codes == [2, 2]
-    assert "".join(outcome.err).count("processes 1 of 2 find another checkpoint than process 0") == 1
+    assert (
+        "".join(outcome.err).count(
+            "checkpoint is not the same in all processes (processes 1 of 2 differ from process 0)"
+        )
+        == 1
+    )
 
 
-def test_what_all_processes_have_to_say_is_said_once(runs):
+def test_same_error_in_all_processes_is_printed_once(runs):
     outcome = runs.outcomes["wrong"]
     assert outcome.codes[0] == 2
     assert outcome.codes[1] not in (0, None)
-    assert "".join(outcome.err).count("holds no split 'absent'") == 1
+    assert "".join(outcome.err).count("split 'absent' not found") == 1
 
 
 @pytest.mark.parametrize(
@@ -296,17 +342,17 @@ def test_what_all_processes_have_to_say_is_said_once(runs):
     [
         ("raises", 1, 1, "ZeroDivisionError: a fault of process 1 alone"),
         ("killed", 1, -signal.SIGKILL, ""),
-        ("full", 0, 2, "could not be written"),
+        ("full", 0, 2, "cannot be written"),
     ],
 )
-def test_the_others_end_by_themselves_when_one_ends(name, spoiled, code, words, runs):
+def test_other_processes_end_when_one_ends(name, spoiled, code, words, runs):
     outcome = runs.outcomes[name]
     assert outcome.codes[spoiled] == code
     assert outcome.codes[1 - spoiled] not in (0, None)
     assert words in outcome.err[spoiled]
 
 
-def test_a_process_that_is_stuck_is_given_up_after_the_set_time(runs):
+def test_stuck_process_ends_the_run_after_the_timeout(runs):
     outcome = runs.outcomes["stuck"]
     assert outcome.codes == [1, None]
     assert "timed out" in outcome.err[0].lower()
@@ -324,16 +370,14 @@ sys.exit(main())
 """
 
 
-def test_torchrun_ends_all_and_reports_the_traceback_of_the_first_to_fail(tmp_path):
+def test_torchrun_reports_the_traceback_of_the_first_failure(tmp_path):
     runs = Runs(tmp_path)
     runs.add("run", 2)
     script = tmp_path / "spoiled.py"
     script.write_text(SPOILED.format(tests=str(HERE)))
     call = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script), *runs.jobs["run"].call]
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
-    done = subprocess.run(
-        [sys.executable, *call], env=environment, capture_output=True, text=True, check=False, timeout=200
-    )
+    done = subprocess.run([python(), *call], env=environment, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 1
     report = done.stderr[done.stderr.index("Root Cause") :]
     assert "rank      : 1" in report
@@ -348,10 +392,10 @@ def test_torchrun_ends_all_and_reports_the_traceback_of_the_first_to_fail(tmp_pa
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "launched for DeepSpeed"),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "launched for Megatron-LM"),
         ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "launched for a parallelism config"),
-        ({"ACCELERATE_USE_CPU": "True", "MASTER_PORT": "29500"}, "asked for several processes and started one"),
+        ({"ACCELERATE_USE_CPU": "True", "MASTER_PORT": "29500"}, "started one process instead of several"),
     ],
 )
-def test_launches_that_are_not_supported_are_refused(environment, words, tmp_path, monkeypatch):
+def test_unsupported_launchers_are_refused(environment, words, tmp_path, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     data = write_beir(tmp_path / "data")
@@ -362,11 +406,11 @@ def test_launches_that_are_not_supported_are_refused(environment, words, tmp_pat
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is seen: auto means it")
 @pytest.mark.acceptance
-def test_processes_without_a_gpu_find_each_other_by_default(tmp_path):
-    """`run.device auto` leads to the CPU, where each process would otherwise train alone and write over the others."""
+def test_cpu_processes_use_gloo_by_default(tmp_path):
+    """With `run.device auto` on a CPU, the processes train together."""
     script = tmp_path / "place.py"
     script.write_text(
-        "import os, pathlib\nfrom contaccum.engine import Engine\nengine = Engine()\n"
+        "import os, pathlib\nfrom contaccum.runtime.engine import Engine\nengine = Engine()\n"
         "found = f'{engine.rank} of {engine.world} {engine.is_main}'\n"
         "pathlib.Path(__file__).with_name(os.environ['RANK']).write_text(found)\nengine.close()\n"
     )

@@ -1,4 +1,4 @@
-"""A broken run, continued, ends with the very bytes of the unbroken one."""
+"""A resumed run ends with the same bytes as the uninterrupted one."""
 
 import json
 import os
@@ -11,14 +11,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from forked import python
 from helpers import train_config, weights, write_beir
+from safetensors.torch import load_file
 from tiny_families import family_folder
 
-from contaccum.config import TRAITS, to_yaml
+from contaccum.config import METHOD_SPECS, to_yaml
 from contaccum.errors import InputError
-from contaccum.training.checkpoint import newest_checkpoint
+from contaccum.runtime.files import sha256_of
 from contaccum.training.log import read_log
 from contaccum.training.loop import train
+from contaccum.training.run_folder import newest_checkpoint
+
+OLD_RUN = Path(__file__).parent / "old_run"
 
 
 @pytest.fixture
@@ -27,7 +33,7 @@ def data(tmp_path):
 
 
 def broken_after(run: Path, step: int, copy: Path) -> Path:
-    """What a run's folder held right after its checkpoint of ``step``, and the log lines that a kill leaves behind."""
+    """Copy a run's folder as it was right after the checkpoint of ``step``, with later log lines."""
     shutil.copytree(run, copy)
     shutil.rmtree(copy / "model")
     for folder in (copy / "checkpoints").iterdir():
@@ -37,19 +43,23 @@ def broken_after(run: Path, step: int, copy: Path) -> Path:
 
 
 def steps_of(run: Path) -> list[tuple]:
-    """What the log says of each step, times left out."""
+    """Return the log's values of each step, without times."""
     return [
         (line["step"], line["loss"], line["grad_norm"], line["bank_fill"]) for line in read_log(run) if "loss" in line
     ]
 
 
-@pytest.mark.parametrize("method", list(TRAITS))
-def test_resumed_equals_unbroken_to_the_byte(method, data, tmp_path):
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [*((method, {}) for method in METHOD_SPECS), ("cont_accum", {"loss.hardness": 3.0, "loss.symmetric": True})],
+    ids=str,
+)
+def test_resumed_run_equals_uninterrupted_run_to_the_byte(method, options, data, tmp_path):
     whole = tmp_path / "whole"
-    train(train_config(data, whole, method, **{"data.hard_negatives": 1}))
+    train(train_config(data, whole, method, **{"data.hard_negatives": 1, **options}))
     broken = broken_after(whole, 2, tmp_path / "broken")
     assert steps_of(whole)
-    train(train_config(data, broken, method, **{"data.hard_negatives": 1, "resume": True}))
+    train(train_config(data, broken, method, **{"data.hard_negatives": 1, "resume": True, **options}))
     assert weights(broken) == weights(whole)
     assert steps_of(broken) == steps_of(whole)
     last = [newest_checkpoint(run).folder for run in (whole, broken)]
@@ -57,8 +67,60 @@ def test_resumed_equals_unbroken_to_the_byte(method, data, tmp_path):
         assert (last[0] / name).read_bytes() == (last[1] / name).read_bytes()
 
 
+LEFT_OUT = {
+    "missing": {"data.hard_negatives": 2, "data.fill_negatives": "none"},
+}
+"""Options that leave pairs out of the loss."""
+
+
+@pytest.mark.filterwarnings("ignore:.*random passages are added")
+@pytest.mark.parametrize(("name", "method"), [("missing", "cont_cache")])
+def test_run_with_left_out_pairs_resumes_to_the_byte(name, method, data, tmp_path):
+    changes = LEFT_OUT[name]
+    train(train_config(data, tmp_path / "whole", method, **changes))
+    broken = broken_after(tmp_path / "whole", 2, tmp_path / "broken")
+    train(train_config(data, broken, method, resume=True, **changes))
+    assert weights(broken) == weights(tmp_path / "whole")
+    assert steps_of(broken) == steps_of(tmp_path / "whole")
+    last = [newest_checkpoint(run).folder / "bank.safetensors" for run in (tmp_path / "whole", broken)]
+    assert last[0].read_bytes() == last[1].read_bytes()
+    train(train_config(data, tmp_path / "other", method, **{key: changes[key] for key in changes if "hard_" in key}))
+    assert weights(tmp_path / "other") != weights(broken)  # negative control
+
+
+def test_checkpoint_of_an_older_version_resumes(tmp_path, monkeypatch):
+    """Settings, state and bank were saved before settings were removed and names in the bank changed.
+
+    Weights and optimizer, whose format did not change, are those of a new run. Another CPU may round differently.
+    """
+    monkeypatch.chdir(tmp_path)
+    changes = {
+        "model.max_query_length": 12, "model.max_passage_length": 12, "model.tiny_vocabulary": 100, "model.tie_towers": True,
+        "model.dropout": 0.0, "loss.matryoshka_dims": [8], "data.hard_negatives": 1, "data.dev": "data", "run.eval_steps": 2,
+        "optim.max_steps": 4,
+    }  # fmt: skip
+    data, whole = write_beir(Path("data")), Path("whole")
+    train(train_config(data, whole, **changes))
+    run = broken_after(whole, 2, Path("run"))
+    checkpoint = newest_checkpoint(run).folder
+    shutil.copy(OLD_RUN / "config.yaml", run)
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    for name in ("state.json", "bank.safetensors"):
+        shutil.copy(OLD_RUN / name, checkpoint)
+        manifest[name] = {"size": (OLD_RUN / name).stat().st_size, "sha256": sha256_of(OLD_RUN / name)}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    train(train_config(data, run, resume=True, **changes))
+    assert [line["bank_fill"] for line in read_log(run) if "loss" in line] == [0, 16, 24, 24]
+    for one, other in zip(steps_of(run), steps_of(whole), strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
+    files = [each / "model" / "query_encoder" / "model.safetensors" for each in (run, whole)]
+    one, other = (load_file(file) for file in files)
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], atol=1e-4, rtol=0)
+
+
 def test_another_seed_gives_other_bytes(data, tmp_path):
-    """Negative control."""
+    """Negative control: another seed gives other weights."""
     train(train_config(data, tmp_path / "one"))
     train(train_config(data, tmp_path / "same"))
     train(train_config(data, tmp_path / "other", seed=1))
@@ -66,8 +128,8 @@ def test_another_seed_gives_other_bytes(data, tmp_path):
     assert weights(tmp_path / "one") != weights(tmp_path / "other")
 
 
-def test_a_bank_that_is_not_restored_shows(data, tmp_path, monkeypatch):
-    """Negative control: the comparison sees a bank that a resume forgets."""
+def test_resume_without_the_bank_changes_the_weights(data, tmp_path, monkeypatch):
+    """Negative control: a resume that does not load the bank is detected."""
     whole = tmp_path / "whole"
     train(train_config(data, whole))
     broken = broken_after(whole, 2, tmp_path / "broken")
@@ -76,7 +138,7 @@ def test_a_bank_that_is_not_restored_shows(data, tmp_path, monkeypatch):
     assert weights(broken) != weights(whole)
 
 
-def test_resume_without_a_checkpoint_starts_anew_and_of_a_finished_run_does_nothing(data, tmp_path):
+def test_resume_without_checkpoint_restarts_and_of_finished_run_does_nothing(data, tmp_path):
     run = tmp_path / "run"
     train(train_config(data, run))
     before = weights(run)
@@ -89,7 +151,7 @@ def test_resume_without_a_checkpoint_starts_anew_and_of_a_finished_run_does_noth
     assert weights(tmp_path / "new") == before
 
 
-def test_damaged_checkpoints_are_passed_over(data, tmp_path, capsys):
+def test_damaged_checkpoints_are_ignored(data, tmp_path, capsys):
     run = tmp_path / "run"
     train(train_config(data, run))
     before = weights(run)
@@ -101,30 +163,30 @@ def test_damaged_checkpoints_are_passed_over(data, tmp_path, capsys):
     file.write_bytes(content)
     assert newest_checkpoint(run).folder == folders[2]
     said = capsys.readouterr().err
-    assert f"{folders[0]}: passed over, it has no manifest.json" in said
-    assert f"{folders[1]}: passed over, bank.safetensors is damaged" in said
+    assert f"{folders[0]}: this checkpoint is ignored: manifest.json is missing" in said
+    assert f"{folders[1]}: this checkpoint is ignored: bank.safetensors is damaged" in said
     train(train_config(data, run, resume=True))
     assert weights(run) == before
 
 
-def test_rotation_keeps_what_was_just_written(data, tmp_path, capsys):
-    """A damaged later checkpoint does not push out the good one that a resumed run writes."""
+def test_rotation_keeps_the_checkpoint_just_written(data, tmp_path, capsys):
+    """A damaged later checkpoint does not displace the one that a resumed run writes."""
     run = tmp_path / "run"
     train(train_config(data, run, **{"run.keep_checkpoints": 1}))
     shutil.rmtree(run / "checkpoints" / "step-00000006")
     (run / "checkpoints" / "step-00000008").mkdir()
     train(train_config(data, run, resume=True, **{"run.keep_checkpoints": 1, "run.save_steps": 3}))
-    assert "step-00000008: passed over" in capsys.readouterr().err
+    assert "step-00000008: this checkpoint is ignored" in capsys.readouterr().err
     assert [folder.name for folder in (run / "checkpoints").iterdir()] == ["step-00000006"]
     assert newest_checkpoint(run).state["step"] == 6
 
 
-def test_a_manifest_of_another_shape_is_passed_over(data, tmp_path, capsys):
+def test_checkpoint_with_malformed_manifest_is_ignored(data, tmp_path, capsys):
     run = tmp_path / "run"
     train(train_config(data, run, **{"optim.max_steps": 1}))
     (run / "checkpoints" / "step-00000001" / "manifest.json").write_text("[]")
     assert newest_checkpoint(run) is None
-    assert "is not a list of files" in capsys.readouterr().err
+    assert "manifest.json: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -136,11 +198,11 @@ def test_a_manifest_of_another_shape_is_passed_over(data, tmp_path, capsys):
         (
             {"model.temperature": 0.1},
             "model.temperature was 0.05 and is 0.1",
-        ),  # the bank's kept log-sum-exps depend on it
+        ),  # the bank's cached log-sum-exps depend on it
         ({"loss.mask_false_negatives": False}, "loss.mask_false_negatives was True and is False"),
     ],
 )
-def test_a_changed_config_is_refused(changes, named, data, tmp_path):
+def test_changed_settings_are_refused(changes, named, data, tmp_path):
     train(train_config(data, tmp_path / "run", **{"optim.max_steps": 2}))
     with pytest.raises(InputError, match=named):
         train(train_config(data, tmp_path / "run", resume=True, **{"optim.max_steps": 2, **changes}))
@@ -150,16 +212,18 @@ def test_changed_data_is_refused(data, tmp_path):
     train(train_config(data, tmp_path / "run", **{"optim.max_steps": 2}))
     with (data / "qrels" / "train.tsv").open("a") as file:
         file.write("q0\tp9\t1\n")
-    with pytest.raises(InputError, match=r"step-00000002 was written otherwise.*: data was \w+ and is \w+$"):
+    with pytest.raises(
+        InputError, match=r"step-00000002: the conditions of training changed: data was \w+ and is \w+\. Undo"
+    ):
         train(train_config(data, tmp_path / "run", resume=True, **{"optim.max_steps": 2}))
 
 
-def test_a_checkpoint_of_another_bank_is_refused(data, tmp_path):
+def test_checkpoint_of_another_bank_is_refused(data, tmp_path):
     run = tmp_path / "run"
     train(train_config(data, run, **{"optim.max_steps": 2}))
     config = (run / "config.yaml").read_text().replace("  size: 24", "  size: 48")
     (run / "config.yaml").write_text(config)
-    with pytest.raises(InputError, match="another configuration's"):
+    with pytest.raises(InputError, match="bank of the checkpoint: its shapes are"):
         train(train_config(data, run, resume=True, **{"optim.max_steps": 2, "bank.size": 48}))
 
 
@@ -168,7 +232,7 @@ TWO_STEPS = {"optim.max_steps": 2, "run.metric": "recall@100"}
 
 @pytest.fixture(scope="module")
 def two_steps(tmp_path_factory):
-    """Data, and a run of two steps with one evaluation, by recall@100."""
+    """Data, and a run of two steps with one evaluation by recall@100."""
     folder = tmp_path_factory.mktemp("two")
     data = write_beir(folder / "data")
     train(train_config(data, folder / "run", **TWO_STEPS, **{"data.dev": str(data)}))
@@ -180,23 +244,23 @@ def two_steps(tmp_path_factory):
     [
         {"model.tie_towers": True},
         {"model.tiny_width": 64},
-        {"model.max_query_length": None},  # what the folder says, which is now the checkpoint
+        {"model.max_query_length": None},  # None takes the folder's value, and the folder is now the checkpoint
         {"optim.name": "adamw_8bit"},
         {"lora.rank": 4, "model.name": "another"},
     ],
     ids=str,
 )
-def test_what_a_checkpoint_cannot_be_read_into_is_refused_also_where_changes_are_allowed(changes, two_steps):
+def test_settings_that_fix_the_checkpoint_never_change(changes, two_steps):
     data, run = two_steps
     before = (run / "config.yaml").read_bytes()
     config = train_config(data, run, resume=True, allow_changes=True, **TWO_STEPS, **{"data.dev": str(data), **changes})
-    with pytest.raises(InputError, match="cannot be gone on with otherwise, also with allow_changes") as refusal:
+    with pytest.raises(InputError, match="the checkpoints need these settings unchanged") as refusal:
         train(config)
     assert all(f"{name} was " in str(refusal.value) for name in changes)
     assert (run / "config.yaml").read_bytes() == before
 
 
-def test_changes_of_what_the_encoder_reads_and_compares_are_those_of_the_saved_model(two_steps, tmp_path):
+def test_changed_encoder_settings_empty_the_bank_and_are_saved(two_steps, tmp_path):
     data, two = two_steps
     changes = {"model.similarity": "dot", "model.max_passage_length": 8, "model.query_prefix": "query: "}
     steps = {**TWO_STEPS, "data.dev": str(data), "optim.max_steps": 3, "run.eval_steps": 50}
@@ -205,13 +269,15 @@ def test_changes_of_what_the_encoder_reads_and_compares_are_those_of_the_saved_m
         run = Path(shutil.copytree(two, tmp_path / name))
         config = train_config(data, run, resume=True, allow_changes=True, **steps, **more)
         if more:
-            with pytest.warns(UserWarning, match="the bank begins empty: its vectors had another similarity, max_pass"):
+            with pytest.warns(
+                UserWarning, match="the bank starts empty, because settings changed: similarity, max_pass"
+            ):
                 train(config)
         else:
             train(config)
         fills[name] = read_log(run)[-2]["bank_fill"]
     assert fills == {"same": 24, "other": 0}
-    saved = json.loads((newest_checkpoint(run).model / "contaccum.json").read_text())
+    saved = json.loads((newest_checkpoint(run).folder / "model" / "contaccum.json").read_text())
     assert (saved["similarity"], saved["max_passage_length"], saved["query_prefix"]) == ("dot", 8, "query: ")
 
 
@@ -220,12 +286,12 @@ def test_changes_of_what_the_encoder_reads_and_compares_are_those_of_the_saved_m
     [
         {},
         {"run.metric": "ndcg@1"},
-        {"run.metric": "ndcg@1", "optim.max_steps": 2},  # no step is left: the last one is evaluated again
+        {"run.metric": "ndcg@1", "optim.max_steps": 2},  # no step is left; the last one is evaluated again
         {"data.dev_split": "train"},
     ],
     ids=str,
 )
-def test_the_best_score_counts_against_its_own_measure_alone(changes, two_steps, tmp_path):
+def test_best_score_counts_only_for_the_same_metric_and_dev_set(changes, two_steps, tmp_path):
     data, two = two_steps
     run = Path(shutil.copytree(two, tmp_path / "run"))
     before = newest_checkpoint(run).state["best"]
@@ -236,7 +302,7 @@ def test_the_best_score_counts_against_its_own_measure_alone(changes, two_steps,
         train(config)
         assert newest_checkpoint(run).state["best"] == before
         return
-    with pytest.warns(UserWarning, match="was of another metric or dev set and no longer counts"):
+    with pytest.warns(UserWarning, match="the best score so far is ignored: the metric or the dev set changed"):
         train(config)
     best = newest_checkpoint(run).state["best"]
     assert best["step"] == config.optim.max_steps
@@ -249,7 +315,7 @@ def test_the_best_score_counts_against_its_own_measure_alone(changes, two_steps,
 def command(config, folder: Path) -> list[str]:
     file = folder.with_suffix(".yaml")
     file.write_text(to_yaml(replace(config, resume=False)))
-    return [sys.executable, "-m", "contaccum", "train", "--config", str(file), *(["--resume"] if config.resume else [])]
+    return [python(), "-m", "contaccum", "train", "--config", str(file), *(["--resume"] if config.resume else [])]
 
 
 def wait_for(path: Path, process: subprocess.Popen) -> None:
@@ -263,14 +329,15 @@ LONG = {"optim.max_steps": 40, "run.save_steps": 3}
 
 @pytest.mark.acceptance  # in the default suite test_faults.py kills processes
 @pytest.mark.parametrize("kind", ["tiny", "decoder with adapters"])
-def test_kill_minus_nine_then_resume(kind, data, tmp_path):
+def test_killed_process_resumes_byte_identical(kind, data, tmp_path):
     settings = LONG
     if kind != "tiny":
         folder = family_folder("qwen3", tmp_path / "base", [(data / "corpus.jsonl").read_text()])
         settings = LONG | {"model.name": str(folder), "lora.rank": 4, "lora.dropout": 0.1}
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     train(train_config(data, whole, **settings))
-    process = subprocess.Popen(command(train_config(data, killed, **settings), killed), stderr=subprocess.DEVNULL)
+    call = [sys.executable, *command(train_config(data, killed, **settings), killed)[1:]]
+    process = subprocess.Popen(call, stderr=subprocess.DEVNULL)
     wait_for(killed / "checkpoints" / "step-00000003", process)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
@@ -285,7 +352,7 @@ def test_kill_minus_nine_then_resume(kind, data, tmp_path):
     ("number", "code"),
     [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.acceptance)],
 )
-def test_a_signal_saves_and_leaves(number, code, data, tmp_path):
+def test_signal_saves_a_checkpoint_and_ends_the_run(number, code, data, tmp_path):
     run = tmp_path / "run"
     changes = {"optim.max_steps": 4000, "run.save_steps": 0}
     process = subprocess.Popen(command(train_config(data, run, **changes), run), stderr=subprocess.PIPE, text=True)
@@ -302,8 +369,8 @@ def test_a_signal_saves_and_leaves(number, code, data, tmp_path):
 
 
 @pytest.mark.acceptance
-def test_a_full_disk_keeps_the_checkpoint_before(data, tmp_path):
-    """Files may grow to 60 KB only, as on a full disk, from the second checkpoint on."""
+def test_file_size_limit_keeps_the_previous_checkpoint(data, tmp_path):
+    """From the second checkpoint on, files are limited to 60 KB, as on a full disk."""
     run = tmp_path / "run"
     train(train_config(data, run, **{"optim.max_steps": 6}))
     broken_after(run, 2, tmp_path / "full")
@@ -312,16 +379,16 @@ def test_a_full_disk_keeps_the_checkpoint_before(data, tmp_path):
         "import resource, sys; from contaccum.cli import main;"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000)); sys.exit(main(sys.argv[1:]))"
     )
-    call = [sys.executable, "-c", script, *command(config, tmp_path / "full")[3:]]
+    call = [python(), "-c", script, *command(config, tmp_path / "full")[3:]]
     done = subprocess.run(call, capture_output=True, text=True, check=False, env=os.environ)
     assert done.returncode == 2, done.stderr
-    assert "could not be written" in done.stderr.splitlines()[-1]
+    assert "cannot be written" in done.stderr.splitlines()[-1]
     assert [folder.name for folder in (tmp_path / "full" / "checkpoints").iterdir()] == ["step-00000002"]
     train(config)
     assert weights(tmp_path / "full") == weights(run)
 
 
-def test_the_log_survives_a_line_cut_in_two(data, tmp_path):
+def test_truncated_log_line_is_ignored(data, tmp_path):
     run = tmp_path / "run"
     train(train_config(data, run))
     before = steps_of(run)

@@ -4,21 +4,21 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from disks import read_only, small_disk
+from forked import python
 from helpers import train_config, weights, write_beir
 
 from contaccum.cli import main
 from contaccum.config import to_yaml
 from contaccum.errors import InputError
-from contaccum.lock import LOCK_FILE
-from contaccum.training.checkpoint import newest_checkpoint
+from contaccum.runtime.locks import LOCK_FILE
 from contaccum.training.log import read_log
 from contaccum.training.loop import train
+from contaccum.training.run_folder import newest_checkpoint
 
 
 @pytest.fixture
@@ -27,11 +27,11 @@ def data(tmp_path):
 
 
 def start(config, tmp_path: Path, *more: str, before: str = "") -> subprocess.Popen:
-    """``contaccum train`` in a process of its own; ``before`` is Python that runs in it first."""
+    """Start ``contaccum train`` in a process that first runs the Python code ``before``."""
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(config))
     script = f"import sys; from contaccum.cli import main\n{before}\nsys.exit(main(sys.argv[1:]))"
-    call = [sys.executable, "-c", script, "train", "--config", str(file), *more]
+    call = [python(), "-c", script, "train", "--config", str(file), *more]
     return subprocess.Popen(call, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
 
 
@@ -48,9 +48,9 @@ def wait_until(condition, process: subprocess.Popen) -> None:
     ("number", "code", "name"),
     [(signal.SIGTERM, 143, "SIGTERM"), pytest.param(signal.SIGINT, 130, "SIGINT", marks=pytest.mark.acceptance)],
 )
-def test_a_signal_during_set_up_leaves_nothing(number, code, name, data, tmp_path):
-    """While the encoder is being made: no step was taken, so there is nothing to save, and the folder goes again."""
-    pause = "import time; from contaccum.training import setup; setup.build_encoder = lambda *_: time.sleep(1000)"
+def test_signal_during_setup_leaves_no_files(number, code, name, data, tmp_path):
+    """Before the first step there is nothing to save, and the run's folder is removed."""
+    pause = "import time; from contaccum.training import parts; parts.build_encoder = lambda *_: time.sleep(1000)"
     process = start(train_config(data, tmp_path / "run"), tmp_path, before=pause)
     wait_until((tmp_path / "run" / LOCK_FILE).exists, process)
     time.sleep(0.2)
@@ -63,8 +63,8 @@ def test_a_signal_during_set_up_leaves_nothing(number, code, name, data, tmp_pat
 
 
 @pytest.mark.acceptance
-def test_a_second_signal_leaves_at_once(data, tmp_path):
-    """The first one asks a step that never ends to end; the lock that stays behind is then taken over."""
+def test_second_signal_ends_the_run_at_once(data, tmp_path):
+    """The step never ends, so the first signal has no effect; the next run takes over the stale lock."""
     run = tmp_path / "run"
     endless = (
         "import time; from contaccum.training.loop import Training; take = Training.take_step\n"
@@ -73,7 +73,7 @@ def test_a_second_signal_leaves_at_once(data, tmp_path):
     process = start(train_config(data, run), tmp_path, before=endless)
     wait_until(lambda: len(read_log(run)) == 3, process)
     process.send_signal(signal.SIGTERM)
-    assert "again to leave at once" in process.stderr.readline()
+    assert "again to stop at once" in process.stderr.readline()
     process.send_signal(signal.SIGTERM)
     process.communicate()
     assert process.returncode == 143
@@ -84,7 +84,7 @@ def test_a_second_signal_leaves_at_once(data, tmp_path):
 
 
 @pytest.mark.acceptance
-def test_encode_stops_at_sigterm(data, tmp_path):
+def test_encode_stops_on_sigterm(data, tmp_path):
     model = train(train_config(data, tmp_path / "run", **{"optim.max_steps": 1}))
     script = (
         "import sys, time; from contaccum import cli; from contaccum.retrieval import encode\n"
@@ -95,7 +95,7 @@ def test_encode_stops_at_sigterm(data, tmp_path):
         "sys.exit(cli.main(sys.argv[1:]))"
     )
     options = ("--model", model, "--input", data, "--output", tmp_path / "vectors", "--shard_size", "10")
-    call = [sys.executable, "-c", script, "encode", *map(str, options)]
+    call = [python(), "-c", script, "encode", *map(str, options)]
     process = subprocess.Popen(call, stderr=subprocess.PIPE, text=True)
     wait_until((tmp_path / "vectors" / "00001.shard.json").exists, process)
     process.send_signal(signal.SIGTERM)
@@ -107,18 +107,20 @@ def test_encode_stops_at_sigterm(data, tmp_path):
 # two runs in one folder
 
 
-def test_a_second_run_in_the_folder_is_refused(data, tmp_path):
+def test_second_run_in_the_same_folder_is_refused(data, tmp_path):
     run = tmp_path / "run"
-    process = start(train_config(data, run, **{"optim.max_steps": 4000}), tmp_path)
+    before = f"import os; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))"
+    process = start(train_config(data, run, **{"optim.max_steps": 4000}), tmp_path, before=before)
     wait_until(lambda: len(read_log(run)) > 1, process)
-    with pytest.raises(InputError, match=f"{LOCK_FILE}: held by process {process.pid} on this host"):
+    pid = (tmp_path / "pid").read_text()
+    with pytest.raises(InputError, match=f"{LOCK_FILE}: process {pid} on host "):
         train(train_config(data, run, resume=True, **{"optim.max_steps": 4000}))
     assert len(read_log(run)) > 1
     process.kill()
     process.communicate()
 
 
-def test_a_run_with_leftovers_of_a_killed_one_sweeps_them(data, tmp_path):
+def test_resumed_run_removes_temporary_files_of_a_killed_one(data, tmp_path):
     run = tmp_path / "run"
     train(train_config(data, run))
     before = weights(run)
@@ -137,10 +139,10 @@ def test_a_run_with_leftovers_of_a_killed_one_sweeps_them(data, tmp_path):
     assert all(path.name.startswith("step-") for path in (run / "checkpoints").iterdir())
 
 
-# what changed since the run was started
+# changes since the run started
 
 
-def test_changes_are_printed_and_allowed_by_option(data, tmp_path, capsys):
+def test_allow_changes_prints_and_accepts_changes(data, tmp_path, capsys):
     run = tmp_path / "run"
     train(train_config(data, run, **{"optim.max_steps": 2}))
     with (data / "qrels" / "train.tsv").open("a") as file:
@@ -153,12 +155,12 @@ def test_changes_are_printed_and_allowed_by_option(data, tmp_path, capsys):
     capsys.readouterr()
     train(train_config(data, run, resume=True, allow_changes=True, **changes))
     said = capsys.readouterr().err
-    assert "which is allowed: optim.learning_rate was 0.001 and is 0.0001; optim.max_steps was 2 and is 4" in said
-    assert "step-00000002 was written otherwise, which is allowed: data was " in said
+    assert "(allowed): optim.learning_rate was 0.001 and is 0.0001; optim.max_steps was 2 and is 4" in said
+    assert "step-00000002: the conditions of training changed (allowed): data was " in said
     assert [line["step"] for line in read_log(run)] == [1, 2, 3, 4]
 
 
-def test_a_changed_encoder_folder_and_tokenizer_are_refused(data, tmp_path):
+def test_changed_encoder_folder_is_refused(data, tmp_path):
     model = train(train_config(data, tmp_path / "first", **{"optim.max_steps": 1}))
     base = tmp_path / "base"
     shutil.copytree(model / "query_encoder", base)
@@ -167,16 +169,18 @@ def test_a_changed_encoder_folder_and_tokenizer_are_refused(data, tmp_path):
     train(train_config(data, run, **changes))
     train(train_config(data, run, resume=True, **changes))
     (base / "notes.txt").write_text("another version")
-    with pytest.raises(InputError, match=r"step-00000002 was written otherwise, .*: encoder was \['\w{64}'\] and is"):
+    with pytest.raises(
+        InputError, match=r"step-00000002: the conditions of training changed: encoder was \['\w{64}'\] and is"
+    ):
         train(train_config(data, run, resume=True, **changes))
-    shutil.rmtree(base)  # the weights are in the checkpoint: what is gone is no longer needed
+    shutil.rmtree(base)  # the weights are in the checkpoint, so the folder is no longer needed
     train(train_config(data, run, resume=True, **changes))
 
 
-def test_a_tokenizer_that_reads_otherwise_is_refused(data, tmp_path, monkeypatch):
+def test_changed_tokenizer_is_refused(data, tmp_path, monkeypatch):
     run = tmp_path / "run"
     train(train_config(data, run, **{"optim.max_steps": 2}))
-    monkeypatch.setattr("contaccum.training.setup.tokenizer_hash", lambda _: "another")
+    monkeypatch.setattr("contaccum.training.run_folder.tokenizer_hash", lambda _: "another")
     with pytest.raises(InputError, match=r"tokenizer was \['\w{64}', '\w{64}'\] and is \['another', 'another'\]"):
         train(train_config(data, run, resume=True, **{"optim.max_steps": 2}))
 
@@ -189,7 +193,7 @@ def sentences(said: str) -> list[str]:
 
 
 def calls_on(disk: Path, data: Path, model: Path) -> dict[str, list[object]]:
-    """A call of each verb that writes, with its output on ``disk``."""
+    """Return a call of each command that writes, with its output on ``disk``."""
     return {
         "encode": ["encode", "--model", model, "--input", data, "--output", disk / "vectors"],
         "search": ["search", "--model", model, "--data", data, "--output", disk / "runs" / "a.trec"],
@@ -201,7 +205,7 @@ def calls_on(disk: Path, data: Path, model: Path) -> dict[str, list[object]]:
 
 
 @pytest.mark.parametrize("kind", ["full", "read-only"])
-def test_every_writer_says_one_sentence_when_the_disk_refuses(kind, data, tmp_path, capsys):
+def test_every_writer_reports_a_refusing_disk_in_one_sentence(kind, data, tmp_path, capsys):
     model = train(train_config(data, tmp_path / "run", **{"optim.max_steps": 1}))
     with (small_disk if kind == "full" else read_only)(tmp_path / "disk") as disk:
         if kind == "full":
@@ -217,26 +221,26 @@ def test_every_writer_says_one_sentence_when_the_disk_refuses(kind, data, tmp_pa
             assert len(said) == 1, (verb, said)
             assert str(disk) in said[0], (verb, said)
             expected = "No space left on device" if kind == "full" else "Read-only file system"
-            assert expected in said[0] or "requested and" in said[0], (verb, said)  # numpy's own words
+            assert expected in said[0] or "requested and" in said[0], (verb, said)  # numpy's message
             assert sorted(disk.rglob("*")) == before, verb
 
 
 def fill(disk: Path, leave: int = 0) -> None:
-    """Use up a disk but for ``leave`` bytes."""
+    """Fill a disk up to ``leave`` free bytes."""
     free = os.statvfs(disk)
     with (disk / "filler").open("wb") as file:
         file.write(b"\0" * (free.f_bavail * free.f_frsize - leave))
 
 
-def test_a_disk_that_fills_up_keeps_the_checkpoint_before(data, tmp_path):
-    """Room for the checkpoints of steps 1 and 2, not for that of step 3."""
+def test_full_disk_keeps_the_previous_checkpoint(data, tmp_path):
+    """The disk has room for the checkpoints of steps 1 and 2, not for that of step 3."""
     config = train_config(data, tmp_path / "measure", **{"optim.max_steps": 1})
     train(config)
     size = sum(path.stat().st_size for path in (tmp_path / "measure" / "checkpoints").rglob("*") if path.is_file())
     changes = {"run.save_steps": 1}
     train(train_config(data, tmp_path / "whole", **changes))
     with small_disk(tmp_path / "disk", int(3.4 * size) // 4096 * 4096) as disk:
-        with pytest.raises(InputError, match=r"step-00000003: could not be written \(.*No space left on device"):
+        with pytest.raises(InputError, match=r"step-00000003: cannot be written \(.*No space left on device"):
             train(train_config(data, disk / "run", **changes))
         assert newest_checkpoint(disk / "run").state["step"] == 2
         assert not [path for path in (disk / "run").rglob("*") if path.name.startswith(".")]
@@ -245,11 +249,11 @@ def test_a_disk_that_fills_up_keeps_the_checkpoint_before(data, tmp_path):
     assert weights(tmp_path / "moved") == weights(tmp_path / "whole")
 
 
-def test_an_output_below_a_file_is_one_sentence(data, tmp_path, capsys):
+def test_output_below_a_file_is_one_sentence(data, tmp_path, capsys):
     (tmp_path / "file").write_text("mine")
     for call in calls_on(tmp_path / "file", data, Path("unused")).values():
         if call[0] == "data":
             assert main([str(each) for each in call]) == 2
             assert len(sentences(capsys.readouterr().err)) == 1
-    with pytest.raises(InputError, match=r"could not be made \(Not a directory\)"):
+    with pytest.raises(InputError, match=r"cannot be created \(Not a directory\)"):
         train(train_config(data, tmp_path / "file" / "run"))

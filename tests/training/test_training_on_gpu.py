@@ -1,12 +1,12 @@
-"""Training on a GPU, with what the same run does on the CPU as the reference. Skipped where torch sees no GPU."""
+"""Training on a GPU, compared to the same run on the CPU. Skipped without a GPU."""
 
 import pytest
 import torch
-from helpers import train_config, write_beir
+from helpers import micro_batches, train_config, write_beir
 
-from contaccum.config import TRAITS
-from contaccum.engine import Engine
+from contaccum.config import METHOD_SPECS
 from contaccum.errors import InputError
+from contaccum.runtime.engine import Engine
 from contaccum.training.log import read_log
 from contaccum.training.loop import train
 
@@ -29,8 +29,8 @@ def losses(data, folder, method="cont_accum", resume=False, **changes) -> list[f
     return [line["loss"] for line in read_log(folder) if "loss" in line]
 
 
-@pytest.mark.parametrize("method", list(TRAITS))
-def test_a_gpu_gives_the_losses_of_the_cpu(method, data, tmp_path):
+@pytest.mark.parametrize("method", list(METHOD_SPECS))
+def test_gpu_losses_equal_cpu_losses(method, data, tmp_path):
     found = losses(data, tmp_path / "gpu", method)
     assert found == pytest.approx(losses(data, tmp_path / "cpu", method, **{"run.device": "cpu"}), rel=1e-3)
     other = losses(data, tmp_path / "other", method, **{"optim.learning_rate": 1e-2})
@@ -39,7 +39,7 @@ def test_a_gpu_gives_the_losses_of_the_cpu(method, data, tmp_path):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("method", ["grad_cache", "cont_accum"])
-def test_half_precision_stays_near(method, precision, data, tmp_path):
+def test_half_precision_losses_are_close_to_fp32(method, precision, data, tmp_path):
     found = losses(data, tmp_path / "half", method, **{"run.precision": precision})
     assert found == pytest.approx(losses(data, tmp_path / "whole", method), rel=0.05)
 
@@ -50,7 +50,7 @@ def test_compiled_towers_give_the_same_losses(compiled, data, tmp_path):
     assert found == pytest.approx(losses(data, tmp_path / "plain"), rel=1e-3)
 
 
-def test_a_resumed_run_goes_on_as_the_unbroken_one(data, tmp_path):
+def test_resumed_gpu_run_equals_uninterrupted_run(data, tmp_path):
     steady = {"run.save_steps": 2, "optim.schedule": "constant"}
     whole = losses(data, tmp_path / "whole", **steady)
     losses(data, tmp_path / "broken", **steady, **{"optim.max_steps": 2})
@@ -59,16 +59,16 @@ def test_a_resumed_run_goes_on_as_the_unbroken_one(data, tmp_path):
     assert len(whole) > 2
 
 
-def test_a_memory_budget_is_kept_and_lifted_again(data, tmp_path):
+def test_memory_budget_is_enforced_and_lifted(data, tmp_path):
     losses(data, tmp_path / "run", **{"run.memory_budget": "1GB"})
     whole = torch.cuda.get_device_properties(0).total_memory
-    with pytest.raises(InputError, match=r"run\.memory_budget is .* expected at most the GPU's"):
+    with pytest.raises(InputError, match=r"run\.memory_budget is .* but the GPU has"):
         losses(data, tmp_path / "more", **{"run.memory_budget": f"{2 * whole // 10**9}GB"})
-    torch.empty(2 * 10**9, dtype=torch.uint8, device="cuda")  # the cap of the first run is gone
+    torch.empty(2 * 10**9, dtype=torch.uint8, device="cuda")  # the limit of the first run is lifted
 
 
-def test_gradients_that_are_never_finite_stop_an_fp16_run(data, tmp_path, monkeypatch):
-    """No overflow of the loss's scale, which the scaler would mend by halving it."""
+def test_fp16_run_stops_if_gradients_are_never_finite(data, tmp_path, monkeypatch):
+    """The gradients are not finite at any loss scale, so halving the scale cannot help."""
 
     def spoilt(engine: Engine) -> None:
         for parameter in engine.parameters:
@@ -76,5 +76,17 @@ def test_gradients_that_are_never_finite_stop_an_fp16_run(data, tmp_path, monkey
                 parameter.grad.fill_(float("nan"))
 
     monkeypatch.setattr(Engine, "reduce_gradients", spoilt)
-    with pytest.raises(InputError, match=r"although the loss is scaled by 0\.5, expected a finite number"):
+    with pytest.raises(InputError, match=r"not a finite number, although the loss scale is 0\.5"):
         losses(data, tmp_path / "run", **{"run.precision": "fp16", "optim.max_steps": 40, "run.save_steps": 0})
+
+
+def test_pinned_batches_are_copied_to_the_gpu_unchanged():
+    (batch,) = micro_batches(1, 4)
+    pinned = batch.pinned()
+    assert pinned.queries.input_ids.is_pinned()
+    assert pinned.passages.attention_mask.is_pinned()
+    for copied in (pinned.to(torch.device("cuda")), batch.to(torch.device("cuda"))):
+        assert copied.queries.input_ids.device.type == "cuda"
+        assert copied.queries.host_mask.is_pinned()  # copied from page-locked memory
+        assert torch.equal(copied.queries.input_ids.cpu(), batch.queries.input_ids)
+        assert torch.equal(copied.passages.attention_mask.cpu(), batch.passages.attention_mask)

@@ -1,4 +1,4 @@
-"""Two torchrun launchers on one machine stand for two machines, each with a cache of its own."""
+"""Two torchrun launchers, each with its own cache, simulate two machines."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from helpers import train_config, write_beir
 from safetensors.torch import load_file
 
 from contaccum.config import to_yaml
-from contaccum.files import read_json
+from contaccum.runtime.files import read_json
 from contaccum.training.loop import train
 
 HERE = Path(__file__).parent.parent
@@ -39,7 +39,7 @@ def config_file(folder: Path, name: str, micro_batch_size: int, **changes) -> Pa
     return file
 
 
-def test_two_machines_train_what_one_process_trains(tmp_path):
+def test_two_machines_equal_one_process(tmp_path):
     write_beir(tmp_path / "data", 41)
     file, port = config_file(tmp_path, "two", 1), next(PORTS)
     machines = [start(m, port, tmp_path, "-m", "contaccum", "train", "--config", str(file)) for m in (0, 1)]
@@ -55,7 +55,7 @@ def test_two_machines_train_what_one_process_trains(tmp_path):
     assert names[0] == names[1] != []
 
 
-def test_a_process_that_dies_on_one_machine_ends_both(tmp_path):
+def test_process_death_on_one_machine_ends_both(tmp_path):
     write_beir(tmp_path / "data", 41)
     file, port = config_file(tmp_path, "run", 1), next(PORTS)
     script = tmp_path / "spoiled.py"

@@ -1,0 +1,114 @@
+"""Count the device operations of each method outside the encoder, on the meta device, which holds no values.
+
+    python benchmarks/launches.py [--json OUT] [--quick]
+
+An operation is a call of an ATen operator on device tensors, except views and allocations. It may launch several kernels. A
+micro-step consists of the loss, its backward pass and the push of one micro-batch, without masked pairs. For in_batch, grad_cache
+and cont_cache, it is a step of 8 micro-batches, divided by 8. Some pushes open blocks of log-sum-exps ("fine", "coarse"); the
+mean is over one turn of the ring.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from common import TEMPERATURE, fill, make_parser, publish, table
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from contaccum.batch import MicroBatch, RowIds, Tokens
+from contaccum.methods import METHODS
+from contaccum.methods.bank import Bank, BankOptions
+from contaccum.methods.loss import InfoNCE
+
+DIM, MICRO_STEPS, META = 768, 8, torch.device("meta")
+WHOLE_STEP = ("in_batch", "grad_cache", "cont_cache")
+BANKLESS = ("grad_accum", "in_batch", "grad_cache")
+LEVELS = {"none": 2, "fine": 1, "coarse": 0}  # opened level of blocks
+NO_LAUNCH = ("aten::empty", "aten::new_empty", "aten::lift_fresh", "aten::detach")
+
+
+class Count(TorchDispatchMode):
+    """Counter of the operations on the meta device inside the ``with`` block."""
+
+    operations = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        on_device = any(isinstance(each, Tensor) and each.is_meta for each in tree_leaves((args, kwargs, result)))
+        self.operations += on_device and not operator.is_view and not operator.name().startswith(NO_LAUNCH)
+        return result
+
+
+class MetaEngine:
+    """Engine whose encoder launches no operations."""
+
+    no_grad_group_size = 1
+    replay_share = 1.0
+
+    def micro_steps(self, micro_batches: list[MicroBatch]) -> Iterator[MicroBatch]:
+        yield from micro_batches
+
+    def join(self, micro_batches: list[MicroBatch]) -> MicroBatch:
+        return micro_batches[0]
+
+    def encode(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        b, columns = batch.ids.columns.shape
+        leaf = partial(torch.empty, device=META, requires_grad=True)
+        return leaf(b, DIM), leaf(b, columns, DIM)
+
+    def backward(self, value: Tensor) -> None:
+        value.backward()
+
+
+def operations(method: str, pairs: int, bank: Bank, first_id: int = 0) -> int:
+    """Return the number of operations of a micro-step, or of a whole step for the WHOLE_STEP methods."""
+    ids = torch.arange(first_id, first_id + MICRO_STEPS * pairs).view(-1, pairs, 1)[
+        : MICRO_STEPS if method in WHOLE_STEP else 1
+    ]
+    batches = [MicroBatch(Tokens(own, own), Tokens(own, own), RowIds(own, own), [""] * pairs) for own in ids]
+    with Count() as count:
+        METHODS[method](MetaEngine(), batches, bank, InfoNCE(TEMPERATURE))
+    return count.operations
+
+
+def count(method: str, size: int, pairs: int, decay: float) -> dict[str, Any]:
+    """Return the operations per micro-step for each kind of push (no, fine, coarse opening), and their mean."""
+    share = MICRO_STEPS if method in WHOLE_STEP else 1
+    push = pairs * share
+    options = BankOptions(age_decay=decay, columns_only=method == "passage_bank")
+    bank = Bank(size, DIM, InfoNCE(TEMPERATURE).similarity, options, push=push, device=META)
+    turn: dict[int, list[int]] = {}  # level -> pointers of the push before each push
+    for slot in range(0, size, push):
+        before, own = ([at // width % bank.sums.fan for width in bank.sums.widths[:-1]] if bank.sums else [0, 0]
+                       for at in ((slot - push) % size, slot))  # fmt: skip
+        turn.setdefault(0 if before[0] != own[0] else 1 if before != own else 2, []).append((slot - push) % size)
+    found = {}
+    for level, pointers in (turn or {2: [0]}).items():
+        fill(bank, pointers[0])
+        operations(method, pairs, bank)  # the push before the one that opens the block
+        found[level] = operations(method, pairs, bank, first_id=10**6) / share
+    mean = sum(found[level] * len(turn[level]) for level in turn) * push / size if size else found[2]
+    case = {"method": method, "size": size, "pairs": pairs, "age_decay": decay, "mean": mean}
+    return case | {name: found.get(level) for name, level in LEVELS.items()}
+
+
+def main() -> None:
+    args = make_parser(__doc__, model=False).parse_args()
+    sizes, micro = ((1024,), (8,)) if args.quick else ((1024, 16_384, 131_072), (8, 64))
+    cases = [(method, 0, pairs, 0.0) for method in BANKLESS for pairs in micro]
+    cases += [(method, size, pairs, decay) for method in METHODS if method not in BANKLESS
+              for size in sizes for pairs in micro for decay in (0.0, 0.1)]  # fmt: skip
+    results = [count(*case) for case in cases]
+    base = {row["pairs"]: row["mean"] for row in results[: len(micro)]}  # grad_accum
+    rows = [[row["method"], f"{row['size']:,}", str(row["pairs"]), f"{row['age_decay']:g}",
+             *("-" if row[name] is None else f"{row[name]:,.0f}" for name in (*LEVELS, "mean")),
+             f"{row['mean'] - base[row['pairs']]:+,.0f}"] for row in results]  # fmt: skip
+    heads = ["method", "M", "B", "age decay", "no opening", "fine opening", "coarse opening", "mean", "over grad_accum"]
+    publish(args, "Device operations of a micro-step outside the encoder", [table(heads, rows)], {"rows": results})
+
+
+if __name__ == "__main__":
+    main()

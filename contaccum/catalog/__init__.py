@@ -1,0 +1,63 @@
+"""Download data sets by name from BEIR, DPR, MTEB, MIRACL and the Hugging Face Hub. ``fetch`` is the function to call."""
+
+import os
+from importlib import resources
+from pathlib import Path
+
+from contaccum.errors import InputError
+from contaccum.runtime.files import refuse_url
+
+NANO = {
+    "arguana": "ArguAna", "climate-fever": "ClimateFEVER", "dbpedia-entity": "DBPedia", "fever": "FEVER", "fiqa": "FiQA2018",
+    "hotpotqa": "HotpotQA", "msmarco": "MSMARCO", "nfcorpus": "NFCorpus", "nq": "NQ", "quora": "QuoraRetrieval",
+    "scidocs": "SCIDOCS", "scifact": "SciFact", "webis-touche2020": "Touche2020",
+}  # fmt: skip
+"""NanoBEIR data sets. Key: name of the data set in BEIR. Value: name of its split on the Hub, without the prefix Nano."""
+NANO_REPOSITORY = "hub:sentence-transformers/NanoBEIR-en"
+HUB_PREFIX = "hub:"
+
+
+def table(file: str) -> list[list[str]]:
+    """Read a TSV file of this package; return a list of columns for each line."""
+    text = resources.files("contaccum.catalog").joinpath(file).read_text(encoding="utf-8")
+    return [line.split("\t") for line in text.splitlines()]
+
+
+def fetch(name: str | Path, split: str = "test") -> Path:
+    """Return the local path of a data set; download the data set into the cache if necessary.
+
+    name: one of these:
+
+    - a local path
+    - a Hub data set: ``hub:owner/name`` (see hub.py)
+    - a BEIR data set: ``scifact``, ``cqadupstack/android``
+    - a NanoBEIR data set: ``nanobeir/scifact``
+    - an MTEB task: ``mteb/NFCorpus``
+    - a MIRACL language: ``miracl/sw``
+    - a DPR file: ``dpr/nq-train``, ``dpr/psgs_w100``
+
+    split: split of a Hub data set or MTEB task; other data sets do not use it. Raises InputError if the name is unknown or the
+    download fails.
+    """
+    text = str(name)
+    refuse_url(text)
+    if os.path.exists(text):  # Path.exists raises an error if the name is too long for a path
+        return Path(text)
+    family, _, member = text.partition("/")
+    if family == "nanobeir":
+        if member not in NANO:
+            raise InputError(f"{text}: no NanoBEIR set has this name; expected nanobeir/ and one of {', '.join(NANO)}")
+        text = f"{NANO_REPOSITORY}::Nano{NANO[member]}"
+    if text.startswith(HUB_PREFIX):
+        from contaccum.catalog.hub import fetch_hub
+
+        return fetch_hub(text, split)
+    if family in ("mteb", "miracl") and member:
+        from contaccum.catalog.pinned import miracl_folder, mteb_folder
+
+        return miracl_folder(member) if family == "miracl" else mteb_folder(member, split)
+    if Path(text).is_absolute() or text.startswith(".") or Path(text).suffix or not text:
+        return Path(text)  # a path that does not exist: the caller reports the error
+    from contaccum.catalog.download import beir_folder, dpr_file
+
+    return dpr_file(member) if family == "dpr" and member else beir_folder(text)

@@ -1,0 +1,261 @@
+"""Download data sets of the Hugging Face Hub into the cache, or stream them.
+
+The name of a data set is ``hub:owner/name``. It may continue with ``@revision``, ``:configuration`` and ``:split``. If the
+columns have other names than our fields, it ends with ``?query=COLUMN&pos=COLUMN&neg=COLUMN,COLUMN``. A local folder may replace
+``owner/name``. The library ``datasets`` finds the files of a configuration. JSON files are read by contaccum itself, because
+``datasets`` converts texts such as 2020-01-01 to dates.
+"""
+
+import json
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from datasets import DatasetBuilder, get_dataset_config_names, load_dataset_builder
+from datasets.exceptions import DatasetsError
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError
+from yaml import YAMLError
+
+from contaccum.catalog import HUB_PREFIX
+from contaccum.catalog.rows import Rows, beir_from_rows, local_rows, remote_rows
+from contaccum.errors import InputError, library_errors
+from contaccum.formats.json_records import Record, known_fields
+from contaccum.formats.readers import kind_of_record
+from contaccum.formats.records import RejectedRecords, SourceLocation
+from contaccum.runtime.hub import hub_errors
+from contaccum.runtime.locks import cached_folder, file_key
+
+FIELDS = ("query", "pos", "neg", "query_id")
+FAILURES: tuple[Any, ...] = (
+    *(OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError, YAMLError, DatasetsError),
+    *HfHubHTTPError.__bases__,  # without a connection, the error is one of these
+)
+"""Errors of ``datasets`` and ``huggingface_hub`` if they cannot load a data set. RuntimeError: the data set is a script."""
+_NAME = re.compile(r"(?P<repository>[^:?@]+)(@(?P<revision>[^:?]+))?(:(?P<configuration>[^:?]*))?(:(?P<split>[^:?]+))?")
+_REMOTE = re.compile(r"hf://datasets/(?P<repository>[^@]+)@(?P<commit>[^/]+)/(?P<path>.+)")
+
+
+@dataclass(frozen=True)
+class HubName:
+    """Parts of the name of a Hub data set. The methods of this class read files of this data set."""
+
+    text: str  # the complete name
+    repository: str  # owner/name, or a local folder
+    revision: str | None = None
+    configuration: str | None = None
+    split: str | None = None
+    columns: dict[str, list[str]] = field(default_factory=dict)  # our field name -> column names; may be empty
+
+    @classmethod
+    def of(cls, text: str) -> "HubName":
+        """Divide a name into parts. Raise InputError if the name is invalid."""
+        name, mark, mapping = text.removeprefix(HUB_PREFIX).partition("?")
+        found = _NAME.fullmatch(name)
+        columns: dict[str, list[str]] = {}
+        for pair in mapping.split("&") if mark else []:
+            key, _, value = pair.partition("=")
+            if key not in FIELDS or not value:
+                raise InputError(
+                    f"{text}: found {pair!r}; expected FIELD=COLUMN, where FIELD is one of {', '.join(FIELDS)}"
+                )
+            columns[key] = value.split(",")
+        if found is None or (mark and not {"query", "pos"} <= columns.keys()):
+            raise InputError(
+                f"{text}: not the name of a Hub data set; expected "
+                "hub:owner/name[@revision][:configuration][:split][?query=COLUMN&pos=COLUMN]"
+            )
+        parts: dict[str, Any] = {part: value or None for part, value in found.groupdict().items()}
+        return cls(text, **parts, columns=columns)
+
+    def builder(self, configuration: str | None) -> DatasetBuilder:
+        """Return the ``datasets`` builder of a configuration. The builder has the list of the files."""
+        with self.available():
+            return load_dataset_builder(self.repository, configuration, revision=self.revision)
+
+    def fetch(self, file: str) -> Path:
+        """Return the local path of a file. Download the file if ``file`` is an address on the Hub."""
+        if not (remote := _REMOTE.fullmatch(file)):
+            return Path(file)
+        repository, commit, path = remote.groups()
+        with self.available():
+            return Path(hf_hub_download(repository, path, repo_type="dataset", revision=commit))
+
+    def configurations(self) -> list[str]:
+        with self.available():
+            return get_dataset_config_names(self.repository, revision=self.revision)
+
+    def is_retrieval_set(self) -> bool:
+        """Return whether the data set has a corpus and queries (True) or training examples (False)."""
+        if self.configuration is not None or self.columns:
+            return False
+        found = set(self.configurations())
+        return set(retrieval_parts(found)[:2]) <= found
+
+    def available(self) -> AbstractContextManager[None]:
+        """Return a context that converts errors of the Hub to InputError."""
+        problem = f"{self.text}: cannot be loaded from the Hub"
+        local = os.path.isdir(self.repository)
+        return (library_errors if local else hub_errors)(problem, *FAILURES)
+
+
+def files_by_split(builder: DatasetBuilder) -> dict[str, list[str]]:
+    """Return the files of each split. A file is a local path, or an address on the Hub that names a commit."""
+    files: Mapping[Any, list[str]] = builder.config.data_files or {}
+    return {str(split): list(paths) for split, paths in files.items()}
+
+
+class HubSplit:
+    """Files of one split of a data set, and functions that read these files."""
+
+    def __init__(self, name: HubName, configuration: str | None, split: str, only: bool = False) -> None:
+        """Find the files of a split. only: if the data set has a single split, use it whatever its name is."""
+        self.name, self._builder = name, name.builder(configuration)
+        found = files_by_split(self._builder)
+        if split not in found and not (only and len(found) == 1):
+            raise InputError(f"{name.text}: split {split!r} not found; found {', '.join(found)}")
+        self.files = found[split] if split in found else next(iter(found.values()))
+
+    def key(self) -> list[Any]:
+        """Return a key that changes with the files: commit and path of a Hub file, or path, size and time of a local file."""
+        return [file if _REMOTE.fullmatch(file) else file_key(Path(file)) for file in self.files]
+
+    def version(self) -> str:
+        """Return the hash that ``datasets`` gives to this version of the data set."""
+        return str(self._builder.hash)
+
+    def rows(self) -> Rows:
+        """Read the rows of all files. Download Hub files first."""
+        return local_rows([self.name.fetch(file) for file in self.files])
+
+    def stream(self) -> Iterator[Record]:
+        """Read the rows of all files. Hub files are read over the network and not stored."""
+        with self.name.available():
+            for file in self.files:
+                rows = remote_rows(file) if _REMOTE.fullmatch(file) else local_rows([Path(file)])
+                yield from (row for _, row in rows)
+
+
+def fetch_hub(text: str, split: str) -> Path:
+    """Download a Hub data set, and return the path of a local copy in one of our formats.
+
+    If the data set has the configurations ``corpus`` and ``queries`` (as in NanoBEIR and MTEB), the copy is a BEIR folder. Its
+    judgements come from the configuration ``default`` or ``qrels``. Otherwise, or if ``text`` names a configuration or columns,
+    the copy is a file of training examples. The columns of examples must have the field names of one of our formats, unless
+    ``text`` maps columns to fields. split: split of the examples or judgements, if ``text`` names no split.
+    """
+    name = HubName.of(text)
+    if name.is_retrieval_set():
+        return _retrieval_folder(name, split)
+    files = HubSplit(name, name.configuration, name.split or split)
+
+    def write(folder: Path) -> None:
+        with open(folder / "examples.jsonl", "w", encoding="utf-8", newline="\n") as file:
+            for number, line in example_lines(name, (row for _, row in files.rows())):
+                if number == 1 and not name.columns:
+                    kind_of_record(json.loads(line), SourceLocation(Path(text), 1))
+                file.write(f"{line}\n")
+
+    key = [name.repository, name.configuration, name.columns, files.key()]
+    return cached_folder("hub", key, write) / "examples.jsonl"
+
+
+class HubLines:
+    """Training examples of a Hub data set. They are read over the network and yielded as JSON lines."""
+
+    def __init__(self, text: str, split: str) -> None:
+        """Find the files of a data set. Raise InputError if the data set has a corpus and queries instead of examples."""
+        self._name = HubName.of(text)
+        if self._name.is_retrieval_set():
+            raise InputError(
+                f"{text}: has corpus, queries and judgements, which cannot be streamed. Set data.streaming to false."
+            )
+        self._files = HubSplit(self._name, self._name.configuration, self._name.split or split)
+        self.path = Path(text)  # name of the data set, for error messages
+
+    def version(self) -> str:
+        return self._files.version()
+
+    def columns(self) -> list[str]:
+        """Return the field names of the JSON lines."""
+        if self._name.columns:
+            return list(self._name.columns)
+        if first := next(self._files.stream(), {}):
+            return list(first)
+        raise InputError(f"{self._name.text}: the data set is empty; it needs at least one example")
+
+    def lines(self, rejected: RejectedRecords) -> Iterator[tuple[int, str]]:
+        """Convert every row to a JSON line; yield the row number (from 1) and the line."""
+        for number, line in example_lines(self._name, self._files.stream()):
+            rejected.start(SourceLocation(self.path, number), line)
+            yield number, line
+
+
+def example_lines(name: HubName, rows: Iterable[Record]) -> Iterator[tuple[int, str]]:
+    """Convert rows to JSON lines; yield the row number (from 1) and the line. Drop columns that contaccum does not use."""
+    records = map(partial(_mapped, name), rows, count(1)) if name.columns else map(known_fields, rows)
+    for number, record in enumerate(records, 1):
+        try:
+            line = json.dumps(record, ensure_ascii=False)
+        except TypeError as error:
+            raise InputError(f"{name.text}, row {number}: {error}; only texts and numbers are allowed") from error
+        yield number, line
+
+
+def _mapped(name: HubName, row: Record, number: int) -> Record:
+    """Return a record with our field names. A column has a text or a list of texts; empty texts are removed."""
+    record: Record = {"neg": []}
+    for key, columns in name.columns.items():
+        texts = [text for column in columns for text in _texts(name, number, column, row)]
+        if key in ("query", "query_id") and len(texts) != 1:
+            raise InputError(f"{name.text}, row {number}: found {len(texts)} values for {key}; expected exactly one")
+        record[key] = texts[0] if key in ("query", "query_id") else texts
+    return record
+
+
+def _texts(name: HubName, number: int, column: str, row: Record) -> list[str]:
+    if column not in row:
+        raise InputError(f"{name.text}: column {column!r} not found; found {', '.join(row)}")
+    value = row[column]
+    values = value if isinstance(value, list) else [value]
+    kept = [str(each) if isinstance(each, int) else each for each in values if each not in (None, "")]
+    if not all(isinstance(each, str) for each in kept):
+        raise InputError(
+            f"{name.text}, row {number}: column {column!r} is a {type(value).__name__}; expected a text or a list of texts"
+        )
+    return kept
+
+
+def retrieval_parts(found: Collection[str], prefix: str = "") -> tuple[str, str, str]:
+    """Return the names of three configurations, chosen as in MTEB: for the corpus, for the queries and for the judgements.
+
+    found: names of all configurations of the data set. prefix: first part of the configuration names of a subset (``sw-``). The
+    data set may lack a returned configuration; the caller must check. Source: ``_load_qrels`` and ``_load_queries`` of
+    mteb/abstasks/retrieval_dataset_loaders.py, mteb 2.26.24.
+    """
+    queries = "query" if "query" in found else f"{prefix}queries"
+    judgements = "default" if not prefix and "default" in found else f"{prefix}qrels"
+    return f"{prefix}corpus", queries, judgements
+
+
+def _retrieval_folder(name: HubName, split: str) -> Path:
+    configurations = name.configurations()
+    wanted = retrieval_parts(configurations)
+    if wanted[-1] not in configurations:
+        raise InputError(
+            f"{name.text}: has a corpus and queries, but no judgements; expected a configuration named default or qrels"
+        )
+    splits = (name.split or "corpus", name.split or "queries", name.split or split)
+    corpus, queries, grades = (HubSplit(name, part, each, True) for part, each in zip(wanted, splits, strict=True))
+    key = [name.repository, split, *(part.key() for part in (corpus, queries, grades))]
+
+    def write(folder: Path) -> None:
+        beir_from_rows(folder, name.text, corpus.rows(), queries.rows(), {split: grades.rows()})
+
+    return cached_folder("hub", key, write)

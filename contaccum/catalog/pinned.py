@@ -1,0 +1,253 @@
+"""Download MTEB and MIRACL retrieval sets at fixed commits of the Hub, and convert them to BEIR folders.
+
+The file mteb.tsv lists the MTEB tasks. The data set of a task has a configuration ``corpus``, a configuration ``queries``, and a
+configuration ``default`` or ``qrels`` for the judgements. If a task has subsets, the configurations of the subset NAME are
+``NAME-corpus``, ``NAME-queries`` and ``NAME-qrels``. The MIRACL repositories contain scripts, and ``datasets`` no longer runs
+scripts. This module therefore reads the MIRACL files itself.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from functools import cache, partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from huggingface_hub import metadata_load, snapshot_download
+
+from contaccum.catalog import table
+from contaccum.catalog.hub import FAILURES, HubName, files_by_split, retrieval_parts
+from contaccum.catalog.rows import Rows, beir_from_rows, local_rows
+from contaccum.errors import InputError, library_errors
+from contaccum.formats.json_records import Record, id_field, json_lines, string_field, title_field
+from contaccum.formats.readers import read_qrels
+from contaccum.formats.records import SourceLocation, numbered_lines, write_beir_folder
+from contaccum.runtime.files import read_json, read_text, write_json
+from contaccum.runtime.hub import hub_errors
+from contaccum.runtime.locks import cached_folder
+
+SPLITS = "splits.json"
+KNOWN = ("ar", "bn", "en", "es", "fa", "fi", "fr", "hi", "id", "ja", "ko", "ru", "sw", "te", "th", "zh")
+SURPRISE = ("de", "yo")
+"""MIRACL languages without a train split."""
+_MAX_CARD = 16 << 20  # bytes
+_MAX_NODES = 1 << 20  # maximum number of values in the metadata of a README; YAML aliases can produce billions
+
+
+class Repository(NamedTuple):
+    """Data set repository on the Hub at a fixed commit."""
+
+    name: str  # owner/name
+    commit: str
+
+    def snapshot(self, *patterns: str, local: bool = False) -> Path:
+        """Download the files of the repository that match a pattern, and return the folder of the files.
+
+        patterns: file names, in which ``*`` stands for any text. Without patterns, all files are downloaded. local: use only
+        the files in the cache of the Hub. Raises InputError if the download fails, or if the cache lacks the repository.
+        """
+        options: Any = {"repo_type": "dataset", "revision": self.commit, "allow_patterns": list(patterns) or None}
+        with hub_errors(f"{self.name}: cannot be downloaded from the Hub", *FAILURES, fix=f". {self.hint}"):
+            return Path(snapshot_download(self.name, local_files_only=local, **options))
+
+    @property
+    def hint(self) -> str:
+        command = f"hf download --repo-type dataset {self.name} --revision {self.commit}"
+        return f"To work without a network, download the repository first: {command}"
+
+
+JUDGED = Repository("miracl/miracl", "5be20db9509754dadad47689368639fcec739c00")
+CORPUS = Repository("miracl/miracl-corpus", "d921ec7e349ce0d28daf30b2da9da5ee698bef0d")
+
+
+class Task(NamedTuple):
+    """MTEB retrieval task and the repository of its data set."""
+
+    name: str
+    repository: Repository
+    subsets: tuple[str, ...]  # names of the subsets, such as languages; empty: the task has no subsets
+
+
+@cache
+def tasks() -> dict[str, Task]:
+    """Return all tasks. The key is the name of the task in lower case."""
+    return {
+        name.casefold(): Task(name, Repository(repository, commit), tuple(subsets[0].split(",")) if subsets else ())
+        for name, repository, commit, *subsets in table("mteb.tsv")
+    }
+
+
+def mteb_folder(member: str, split: str) -> Path:
+    """Return the BEIR folder of an MTEB task; download the data set if necessary.
+
+    member: a task such as NFCorpus, or a task and a subset such as MIRACLRetrieval/sw. The case of the task name does not matter.
+    split: split of the task. If all splits share a corpus, the folder has the judgements of all splits. If each split has its own
+    corpus, the folder has only ``split``. Raises InputError if the task, subset or split is unknown, or if a file cannot be
+    downloaded or read.
+    """
+    task, subset = _named(member)
+    key = [*task.repository, subset]
+    folder = cached_folder("mteb", key, partial(_write, task, subset))
+    if not (folder / SPLITS).is_file():
+        return folder
+    if split not in (splits := read_json(folder / SPLITS, list[str])):
+        raise InputError(f"mteb/{member}: split {split!r} not found; found {', '.join(splits)}")
+    return cached_folder("mteb", [*key, split], partial(_write_split, task, subset, split))
+
+
+def _named(member: str) -> tuple[Task, str]:
+    name, _, subset = member.partition("/")
+    task = tasks().get(name.casefold())
+    if task is None:
+        close = [tasks()[each].name for each in get_close_matches(name.casefold(), tasks(), 5, 0.5)]
+        similar = f"; similar names are {', '.join(close)}" if close else ""
+        raise InputError(f"mteb/{member}: no MTEB retrieval task has this name{similar}")
+    if subset not in (task.subsets or ("",)):
+        expected = f"mteb/{task.name}" + (f"/ and one of {', '.join(task.subsets)}" if task.subsets else "")
+        raise InputError(f"mteb/{member}: not a data set; expected {expected}")
+    return task, subset
+
+
+class _Parts:
+    """Files of a task or subset. ``corpus``, ``queries`` and ``grades`` (judgements) each map a split to its files."""
+
+    def __init__(self, task: Task, subset: str) -> None:
+        self.text = f"mteb/{task.name}"
+        _check_size(task.repository.snapshot("README.md") / "README.md")
+        prefix = f"{subset}-" if subset not in ("", "default") else ""
+        self._name = HubName(self.text, task.repository.name, task.repository.commit)
+        try:
+            found = self._resolve(prefix)
+        except InputError as error:
+            try:  # without a network, read the complete copy that may be in the cache of the Hub
+                copy = task.repository.snapshot(local=True)
+            except InputError:
+                raise InputError(f"{error}. {task.repository.hint}") from error
+            self._name = HubName(self.text, str(copy))
+            found = self._resolve(prefix)
+        self.corpus, self.queries, self.grades = found
+
+    def _resolve(self, prefix: str) -> list[dict[str, list[str]]]:
+        found = self._name.configurations()
+        wanted = retrieval_parts(found, prefix)
+        if missing := [name for name in wanted if name not in found]:
+            raise InputError(f"{self.text}: configuration {missing[0]!r} not found; found {', '.join(found)}")
+        return [files_by_split(self._name.builder(name)) for name in wanted]
+
+    def rows(self, part: Mapping[str, list[str]], split: str) -> Rows:
+        """Read the rows of ``split``. If ``part`` (split -> files) has only one split, read that split, as MTEB does."""
+        if split not in part and len(part) > 1:
+            raise InputError(
+                f"{self.text}: {split!r} has judgements, but the corpus or the queries exist only for {', '.join(part)}"
+            )
+        return local_rows([self._name.fetch(file) for file in part.get(split, next(iter(part.values())))])
+
+
+def _check_size(readme: Path) -> None:
+    """Raise InputError if the metadata of a README has too many values. YAML aliases can make a small file very large."""
+    sizes: dict[int, int] = {}
+
+    def size(node: Any) -> int:
+        if id(node) not in sizes:
+            inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+            sizes[id(node)] = 1 + sum(map(size, inner))
+        return sizes[id(node)]
+
+    fix = "; it must be the card of an MTEB task"
+    with library_errors(f"{readme}: its metadata cannot be read", *FAILURES, fix=fix):
+        read_text(readme, "the card of a data set", _MAX_CARD)
+        nodes = size(metadata_load(readme))
+    if nodes > _MAX_NODES:
+        raise InputError(f"{readme}: its metadata has {nodes} values; at most {_MAX_NODES} are allowed")
+
+
+def _write(task: Task, subset: str, folder: Path) -> None:
+    """Write a BEIR folder with all splits. If each split has its own corpus, write only a file with the names of the splits."""
+    parts = _Parts(task, subset)
+    if len(parts.corpus) > 1:
+        write_json(folder / SPLITS, list(parts.grades))
+        return
+    if len(parts.queries) == 1:
+        splits, queries = list(parts.grades), parts.rows(parts.queries, "")
+    else:
+        splits = [split for split in parts.grades if split in parts.queries]
+        if not splits:
+            raise InputError(
+                f"{parts.text}: no split has both queries and judgements. Splits with only queries: {', '.join(parts.queries)}. "
+                f"Splits with only judgements: {', '.join(parts.grades)}."
+            )
+        queries = _distinct(parts.rows(parts.queries, split) for split in splits)
+    grades = {split: parts.rows(parts.grades, split) for split in splits}
+    beir_from_rows(folder, parts.text, parts.rows(parts.corpus, ""), queries, grades)
+
+
+def _write_split(task: Task, subset: str, split: str, folder: Path) -> None:
+    parts = _Parts(task, subset)
+    corpus, queries, grades = (parts.rows(part, split) for part in (parts.corpus, parts.queries, parts.grades))
+    beir_from_rows(folder, parts.text, corpus, queries, {split: grades})
+
+
+def _distinct(parts: Iterator[Rows]) -> Rows:
+    seen = set()
+    for location, row in chain.from_iterable(parts):
+        key = str(row.get("_id", row.get("id")))
+        if key not in seen:
+            seen.add(key)
+            yield location, row
+
+
+def miracl_folder(language: str) -> Path:
+    """Return the BEIR folder of a MIRACL language; download the data set if necessary.
+
+    language: a code such as ``sw``. The folder has the judgements of the split dev, and of the split train if the language has
+    one. The test splits are left out, because MIRACL publishes no judgements for them. Raises InputError if the language is
+    unknown or the download fails.
+    """
+    if language not in KNOWN + SURPRISE:
+        expected = ", ".join(sorted(KNOWN + SURPRISE))
+        raise InputError(f"miracl/{language}: not a MIRACL language; expected miracl/ and one of {expected}")
+    return cached_folder("miracl", [JUDGED.commit, CORPUS.commit, language], partial(_write_miracl, language))
+
+
+def _write_miracl(language: str, folder: Path) -> None:
+    """Download the queries, judgements and passages of a MIRACL language, and write them to ``folder`` as a BEIR folder."""
+    root = f"miracl-v1.0-{language}"
+    splits = ("dev",) if language in SURPRISE else ("train", "dev")
+    topics, grades = ([f"{root}/{kind}/{kind}.{root}-{split}.tsv" for split in splits] for kind in ("topics", "qrels"))
+    judged = JUDGED.snapshot(*topics, *grades)
+    for file in (*topics, *grades):
+        if not (judged / file).is_file():
+            raise InputError(f"{JUDGED.name}: file {file} not found in commit {JUDGED.commit}. {JUDGED.hint}")
+    pattern = f"miracl-corpus-v1.0-{language}/docs-[0-9]*.jsonl.gz"
+    parts = _all_of(sorted(CORPUS.snapshot(pattern).glob(pattern)), language)
+    rows = {split: ((each.query_id, each.passage_id, each.grade) for each in read_qrels(judged / file))
+            for split, file in zip(splits, grades, strict=True)}  # fmt: skip
+    lines = (json_lines(part, "a passage (an object with docid, title and text)", _passage) for part in parts)
+    passages = (row for _, row in chain.from_iterable(lines))
+    write_beir_folder(folder, passages, _queries([judged / file for file in topics]), rows)
+
+
+def _all_of(parts: list[Path], language: str) -> list[Path]:
+    """Sort the files of a corpus by their number. Raise InputError if a number is missing."""
+    numbered = {int(re.findall(r"\d+", part.name)[0]): part for part in parts}
+    for number in range(max(numbered, default=0) + 1):
+        if number not in numbered:
+            raise InputError(f"{CORPUS.name}: docs-{number}.jsonl.gz of {language} not found. {CORPUS.hint}")
+    return [numbered[number] for number in sorted(numbered)]
+
+
+def _passage(record: Record, location: SourceLocation, number: int) -> dict[str, str]:
+    title, text = title_field(record, location), string_field(record, "text", location)
+    return {"_id": id_field(record, "docid", location), "title": title, "text": text}
+
+
+def _queries(files: list[Path]) -> Iterator[dict[str, Any]]:
+    for file in files:
+        for number, line in numbered_lines(file):
+            key, tab, text = line.partition("\t")
+            if not (key and tab and text.strip()):
+                raise SourceLocation(file, number).error(
+                    f"found {line[:40]!r}; expected a query id, a tab and the query"
+                )
+            yield {"_id": key, "text": text.strip()}

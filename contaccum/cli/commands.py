@@ -1,0 +1,349 @@
+"""Declare every command: its help texts, its options, and the library function that it calls."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentError
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, astuple, replace
+from functools import reduce
+from importlib import import_module
+from operator import getitem
+from typing import TYPE_CHECKING, Any
+
+from contaccum.cli.parser import Command, command_parser, explain, instances
+from contaccum.errors import InputError
+from contaccum.runtime.launch import is_main, process_place
+
+if TYPE_CHECKING:
+    from contaccum.config import TrainConfig
+    from contaccum.config import commands as options
+    from contaccum.config import experiments as studies
+    from contaccum.config.commands import DataPolicy, EncoderConfig, MineConfig, MineFilesConfig, SearchConfig
+    from contaccum.experiments.compare import Configure
+
+
+def _call(target: str, *more: Any, spread: bool = False) -> Callable[..., object]:
+    """Return a function that imports ``target`` (module:function) and passes its arguments and then ``more`` to it.
+
+    spread: the only argument is an option dataclass. Pass its fields one by one.
+    """
+
+    def call(*parts: Any) -> object:
+        module, _, name = target.partition(":")
+        return getattr(import_module(module), name)(*(astuple(parts[0]) if spread else parts), *more)
+
+    return call
+
+
+def _train(config: TrainConfig) -> None:
+    from contaccum.config import validate
+
+    validate(config, process_place()[1], warn=False)  # before torch is imported; train() warns
+    from contaccum.training.loop import train
+    from contaccum.training.run_folder import next_steps
+
+    model = train(config)
+    if is_main():
+        print(model, flush=True)
+        if sys.stderr.isatty():
+            print("\n".join(next_steps(config, model)), file=sys.stderr)
+
+
+def _plan(plan: studies.PlanConfig, config: TrainConfig) -> object:
+    from contaccum.experiments.plan import run_plan
+
+    methods = plan.methods.split(",") if plan.methods else None
+    return run_plan(config, plan.memory, methods, plan.corpus_size, plan.output, plan.processes)
+
+
+def _encode(job: options.EncodeConfig, encoder: EncoderConfig, policy: DataPolicy) -> None:
+    from contaccum.retrieval.encode import encode
+
+    form = asdict(job)
+    print(encode(encoder, form.pop("input"), form.pop("output"), policy=policy, **form))
+
+
+def _search(task: options.QueryConfig, encoder: EncoderConfig, settings: SearchConfig, policy: DataPolicy) -> object:
+    from contaccum.retrieval.retriever import look, search
+    from contaccum.retrieval.runs import render_passages
+    from contaccum.runtime.processes import joined
+
+    k = (100 if task.output else 10) if task.k is None else task.k
+    how: dict[str, Any] = {"data": task.data, "k": k, "settings": settings, "policy": policy}
+    if task.interactive:
+        from contaccum.explore.app import converse
+
+        converse(encoder, split=task.split, **how)
+        return None
+    with joined(encoder.timeout_minutes) as group:
+        if task.query is not None:
+            return render_passages(look(encoder, query=task.query, group=group, **how))
+        search(encoder, split=task.split, output=task.output, group=group, **how)
+    return task.output
+
+
+def _evaluate(task: options.EvaluateConfig, encoder: EncoderConfig, settings: SearchConfig, policy: DataPolicy) -> str:
+    from contaccum.evaluation import evaluate
+    from contaccum.evaluation.answers import evaluate_questions
+    from contaccum.evaluation.metrics import render_metrics
+    from contaccum.evaluation.significance import compare, render_comparison
+    from contaccum.runtime.checks import refuse_input_as_output
+    from contaccum.runtime.processes import joined
+
+    encoder, level = replace(encoder, model=task.model or ""), task.relevance_level
+    refuse_input_as_output(task.output, task.against)
+    output = task.output if is_main() or evaluate.is_benchmark(task.data or "") else None
+    with joined(encoder.timeout_minutes) as group:
+        how: dict[str, Any] = {"k": task.k, "output": output, "policy": policy, "settings": settings, "group": group}
+        if task.data is not None:
+            how |= {"split": task.split, "relevance_level": level, "evaluator": task.evaluator}
+            if evaluate.is_benchmark(task.data):
+                return evaluate.render_benchmark(evaluate.evaluate_benchmark(encoder, task.data, **how))
+            return render_metrics(evaluate.evaluate(encoder, task.data, **how))
+        if task.questions is not None:
+            how |= {"match": task.match, "processes": task.processes}
+            return render_metrics(evaluate_questions(encoder, task.questions, str(task.passages), **how))
+        run, qrels = str(task.run), str(task.qrels)
+        metrics = evaluate.evaluate_run_file(run, qrels, output, relevance_level=level, policy=policy)
+        if task.against is None:
+            return render_metrics(metrics)
+        other = evaluate.evaluate_run_file(task.against, qrels, relevance_level=level, policy=policy)
+    tested = compare({0: metrics["per_query"]}, {0: other["per_query"]}, task.metric)
+    return render_metrics(metrics) + "\n" + render_comparison(tested, task.metric, task.against)
+
+
+def _mine(
+    job: MineFilesConfig, mining: MineConfig, encoder: EncoderConfig, settings: SearchConfig, policy: DataPolicy
+) -> str | None:
+    from contaccum.retrieval.mine import mine, render_mined
+    from contaccum.runtime.processes import joined
+
+    with joined(encoder.timeout_minutes) as group:
+        report = mine(encoder, **asdict(job), mining=mining, settings=settings, policy=policy, group=group)
+    return render_mined(report, job.output) if is_main() else None
+
+
+def _configure(config: TrainConfig) -> Configure:
+    """Return a function that returns a copy of ``config`` with changed settings.
+
+    Its argument maps names of settings to values as text. The types of the values are checked.
+    """
+    train = COMMANDS["train"]
+    parser = command_parser("train", train, documented=False)
+
+    def configure(changes: Mapping[str, str]) -> TrainConfig:
+        changed = asdict(config)
+        for name, value in changes.items():
+            *groups, field = name.split(".")
+            reduce(getitem, groups, changed)[field] = value
+        try:
+            return instances(train, parser.parse_object(changed))[0]
+        except ArgumentError as error:
+            given = ["train", *(f"--{name}" for name in changes)]  # else the error would name the config file
+            raise InputError(explain(COMMANDS, given, error).removeprefix("--")) from error
+
+    return configure
+
+
+def _auto(task: studies.AutoConfig, config: TrainConfig) -> str:
+    from contaccum.experiments.auto import run_auto
+
+    return run_auto(_configure(config), task)
+
+
+def _compare(study: studies.CompareConfig, config: TrainConfig) -> object:
+    from contaccum.experiments.compare import compare
+
+    return compare(_configure(config), study)
+
+
+def _check(data: options.CheckConfig, policy: DataPolicy) -> str:
+    from contaccum.data.commands import check, render
+
+    return render(check(data.path, data.split, policy))
+
+
+def _convert(data: options.ConvertConfig, policy: DataPolicy) -> str:
+    from contaccum.data.commands import convert
+
+    convert(**asdict(data), policy=policy)
+    return data.target
+
+
+def _fetch(data: options.FetchConfig) -> object:
+    from contaccum.catalog import fetch
+
+    path = fetch(data.name, data.split)
+    if not path.exists():
+        raise InputError(f"{path}: no such folder or file, expected a path or the name of a published data set")
+    return path
+
+
+def _demo(demo: options.DemoConfig) -> str:
+    from contaccum.data.commands import write_demo
+
+    write_demo(demo.folder)
+    return demo.folder
+
+
+COMMANDS = {
+    "train": Command(
+        _train,
+        "train a retriever with one of six memory methods",
+        "Train two encoder towers. Settings come from the config file; command-line options override it.",
+        "%(prog)s --config FILE [--method NAME] [--output_dir DIR] [--resume [--allow_changes true]] [--GROUP.FIELD VALUE ...]",
+        "TrainConfig",
+    ),
+    "encode": Command(
+        _encode,
+        "encode a corpus or queries into shards of vectors",
+        "Encode a corpus or queries into shards (.npy or Parquet) with a manifest; a restart keeps finished shards. Works under "
+        "torchrun.",
+        "%(prog)s --model DIR --input FILE_OR_BEIR_DIR --output DIR [options]",
+        "EncodeConfig EncoderConfig DataPolicy",
+        skip=("strict",),
+    ),
+    "search": Command(
+        _search,
+        "find passages for the queries of a split, or for one query",
+        "Search a corpus for all queries of a split (writes a TREC run file), for one query, or for queries from a prompt.",
+        '%(prog)s --model DIR --data BEIR_DIR (--split test --output FILE | --query "TEXT" | --interactive) [options]',
+        "QueryConfig EncoderConfig SearchConfig DataPolicy",
+        skip=("strict",),
+    ),
+    "explore": Command(
+        _call("contaccum.explore.app:explore"),
+        "compare in a browser what retrievers find",
+        "Serve a page that shows the passages of two models for a query side by side, and the judged queries on which the models "
+        "differ most. Vectors are cached. Needs the extra `explore`.",
+        "%(prog)s --models DIR [DIR|bm25 ...] --data BEIR_DIR [--split test] [--port N] [options]",
+        "ExploreConfig EncoderConfig SearchConfig DataPolicy",
+        skip=("model", "timeout_minutes", "index_dir", "strict"),
+    ),
+    "evaluate": Command(
+        _evaluate,
+        "evaluate a retriever, or a run file",
+        "Evaluate a retriever on a BEIR folder or name (ndcg, map, recall, precision, mrr) or on a DPR question file (top-k "
+        "answer accuracy), or evaluate a run file. Several sets (beir, nanobeir, or A,B) give a table with the mean over sets.",
+        "%(prog)s (--model DIR (--data DIR_OR_NAME | --questions FILE --passages FILE) | --run FILE --qrels FILE) [options]",
+        "EvaluateConfig EncoderConfig SearchConfig DataPolicy",
+    ),
+    "mine": Command(
+        _mine,
+        "write training data with mined hard negatives",
+        "Search with BM25 or an encoder for every training query, and write the training data with the hard negatives found and "
+        "their scores. Passages known to be relevant, by id or text, are never used. A restart keeps finished blocks of queries.",
+        "%(prog)s --model DIR|bm25 --data DATA --output FILE [--range_min N] [--relative_margin X] [options]",
+        "MineFilesConfig MineConfig EncoderConfig SearchConfig DataPolicy",
+    ),
+    "rounds": Command(
+        _call("contaccum.experiments.rounds:run_rounds"),
+        "train, mine with the model, train again",
+        "Train, mine hard negatives from data.train with the model, and train with them, rounds.count times. output_dir contains "
+        "round-0/ (a run), mined-1.jsonl, round-1/ and so on; model/ of the last round is the result. A second call continues, "
+        "also with more rounds. Accepts every setting of `contaccum train`.",
+        "%(prog)s --config FILE --output_dir DIR [--rounds.count N] [--mine.FIELD VALUE ...] [--GROUP.FIELD VALUE ...]",
+        "TrainConfig mine:MineConfig rounds:RoundsConfig",
+        skip=("resume", "allow_changes"),
+    ),
+    "compare": Command(
+        _compare,
+        "train methods, settings and seeds, and compare them",
+        "Train methods x varied settings x seeds, each run in its own process and folder (output_dir/runs), evaluate all on the "
+        "same test data, and write output_dir/report.html, report.md, compare.json, runs.csv, tests.csv and plots/. With "
+        "--budget every run gets as many steps as the budget pays for; with --tune each method uses the best values on dev. "
+        "A second call does only what is missing. Accepts every setting of `contaccum train`.",
+        "%(prog)s --config FILE --methods a,b,c [--budget 200000f] [--tune GROUP.FIELD=v1,v2 ...] --output_dir DIR [options]",
+        "CompareConfig TrainConfig",
+        hidden=("resume",),
+    ),
+    "auto": Command(
+        _auto,
+        "tune, train and evaluate within a time limit",
+        "Check the data, hold out dev queries if there is no dev split, plan the micro-batch, tune method, N, M and learning "
+        "rate on dev within a fifth of the time, train with the rest, evaluate on the test data, and say whether the model has "
+        "improved. Started again, it continues. Accepts every setting of `contaccum train`.",
+        "%(prog)s --data.train DATA --model.name MODEL --memory 8GB --time 30m --output_dir DIR [--dry_run] [options]",
+        "AutoConfig TrainConfig",
+        skip=("resume", "allow_changes"),
+    ),
+    "plan": Command(
+        _plan,
+        "predict what fits into memory, and the cost of a corpus",
+        "Take a few real steps with each method and predict the largest micro-batch and bank that fit into a memory budget, peak "
+        "memory and time; with --corpus_size also the cost of a corpus, with --processes also run.sharding and LoRA. "
+        "Accepts every setting of `contaccum train`.",
+        "%(prog)s --config FILE --memory 11GB [--methods NAME,...] [--corpus_size N] [--GROUP.FIELD VALUE ...]",
+        "PlanConfig TrainConfig",
+        skip=("resume",),
+    ),
+    "verify": Command(
+        _call("contaccum.experiments.verify:verify", print),
+        "check that equivalent methods agree on your model, data and device",
+        "Check with a few small steps of your model and data that equivalent settings agree, such as grad_cache and in_batch, or "
+        "two processes and one process. Prints a table of the largest differences; exit code 1 if a difference is too large.",
+        "%(prog)s --config FILE [--method NAME] [--GROUP.FIELD VALUE ...]",
+        "TrainConfig",
+        hidden=("resume",),
+    ),
+    "report": Command(
+        _call("contaccum.experiments.report:console_report", spread=True),
+        "compare training runs: table, significance tests, HTML report",
+        "Print one row per run, best metric first: metric, step time, peak memory, gradient-norm ratio, negatives. With "
+        "--against also significance tests, with --wide more columns.",
+        "%(prog)s RUN [RUN ...] [--metric NAME] [--against RUN] [--html FILE] [--wide]",
+        "ReportConfig",
+    ),
+    "merge": Command(
+        _call("contaccum.encoder:merge", spread=True),
+        "merge the adapters of a LoRA model into its weights",
+        "Write a LoRA model without adapters; its vectors are equal up to rounding. A 4- or 8-bit encoder becomes float32.",
+        "%(prog)s MODEL OUTPUT",
+        "MergeConfig",
+    ),
+    "push": Command(
+        _call("contaccum.integrations.hub:push", spread=True),
+        "write a model card and upload the model to the Hugging Face Hub",
+        "Write a trained model's card (README.md in its folder) and upload the folder to the Hugging Face Hub. An existing card "
+        "is kept, so you can edit it after a dry run. Set the token in HF_TOKEN, or run `hf auth login`.",
+        "%(prog)s MODEL_OR_RUN OWNER/NAME [--private] [--licence NAME] [--dry_run]",
+        "PushConfig",
+    ),
+    "doctor": Command(
+        _call("contaccum.doctor:doctor", print),
+        "diagnose the installation and suggest fixes",
+        "Test what training and search need on this machine: versions, devices, faiss on CPU and GPU, import order, "
+        "flash-attention, memory, disks, network. Exit code 1 if a required part does not work.",
+        "%(prog)s [--help]",
+    ),
+    "data check": Command(
+        _check,
+        "validate a data set and print its statistics",
+        "Validate a data set and print its statistics.",
+        "%(prog)s PATH [--split NAME] [--strict] [--repair]",
+        "CheckConfig DataPolicy",
+    ),
+    "data convert": Command(
+        _convert,
+        "write a data set in another format",
+        "Write a data set in another format.",
+        "%(prog)s SOURCE TARGET --to {beir,dpr,jsonl,tevatron} [--split NAME]",
+        "ConvertConfig DataPolicy",
+    ),
+    "data fetch": Command(
+        _fetch,
+        "download a data set by its name",
+        "Download a data set into the cache, unless it is there, and print its path. All options for data accept these names.",
+        "%(prog)s NAME [--split NAME]",
+        "FetchConfig",
+    ),
+    "data demo": Command(
+        _demo,
+        "write the demo data set",
+        "Write the demo data set. Every call writes the same files.",
+        "%(prog)s FOLDER",
+        "DemoConfig",
+    ),
+}
+"""Commands by name, in the order of `contaccum --help`."""

@@ -1,0 +1,311 @@
+"""Make the parser of each command from its option dataclasses, and check arguments before jsonargparse reads them."""
+
+import argparse
+import ast
+import difflib
+import inspect
+import re
+from argparse import ArgumentError
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import Field, dataclass, fields, is_dataclass
+from functools import cache
+from importlib import import_module
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin
+
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
+
+from contaccum import __version__
+from contaccum.errors import InputError
+
+if TYPE_CHECKING:
+    from contaccum.config.declare import SettingSpec
+
+set_parsing_settings(
+    add_print_completion_argument=True,
+    import_path_denylist=["*"],  # otherwise a value such as {class_path: os.path} would be imported
+    import_path_allowlist=[
+        "contaccum.config.MixtureConfig",
+        "contaccum.config.groups.MixtureConfig",
+    ],  # in data.mixture
+)
+
+
+@dataclass(eq=False, repr=False)
+class Command:
+    """One command of the command line.
+
+    The option dataclasses are imported only when the command runs.
+    """
+
+    run: Callable[..., Any]
+    """Function of the command. The arguments are an instance of each dataclass in ``options``, in order. Its result is
+    printed."""
+    summary: str
+    """Short text for `contaccum --help`."""
+    description: str
+    usage: str
+    options: str = ""
+    """Names of the dataclasses whose fields are options of the command. If two of them have a field with the same name, the first
+    one is used. PREFIX:NAME makes an option `--PREFIX.FIELD` of each field of NAME."""
+    skip: tuple[str, ...] = ()
+    """Fields that this command does not accept as options."""
+    hidden: tuple[str, ...] = ()
+    """Options that the command accepts but does not show in its help. Every config.yaml contains them."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether the command accepts every setting of a training run."""
+        return "TrainConfig" in self.options
+
+    def kinds(self) -> list[tuple[str, type]]:
+        """Import the dataclasses named in ``options``. Return (prefix, dataclass) for each."""
+        named = [each.rpartition(":") for each in self.options.split()]
+        modules = ("contaccum.config", "contaccum.config.commands", "contaccum.config.experiments")
+        homes = [import_module(name) for name in modules] if named else []
+        return [(prefix, next(vars(home)[name] for home in homes if hasattr(home, name))) for prefix, _, name in named]
+
+    def declared(self) -> Iterator[tuple[str, Any, Field]]:
+        """Yield (option name, dataclass, field) for every option. Options in the groups of TrainConfig are included."""
+        seen = set(self.skip)
+        for prefix, kind in self.kinds():
+            for each in fields(kind):
+                if is_dataclass(each.type):
+                    yield from ((f"{each.name}.{inner.name}", each.type, inner) for inner in fields(each.type))
+                elif prefix or each.name not in seen:
+                    yield f"{prefix}.{each.name}".lstrip("."), kind, each
+            seen |= set() if prefix else {each.name for each in fields(kind)}
+
+
+MAX_BRACKETS = 200
+"""Maximum number of opening brackets in a value on the command line."""
+
+
+class ConfigFile(ActionConfigFile):
+    """Option that reads a YAML file of settings. Its errors name file and line, unlike those of jsonargparse."""
+
+    places: ClassVar[dict[str, str]] = {}
+    """Setting -> ``file:line`` where it was read."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        from contaccum.config.file import MAX_BYTES, check_config_file, config_path
+        from contaccum.runtime.files import read_text
+
+        values = config_path(values)
+        known = {action.dest for action in parser._actions if not action.dest.endswith(".help")}
+        config = check_config_file(values, read_text(values, "a YAML file with settings", MAX_BYTES), known)
+        self.places.update(config.places)
+        super().__call__(parser, namespace, config.text, option_string)
+
+
+def new_parser(
+    prog: str, description: str, usage: str = "%(prog)s [--help] [--debug] COMMAND ...", **more: Any
+) -> ArgumentParser:
+    usage = usage.replace("%(prog)s", prog)  # jsonargparse would insert the usage of the main parser
+    return ArgumentParser(
+        prog=prog, description=description, usage=usage, exit_on_error=False, allow_abbrev=False, **more
+    )
+
+
+def command_parser(name: str, command: Command, documented: bool = True) -> ArgumentParser:
+    """Return the parser of a command.
+
+    documented: add help texts to the options. Without them this is faster.
+    """
+    from contaccum.config.declare import spec_of
+
+    parser = new_parser(f"contaccum {name}", command.description, command.usage)
+    if command.trains:
+        parser.add_argument(
+            "--config",
+            action=ConfigFile,
+            help="YAML file with any of the settings below, or the name of a ready-made config such as finetune.",
+        )
+    declared = list(command.declared())
+    for prefix, kind in command.kinds():
+        own = [each for _, home, each in declared if home is kind]
+        if prefix:
+            parser.add_class_arguments(kind, prefix)
+            continue
+        special = {each.name for each in own if _add_special(parser, each, spec_of(each))}
+        left_out = {each.name for each in fields(kind) if not is_dataclass(each.type)} - {each.name for each in own}
+        if len(own) > len(special) or kind.__name__ == "TrainConfig":
+            parser.add_class_arguments(kind, None, skip=left_out | special)
+    known = {option: (kind, each) for option, kind, each in declared}
+    for action in parser._actions:
+        # check_arguments refuses a group as one value
+        if type(action).__name__ == "_ActionConfigLoad" or action.dest in command.hidden:
+            action.help = argparse.SUPPRESS
+        elif documented and action.dest in known:
+            kind, each = known[action.dest]
+            spec, text = spec_of(each), _texts(kind)[each.name]
+            action.help = f"{text} Range: {spec.range()}." if spec.range() else text
+            if spec.unit and action.option_strings:
+                action.metavar = spec.unit.upper()
+    return parser
+
+
+def _add_special(parser: ArgumentParser, option: Field, spec: "SettingSpec") -> bool:
+    """Add an option that is a flag, positional or required, or that takes several values. Return whether it was added."""
+    if spec.flag:
+        parser.add_argument(f"--{option.name}", action="store_true")
+    elif spec.positional or spec.required or spec.several:
+        more: dict[str, Any] = {"nargs": "+"} if spec.several else {}
+        if spec.several and not spec.positional:  # the option may be repeated
+            more["action"] = "extend"
+        if spec.metavar:
+            more["metavar"] = spec.metavar
+        if not spec.positional:
+            more["required" if spec.required else "default"] = spec.required or []
+        kind = get_args(option.type)[0] if spec.several else option.type
+        parser.add_argument(option.name if spec.positional else f"--{option.name}", type=kind, **more)
+    return spec.flag or spec.positional or spec.required or spec.several
+
+
+def _texts(kind: type) -> dict[str, str]:
+    """Return the docstrings below the fields of a dataclass and of its base classes, by field name."""
+    own = [_module_texts(base.__module__).get(base.__name__, {}) for base in reversed(kind.__mro__[:-1])]
+    return {name: text for texts in own for name, text in texts.items()}
+
+
+@cache
+def _module_texts(module: str) -> dict[str, dict[str, str]]:
+    """Return the docstrings below the fields of every class in a module, by class name and field name.
+
+    jsonargparse would parse the file again for each class.
+    """
+    tree = ast.parse(inspect.getsource(import_module(module)))
+    return {
+        each.name: {
+            ast.unparse(field.target): inspect.cleandoc(ast.literal_eval(below.value))
+            for field, below in pairwise(each.body)
+            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr)
+        }
+        for each in tree.body
+        if isinstance(each, ast.ClassDef)
+    }
+
+
+def instances(command: Command, options: Namespace) -> list[Any]:
+    """Return an instance of each option dataclass of the command, with the parsed values.
+
+    Raises InputError for a value out of range.
+    """
+    from contaccum.config import TrainConfig, from_mapping
+    from contaccum.config.declare import check_values
+
+    values, made = options.as_dict(), []
+    homes = {(kind, each.name) for _, kind, each in command.declared()}
+    for prefix, kind in command.kinds():
+        given = values[prefix] if prefix else values
+        own = {
+            each.name: tuple(given[each.name]) if get_origin(each.type) is tuple else given[each.name]
+            for each in fields(kind)
+            if each.name in given and ((kind, each.name) in homes or is_dataclass(each.type))
+        }
+        made.append(from_mapping(own) if kind is TrainConfig else kind(**own))
+        if kind is not TrainConfig:  # validate() checks it
+            check_values(made[-1], f"{prefix}." if prefix else "--")
+    return made
+
+
+def make_parser(commands: Mapping[str, Command], arguments: list[str] | None = None) -> ArgumentParser:
+    """Return the parser of all commands.
+
+    arguments: words of the command line. If given, only the command that they name gets its options, which is faster.
+    """
+    ConfigFile.places.clear()
+    about = "Train dense retrievers under a fixed memory budget, and search and evaluate with them."
+    parser = new_parser("contaccum", about, version=__version__)
+    every = arguments is None or "--print_completion" in " ".join(arguments)
+    documented = every or any(word.startswith(("-h", "--help")) for word in arguments or ())
+    chosen = arguments[0] if arguments else ""
+
+    def add(group: str, to: Any) -> None:
+        for name, command in commands.items():
+            if name.rpartition(" ")[0] == group:
+                full = every or chosen == (group or name)
+                made = command_parser(name, command, documented) if full else new_parser(f"contaccum {name}", "")
+                to.add_subcommand(name.rpartition(" ")[2], made, help=command.summary)
+
+    top = parser.add_subcommands(metavar="COMMAND")
+    add("", top)
+    data = new_parser("contaccum data", "Check, convert and download data sets.")
+    top.add_subcommand("data", data, help="check, convert or download a data set")
+    if every or chosen == "data":
+        add("data", data.add_subcommands(metavar="COMMAND"))
+    return parser
+
+
+def command_in(commands: Mapping[str, Command], arguments: list[str]) -> tuple[str, Command | None]:
+    """Return (name, command) for the command that a command line calls. The command is None if the name is unknown."""
+    name = " ".join(arguments[: 2 if arguments[:1] == ["data"] else 1])
+    return name, commands.get(name)
+
+
+def check_arguments(commands: Mapping[str, Command], arguments: list[str]) -> None:
+    """Raise InputError for an unknown command, an unknown option, a removed setting, or a group that is given as one value."""
+    name, command = command_in(commands, arguments)
+    if command is None:
+        if not name or name == "data" or name.split()[-1].startswith("-"):
+            return
+        near = difflib.get_close_matches(name, commands, n=1, cutoff=0.6)
+        hint = f"did you mean contaccum {near[0]}?" if near else "contaccum --help lists the commands"
+        raise InputError(f"contaccum {name}: no such command; {hint}")
+    from contaccum.config import GROUPS
+    from contaccum.config.declare import MAX_DIGITS, describe
+    from contaccum.config.spellings import refuse_removed, unknown
+
+    options = {option: each for option, _, each in command.declared()}
+    known = {*options, "help", "print_completion", *(("config", "print_config") if command.trains else ())}
+    for option, following in pairwise([*arguments, ""]):
+        key, equals, value = option.partition("=")
+        if not key.startswith("--") or key == "--":
+            continue
+        key, value = key[2:], value if equals else following if not following.startswith("--") else ""
+        refuse_removed("--", key, value)
+        if key in options and "text" not in describe(options[key]):
+            if len(value) > MAX_DIGITS and value.lstrip("+-").isdigit():
+                raise InputError(f"--{key} has {len(value)} digits, expected at most {MAX_DIGITS}")
+            if value.count("[") + value.count("{") > MAX_BRACKETS:
+                raise InputError(f"--{key} has more than {MAX_BRACKETS} brackets, expected {describe(options[key])}")
+        if command.trains and key in GROUPS:  # jsonargparse would read the value from a file, or import a class
+            raise InputError(f"--{key} is a group of settings, expected --{key}.FIELD VALUE, or --config FILE")
+        if key.rstrip("+") not in known and not any(key.startswith((f"{each}.", f"{each}+")) for each in options):
+            raise InputError(f"--{key}: contaccum {name} has no such option{unknown(key, value, options, '--')}")
+
+
+def explain(commands: Mapping[str, Command], arguments: list[str], error: ArgumentError) -> str:
+    """Return an error of jsonargparse in plain words.
+
+    The text names the options that are missing, or the values that a setting allows.
+    """
+    from contaccum.config.declare import describe, spec_of
+    from contaccum.config.spellings import closest
+
+    sentence = " ".join(str(error).split())
+    name, command = command_in(commands, arguments)
+    declared = {option: each for option, _, each in command.declared()} if command else {}
+    if missing := re.search(r"the following arguments are required: (.*)", sentence):
+        options = [each.strip().rpartition(".")[2] for each in missing[1].split(",")]
+        shown = [
+            each.upper() if spec_of(declared[each]).positional else f"--{each}" for each in options if each in declared
+        ]
+        return (
+            f"contaccum {name} needs {' and '.join(shown)}; contaccum {name} --help lists all options"
+            if shown
+            else sentence
+        )
+    if lost := re.search(r"[Kk]ey \"([\w.]+)\": .* Option '(\w+)' is not accepted", sentence):
+        names = [each.name for each in fields(get_args(declared[lost[1]].type)[0])]
+        return f"{lost[1]} has no setting {lost[2]!r}{closest(lost[2], names)}"
+    found = re.search(r'[Kk]ey "([\w.]+)": .*(?:Got value|Given value): (.*)$', sentence)
+    if not found or found[1] not in declared:
+        return sentence
+    option, value = found[1], found[2]
+    given = any(word.partition("=")[0] == f"--{option}" for word in arguments)
+    where = f"{ConfigFile.places[option]}: {option}" if option in ConfigFile.places and not given else f"--{option}"
+    allowed = describe(declared[option])
+    near = difflib.get_close_matches(value, re.findall(r"\w+", allowed), n=1) if "one of" in allowed else []
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"{where} is {value[:100]!r}, expected {allowed}{hint}"

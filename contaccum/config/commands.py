@@ -1,0 +1,301 @@
+"""Options of the commands for search, evaluation, mining, models and data. This module does not import torch."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from contaccum.config.declare import check_values, setting
+from contaccum.config.encoder import EncoderConfig
+from contaccum.config.groups import DataPolicy
+from contaccum.errors import InputError
+
+__all__ = ["DataPolicy", "EncoderConfig"]
+
+
+@dataclass(frozen=True)
+class SearchConfig:
+    """Settings for encoding and searching a corpus."""
+
+    unused_with: ClassVar[tuple[str, ...]] = ("run", "model bm25")
+
+    embeddings: str | None = None
+    """Folder of the corpus vectors. Existing shards are read, and missing shards are written. Default: float32 vectors in
+    memory."""
+    dtype: Literal["float16", "float32"] = "float32"
+    """Data type of the vectors on disk."""
+    batch_tokens: int | None = setting(None, at_least=1, unit="tokens")
+    """Maximum number of padded tokens in one forward pass. A longer text is encoded alone. Default: 16384, or 1024 per thread on
+    a CPU."""
+    factory: str = "Flat"
+    """Type of the index. `Flat` is exact. Other index_factory strings of faiss, such as IVF1024,Flat or HNSW32, are approximate.
+    LSH does not work."""
+    index_dir: str | None = None
+    """Folder of an approximate index. The first search writes the index, and later searches read it. Default: build the index for
+    each search."""
+    backend: Literal["auto", "faiss", "torch"] = "auto"
+    """Library for exact search. `auto` chooses the library by the device and the installed libraries."""
+    search_params: str = ""
+    """Search parameters of an approximate index, such as nprobe=16 or efSearch=128. They trade speed for recall."""
+    seed: int = setting(0, at_least=0)
+    """Random seed for choosing the vectors that train an approximate index."""
+
+
+@dataclass(eq=False, repr=False)
+class EncodeConfig:
+    """Texts to encode, and shards to write."""
+
+    input: str
+    """Texts to encode: BEIR folder, name of a data set, corpus.jsonl file, or TSV file of passages."""
+    output: str
+    """Folder for the shards."""
+    kind: Literal["passage", "query"] = "passage"
+    """Kind of the texts to encode."""
+    shard_size: int = setting(50_000, at_least=1, unit="texts")
+    """Number of texts in one shard."""
+    dtype: Literal["float16", "float32"] = "float32"
+    """Data type of the vectors on disk."""
+    format: Literal["npy", "parquet"] = "npy"
+    """Format of the shards. `npy`: memory-mapped vectors, and a JSON list of ids. `parquet`: one file with the columns `id` and
+    `embedding`, which databases and data frames read. contaccum searches both."""
+    text: bool = setting(False, flag=True, needs="format parquet")
+    """Also store the encoded texts (title and text), in the column `text`."""
+    batch_tokens: int | None = setting(None, at_least=1, unit="tokens")
+    """Maximum number of padded tokens in one forward pass. A longer text is encoded alone. Default: 16384, or 1024 per thread on
+    a CPU."""
+
+
+@dataclass(eq=False, repr=False)
+class QueryConfig:
+    """Queries to search for, and where the results go."""
+
+    data: str
+    """Data set: BEIR folder or name of a data set."""
+    split: str = setting("test", unused_with=("query",))
+    """Split with the queries to search for. With --interactive, the passages found that are relevant in this split are marked."""
+    output: str | None = None
+    """TREC run file to write."""
+    query: str | None = None
+    """Text of a single query. The best passages for this query are printed."""
+    interactive: bool = setting(False, flag=True)
+    """Read queries from a prompt, or from a pipe line by line. The best passages for each query are printed. An empty line ends
+    the command."""
+    k: int | None = setting(None, at_least=1, unit="passages")
+    """Number of passages to find for each query. Default: 100 with --output, else 10."""
+
+    def check_call(self) -> None:
+        """Raise InputError unless exactly one of --query, --output and --interactive is given."""
+        given = [f"--{name}" for name in ("query", "output", "interactive") if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            found = " and ".join(given) or "none of --query, --output and --interactive"
+            raise InputError(f"search got {found}; give exactly one of --query, --output and --interactive")
+
+
+@dataclass(eq=False, repr=False)
+class EvaluateConfig:
+    """Evaluation of a retriever on a data set, of a retriever on a question file, or of a run file."""
+
+    model: str | None = setting(None, unused_with=("run",))
+    """Retriever: folder of a run, of a trained model or of another encoder, name on the Hub, or `bm25`."""
+    data: str | None = None
+    """Data to evaluate on: BEIR folder, name of a data set, or file of training examples. You can give several, separated by
+    commas. `beir` stands for 15 data sets, `nanobeir` for 13."""
+    split: str = setting("test", unused_with=("run", "questions"))
+    """Split whose relevance judgements (qrels) are used. In the beir benchmark, msmarco always uses dev, as in the literature."""
+    relevance_level: int = setting(1, unused_with=("questions",))
+    """Lowest grade that counts as relevant in map, recall, precision and mrr. Use 2 for TREC Deep Learning. ndcg uses all
+    grades."""
+    evaluator: Literal["contaccum", "beir"] = setting("contaccum", unused_with=("run", "questions"))
+    """Code that evaluates --data. `contaccum` is this package. `beir` is the loader, exact search and metrics of the BEIR
+    package; it needs a BEIR folder and one process, and accepts no options for search and data except --batch_tokens."""
+    questions: str | None = None
+    """DPR question file. Each line has a question, a tab and a list of answers."""
+    passages: str | None = None
+    """Passages for --questions: a DPR passages file (id, tab, text, tab, title), or any other corpus."""
+    match: Literal["string", "regex"] = setting("string", needs="questions")
+    """How to find answers in passages: as plain text (`string`), or as regular expressions (`regex`)."""
+    processes: int = setting(1, at_least=1, unit="processes", needs="questions")
+    """Number of processes that look for answers in passages."""
+    run: str | None = None
+    """TREC run file to evaluate."""
+    qrels: str | None = None
+    """File of relevance judgements (qrels) for --run."""
+    against: str | None = None
+    """Second run file. A significance test compares --run with this file, query by query."""
+    metric: str = setting("ndcg@10", needs="against")
+    """Metric that the significance test compares."""
+    k: int = setting(100, at_least=1, unit="passages", unused_with=("run",))
+    """Number of passages to find for each query."""
+    output: str | None = None
+    """JSON file to write (metrics.json), with the metrics and the values of every query. With several data sets it is a folder,
+    which keeps the results of finished data sets."""
+
+    def check_call(self) -> None:
+        """Raise InputError for options that cannot be combined, and for missing options."""
+        names = ("data", "questions", "passages", "run", "qrels")
+        given = [name for name in names if getattr(self, name) is not None]
+        if self.model is None and "run" not in given:
+            raise InputError("evaluate got no --model; give --model, or --run and --qrels")
+        if self.against is not None and "run" not in given:
+            raise InputError(
+                f"--against {self.against} was given without --run; give two run files, --run and --against"
+            )
+        if given not in (["data"], ["questions", "passages"], ["run", "qrels"]):
+            found = ", ".join(f"--{name}" for name in given) or "neither data nor a run file"
+            raise InputError(f"evaluate got {found}; give --data, or --questions and --passages, or --run and --qrels")
+
+
+@dataclass(eq=False, repr=False)
+class MineFilesConfig:
+    """Training data to find hard negatives for, and file to write."""
+
+    data: str
+    """Training data: BEIR folder, name of a data set, or file of training examples."""
+    output: str
+    """File to write. It must not exist. A second file, NAME.about.json, says how the negatives were mined."""
+    split: str = "train"
+    """Split of a BEIR folder. Negatives are mined for the queries of this split."""
+    corpus: str | None = None
+    """Corpus in which negatives are searched: BEIR folder, name of a data set, corpus.jsonl file, or TSV file of passages.
+    Default: the corpus of --data."""
+    to: Literal["jsonl", "dpr", "tevatron"] = "jsonl"
+    """Format of the file to write."""
+
+
+@dataclass(frozen=True)
+class MineConfig:
+    """How to choose hard negatives from the passages found for a query.
+
+    The candidates are the best `range_max` passages for a query. Filters remove known positives, passages with the same text as a
+    positive or the query, and duplicates. Then the best `range_min` candidates are skipped. The options have the same names as in
+    mine_hard_negatives of sentence-transformers.
+    """
+
+    num_negatives: int = setting(5, at_least=1, unit="passages")
+    """Number of hard negatives for each query. A query gets fewer if too few candidates pass the filters."""
+    range_min: int = setting(0, at_least=0, unit="passages")
+    """Number of the best candidates that are skipped after the filters."""
+    range_max: int = setting(100, unit="passages")
+    """Number of candidates for each query."""
+    relative_margin: float | None = setting(None, at_least=0, at_most=1)
+    """A negative must score at least this share below the lowest score of a positive. With 0.05, it may have at most 95 % of that
+    score. Default: no limit."""
+    absolute_margin: float | None = None
+    """A negative must score at least this much below the lowest score of a positive. Default: no limit."""
+    max_score: float | None = None
+    """Maximum score of a negative. Default: no limit."""
+    min_score: float | None = None
+    """Minimum score of a negative. Default: no limit."""
+    sampling_strategy: Literal["top", "random"] = "top"
+    """How to choose among the remaining candidates: the best candidates (`top`), or a uniform random sample (`random`)."""
+    cross_encoder: str | None = None
+    """Cross-encoder that scores the candidates again before the filters: folder or name on the Hub. Needs the extra `mine`.
+    Default: none."""
+    cross_encoder_batch_size: int = setting(32, at_least=1, unit="pairs", needs="cross_encoder")
+    """Number of query-passage pairs in one forward pass of the cross-encoder."""
+    seed: int = setting(0, at_least=0)
+    """Random seed for `sampling_strategy: random`, and for choosing the vectors that train an approximate index."""
+    block_size: int = setting(16_384, at_least=1, unit="queries")
+    """Number of queries searched at once. More queries need more memory. A killed run loses at most one block of queries."""
+
+    def check(self) -> None:
+        """Raise InputError if a setting is out of range or if two settings contradict each other."""
+        check_values(self)
+        least = self.range_min + self.num_negatives
+        if self.range_max < least:
+            raise InputError(f"range_max is {self.range_max}, expected at least range_min + num_negatives = {least}")
+        low, high = self.min_score, self.max_score
+        if low is not None and high is not None and low > high:
+            raise InputError(f"min_score is {low}, but max_score is {high}; min_score must not be larger")
+
+
+@dataclass(frozen=True)
+class ExploreConfig:
+    """Retrievers to explore, and address of the page."""
+
+    models: tuple[str, ...] = setting(required=True, several=True, metavar="DIR")
+    """Retrievers: folders of runs, of trained models or of other encoders, names on the Hub, or `bm25`. The page shows one
+    retriever, or two side by side."""
+    data: str = setting()
+    """Data to search: BEIR folder, name of a data set, corpus.jsonl file, or TSV file of passages."""
+    split: str = "test"
+    """Split whose judged queries are listed. Data without relevance judgements need no split."""
+    k: int = setting(100, at_least=1, unit="passages")
+    """Number of passages in the ranking of a judged query. Metrics and ranks are computed from this ranking."""
+    embeddings: tuple[str, ...] = setting((), several=True, metavar="DIR")
+    """Folders that `contaccum encode` wrote. Each folder is used for the model that encoded it. The vectors of other models go
+    to the cache."""
+    host: str = "127.0.0.1"
+    """Address on which the server listens. The default accepts connections from this machine only. There is no password."""
+    port: int = 7860
+    """Port on which the server listens."""
+
+
+@dataclass(eq=False, repr=False)
+class MergeConfig:
+    """LoRA model to merge, and folder to write."""
+
+    model: str = setting(positional=True)
+    """LoRA model: folder of a run, folder of a trained model, or name on the Hub."""
+    output: str = setting(positional=True)
+    """Folder to write. It must not exist."""
+    trust_remote_code: bool = setting(False, flag=True)
+    """Run model code that comes with the encoder. Use this only for sources that you trust."""
+
+
+@dataclass(eq=False, repr=False)
+class PushConfig:
+    """Model to upload, and repository to upload to."""
+
+    path: str = setting(positional=True)
+    """Folder of a run, or folder of a trained model."""
+    repository: str = setting(positional=True)
+    """Repository on the Hub, as OWNER/NAME. It is created if it does not exist."""
+    private: bool = setting(False, flag=True)
+    """Make the repository private."""
+    licence: str | None = None
+    """Licence that the model card names, as the Hub spells it: apache-2.0, mit, cc-by-4.0, ... Default: none."""
+    dry_run: bool = setting(False, flag=True)
+    """Write the model card and list the files to upload, but upload nothing."""
+
+
+@dataclass(eq=False, repr=False)
+class CheckConfig:
+    """Data set to check."""
+
+    path: str = setting(positional=True)
+    """What to check: BEIR folder, corpus file, query file, file of training examples, or question file."""
+    split: str | None = None
+    """Split of a BEIR folder to check. Default: all splits."""
+
+
+@dataclass(eq=False, repr=False)
+class ConvertConfig:
+    """Data set to convert, and file or folder to write."""
+
+    source: str = setting(positional=True)
+    """Data set to read, in any format."""
+    target: str = setting(positional=True)
+    """File or folder to write. It must not exist."""
+    to: Literal["beir", "dpr", "jsonl", "tevatron"] = setting()
+    """Format to write."""
+    split: str = "train"
+    """Split of a BEIR folder, for reading or for writing."""
+
+
+@dataclass(eq=False, repr=False)
+class FetchConfig:
+    """Data set to download."""
+
+    name: str = setting(positional=True)
+    """Name of a data set: BEIR (scifact, cqadupstack/android), NanoBEIR (nanobeir/scifact), MTEB task (mteb/NFCorpus), MIRACL
+    language (miracl/sw), DPR file (dpr/nq-train, dpr/psgs_w100, dpr/nq-test-questions), or any data set on the Hub
+    (hub:owner/name). If you give a path, this path is printed."""
+    split: str = "train"
+    """Split of a Hub data set, or of an MTEB task that has a corpus for each split."""
+
+
+@dataclass(eq=False, repr=False)
+class DemoConfig:
+    """Folder for the demo data set."""
+
+    folder: str = setting(positional=True)
+    """Folder to write. It must not exist."""

@@ -1,0 +1,156 @@
+"""Options of the encoder: how to load it, how to encode texts with it, and how to train it. This module does not import torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from contaccum.config.declare import setting
+
+if TYPE_CHECKING:
+    from contaccum.config import TrainConfig
+
+
+@dataclass(kw_only=True, init=False, eq=False, repr=False)
+class EncodingConfig:
+    """Settings that decide how texts become vectors.
+
+    A setting that is not given comes from the folder of the encoder.
+    """
+
+    pooling: Literal["cls", "mean", "last"] | None = None
+    """How to make one vector from the token vectors: first token (cls), average (mean), or last token (last). Default: as stored
+    in the folder of the encoder, else mean."""
+    similarity: Literal["cosine", "dot"] | None = None
+    """How to compare two vectors: inner product of unit vectors (cosine) or of raw vectors (dot). Default: as stored in the
+    folder of the encoder, else cosine."""
+    max_query_length: int | None = setting(None, at_least=1, unit="tokens")
+    """Maximum number of tokens of a query. Longer queries are truncated. Default: as stored in the folder of the encoder, else
+    64."""
+    max_passage_length: int | None = setting(None, at_least=1, unit="tokens")
+    """Maximum number of tokens of a passage. Longer passages are truncated. Default: as stored in the folder of the encoder, else
+    256."""
+    query_prefix: str | None = None
+    """Text that is put before every query. Default: as stored in the folder of the encoder, else none."""
+    passage_prefix: str | None = None
+    """Text that is put before every passage. Default: as stored in the folder of the encoder, else none."""
+    trust_remote_code: bool = setting(False, used_with="cross_encoder")
+    """Run model code that comes with the checkpoint. Use this only for sources that you trust."""
+
+
+ENCODER_SETTINGS = tuple(each.name for each in fields(EncodingConfig) if each.name != "trust_remote_code")
+"""Names of the settings that the folder of an encoder stores. Values that the user gives override the stored values."""
+
+
+@dataclass(kw_only=True, init=False, eq=False, repr=False)
+class ProcessConfig:
+    """Device of a process, and maximum time that the process waits for other processes."""
+
+    device: Literal["auto", "cpu"] = setting("auto", used_with="cross_encoder")
+    """Device to compute on. `auto` uses CUDA if it is available, else MPS, else the CPU."""
+    timeout_minutes: float = setting(30.0, above=0, unit="minutes", resume="free", used_with="timeout_minutes")
+    """Maximum number of minutes that a process waits for the other processes. Then the process stops."""
+
+
+@dataclass
+class EncoderConfig(EncodingConfig, ProcessConfig):
+    """Encoder to search with, and settings that override those in the folder of the encoder."""
+
+    unused_with: ClassVar[tuple[str, ...]] = ("run", "model bm25")
+
+    model: str = setting("", required=True, used_with="model bm25")
+    """Retriever: folder of a run, of a trained model or of another encoder, name on the Hub, or `bm25` (search by words, without
+    an encoder)."""
+    truncate_dim: int | None = setting(None, at_least=1, unit="dimensions")
+    """Number of dimensions to keep of each vector. A width in `loss.matryoshka_dims` is best. Default: as stored in the folder of
+    the encoder, else all dimensions."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Precision of weights and arithmetic. bf16 is several times faster than fp32 on GPUs that support bf16."""
+
+
+_TINY: dict[str, Any] = {"resume": "never", "initial_encoder": True, "needs": "model.name tiny"}
+
+
+@dataclass
+class ModelConfig(EncodingConfig):
+    """Query tower, passage tower, and how to compare their vectors."""
+
+    name: str = setting("bert-base-uncased", resume="never")
+    """Encoder of both towers: a name on the Hub, the folder of an encoder, of a run or of a trained model, or `tiny`. `tiny` is a
+    small BERT with random weights and a vocabulary learned from the training texts."""
+    passage_name: str | None = setting(None, resume="never", initial_encoder=True, unused_with=("model.name tiny",))
+    """Encoder of the passage tower. Default: the same as `model.name`."""
+    tie_towers: bool = setting(False, resume="never")
+    """Use the same weights in both towers."""
+    max_query_length: int | None = setting(64, kw_only=True, at_least=1, unit="tokens")
+    """Maximum number of tokens of a query. Longer queries are truncated."""
+    max_passage_length: int | None = setting(256, kw_only=True, at_least=1, unit="tokens")
+    """Maximum number of tokens of a passage. Longer passages are truncated."""
+    temperature: float = setting(0.05, above=0, training_only=True)
+    """Number by which the loss divides similarities. Use about 0.05 with cosine. The published value with dot is 1."""
+    dropout: float | None = setting(None, at_least=0, at_most=1, training_only=True)
+    """Dropout probability of both towers in training. Default: the value in config.json of the encoder."""
+    gradient_checkpointing: bool = setting(False, training_only=True)
+    """Compute activations again in the backward pass instead of storing them. This needs less memory and about 1.5 times the
+    time."""
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = setting(
+        "auto", unused_with=("model.unpad",), used_with="model.attention flash_attention_2"
+    )
+    """Implementation of attention. `auto` lets transformers choose. `flash_attention_2` needs the package flash-attn, CUDA, and
+    bf16 or fp16."""
+    unpad: bool = False
+    """Skip padding tokens. The texts of a micro-batch are concatenated, and attention stays within each text. Works
+    with BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT and ELECTRA. The dev set is encoded in the same way."""
+    append_eos: bool | None = setting(None, resume="never", unused_with=("model.name tiny",))
+    """End every text with the end-of-text token, if the tokenizer does not do so. Truncated texts end with this token too.
+    Default: true for a decoder-only encoder with `pooling: last`, unless the encoder is a sentence-transformers model."""
+    quantize: Literal["none", "4bit", "8bit"] = setting("none", resume="never")
+    """Quantize the frozen weights of the encoder. `4bit` is QLoRA, `8bit` is LLM.int8. Needs `lora.rank` above 0 and the extra
+    `bitsandbytes`."""
+    tiny_layers: int = setting(2, at_least=1, unit="layers", **_TINY)
+    """Number of layers of the `tiny` encoder."""
+    tiny_width: int = setting(128, at_least=32, multiple_of=32, unit="dimensions", **_TINY)
+    """Hidden size of the `tiny` encoder. It must be a multiple of 32."""
+    tiny_vocabulary: int = setting(4000, at_least=100, unit="tokens", **_TINY)
+    """Maximum number of tokens in the vocabulary of the `tiny` encoder."""
+
+    def broken(self, config: "TrainConfig", world: int) -> Iterator[str]:
+        if self.tie_towers and self.passage_name:
+            yield f"model.passage_name is {self.passage_name!r}, but model.tie_towers is true; use only one of them"
+        if self.attention == "flash_attention_2" and config.run.precision == "fp32":
+            yield "model.attention is flash_attention_2, but run.precision is fp32; set run.precision to bf16 or fp16"
+        compiled = f"run.compile is {config.run.compile}, but model."
+        if self.unpad and config.run.compile != "off":
+            yield f"{compiled}unpad is true; use only one of them, because unpadded sizes change every step"
+        if self.quantize != "none" and config.run.compile != "off":
+            yield f"{compiled}quantize is {self.quantize}; use only one of them"
+        if self.quantize != "none" and not config.lora.rank:
+            yield f"model.quantize is {self.quantize}, but lora.rank is 0; set lora.rank: only adapters can be trained then"
+
+
+@dataclass
+class AdapterConfig:
+    """Low-rank adapters (LoRA). Only small matrices next to the linear layers are trained; the encoders stay frozen.
+
+    Tied towers have one adapter. Two towers from the same encoder share the frozen weights, but each has its own adapter.
+    Adapters need the extra `lora`.
+    """
+
+    rank: int = setting(0, at_least=0, unit="dimensions", resume="never")
+    """Rank (r) of the matrices of the adapters. 0: no adapters, all weights of the encoders are trained."""
+    alpha: float | None = setting(None, above=0, resume="never", unused_with=("lora.rank 0",))
+    """Scale of the adapters. The output of an adapter is multiplied by alpha / rank. Default: twice the rank."""
+    dropout: float = setting(0.0, at_least=0, at_most=1, resume="never", unused_with=("lora.rank 0",))
+    """Dropout probability of the inputs of the adapters in training. The dropout of the encoders is `model.dropout`."""
+    target_modules: list[str] = setting(factory=list, resume="never", unused_with=("lora.rank 0",))
+    """Names of the linear layers that get an adapter, such as q_proj and v_proj. Default: all linear layers."""
+
+    def scale(self) -> float:
+        """Return `lora.alpha`, or its default (twice the rank)."""
+        return 2.0 * self.rank if self.alpha is None else self.alpha
+
+    def broken(self, config: "TrainConfig", world: int) -> Iterator[str]:
+        if self.rank and config.model.name == "tiny":
+            yield (
+                "lora.rank is above 0, but model.name is tiny; choose an encoder folder or Hub name: an adapter is saved without "
+                "the encoder, so the random weights of tiny would be lost"
+            )

@@ -1,0 +1,115 @@
+"""Options of the commands rounds, compare, auto, plan and report."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from contaccum.config.declare import setting
+
+
+@dataclass(frozen=True)
+class RoundsConfig:
+    """Rounds of mining and training."""
+
+    count: int = setting(1, at_least=0, unit="rounds")
+    """Number of rounds after the first training. Each round mines hard negatives with the newest model, and then trains with the
+    mined data."""
+    first: Literal["data", "bm25"] = "data"
+    """Hard negatives of the first training: those in the data set (`data`), or negatives that BM25 finds (`bm25`)."""
+    start: Literal["base", "previous"] = "base"
+    """Initial model of each training: `model.name` (`base`), or the model of the previous round (`previous`)."""
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """Runs to compare, and how to compare them."""
+
+    methods: str = ""
+    """Memory methods to compare, separated by commas. Default: `method` of the config."""
+    seeds: int = setting(3, at_least=1, unit="seeds")
+    """Number of runs for each combination of settings, one for each seed. Seeds are consecutive numbers and start at `seed` of
+    the config."""
+    vary: tuple[str, ...] = setting((), several=True, metavar="GROUP.FIELD=v1,v2")
+    """Settings to vary, with values. Every combination of values runs with each method that reads these settings."""
+    test: str | None = None
+    """Test data for all models: BEIR folder or name of a data set. Default: `data.train`."""
+    test_split: str = "test"
+    """Split of the test data to use."""
+    baselines: str = "bm25,untrained"
+    """Baselines that are not trained, separated by commas: `bm25`, and `untrained` (the encoder before training). `none`: no
+    baselines."""
+    against: str | None = None
+    """Method that the significance tests compare with all others: a method, or a name in `--settings`. Default: grad_cache if it
+    is compared, else the first method."""
+    budget: str | None = None
+    """Budget of each training run, in one of four units: forward passes of a pair (200000f), pairs (50000p), updates (300u),
+    or seconds (600s). Every run gets as many steps as this budget allows. A pair costs 3 forward passes with one-pass methods,
+    and 1 + 3 x `replay.share` with `grad_cache` and `cont_cache`. If the unit is seconds, a few steps are measured first.
+    Default: `optim.max_steps` or `optim.epochs`."""
+    tune: tuple[str, ...] = setting((), several=True, metavar="GROUP.FIELD=v1,v2")
+    """Settings to tune, with the values to try. Each method tries every combination of the settings that it reads, with the first
+    seed. Then it uses the combination that is best on `data.dev`. Combinations compete in rounds (successive halving): 30
+    combinations cost at most 8 full runs."""
+    rungs: int | None = setting(None, at_least=1)
+    """Number of rounds of tuning. The first round trains all combinations. Each later round trains only the best quarter, and 3
+    times as long as the round before. The last round trains with the full budget. With 1 round, every combination trains with the
+    full budget. Default: the lowest number that leaves at most 3 combinations for the last round."""
+    settings: str | None = setting(None, metavar="FILE")
+    """YAML file with the methods to compare, instead of `--methods` and `--vary`. The file maps each name to settings. Among
+    these settings, `tune` maps settings to the values to try, or is a list of combinations."""
+    keep_weights: bool = True
+    """Keep the checkpoints and the model of each evaluated run. The weights of combinations that lost in tuning are always
+    deleted."""
+    tune_learning_rate: str = ""
+    """Learning rates to try, separated by commas. Deprecated: use `--tune optim.learning_rate=v1,v2 --rungs 1`."""
+    parallel: int | None = setting(None, at_least=1, unit="runs")
+    """Number of runs at the same time. Default: one for each GPU, or one on a CPU."""
+
+
+@dataclass(frozen=True)
+class AutoConfig:
+    """Limits and test data of an automatic training."""
+
+    memory: str = setting(unit="bytes")
+    """Memory that the training process may use, such as 8GB or 24GiB: GPU memory, or main memory on a CPU."""
+    time: str = setting(metavar="TIME")
+    """Time limit for everything, such as 90s, 30m or 2h."""
+    test: str | None = None
+    """Test data: BEIR folder or name of a data set. Default: `data.train` if this has the test split, else the dev queries."""
+    test_split: str = "test"
+    """Split of the test data to use."""
+    dry_run: bool = setting(False, flag=True)
+    """Only measure, and print the plan with the time of each stage."""
+
+
+@dataclass(eq=False, repr=False)
+class PlanConfig:
+    """Memory budget and methods to plan for."""
+
+    memory: str = setting(unit="bytes")
+    """Memory that one process may use, such as 11GB or 24GiB: GPU memory, or main memory on a CPU."""
+    methods: str | None = None
+    """Memory methods to plan for, separated by commas. Default: all six."""
+    corpus_size: int | None = setting(None, at_least=1, unit="passages")
+    """Number of passages in the corpus to plan for. Default: no corpus."""
+    processes: int | None = setting(None, at_least=2, unit="processes")
+    """Number of processes for which `run.sharding` and LoRA are also planned. The steps are measured in one process without
+    sharding, so small ones must fit into the memory of this device. Default: not planned."""
+    output: str | None = None
+    """JSON file to write the plan to."""
+
+
+@dataclass(eq=False, repr=False)
+class ReportConfig:
+    """Runs to show in a report."""
+
+    runs: list[str] = setting(positional=True, several=True)
+    """Runs to show: run folders or metrics.json files."""
+    metric: str = "ndcg@10"
+    """Metric to show."""
+    against: str | None = None
+    """Run that the significance tests compare with the other runs, query by query. Runs that differ only in the seed count as one
+    run."""
+    html: str | None = None
+    """HTML file to write. The page needs no other files. Needs the extra `study`."""
+    wide: bool = setting(False, flag=True)
+    """Also show batch sizes, bank rows, pairs per second and the share of time spent waiting for data."""

@@ -1,0 +1,249 @@
+"""Option groups of a training run, except `model`, `lora` and `run`. Each group checks its own rules.
+
+This module does not import torch.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Literal
+
+from contaccum.config.declare import METHOD_SPECS, setting
+
+if TYPE_CHECKING:
+    from contaccum.config import TrainConfig
+
+_ONE_PASS = tuple(f"method {name}" for name, spec in METHOD_SPECS.items() if not spec.two_pass)
+
+
+@dataclass(kw_only=True)
+class DataPolicy:
+    """Options for data with invalid records."""
+
+    strict: bool = setting(False, flag=True, unused_with=("questions",))
+    """Stop with an error if a query has no positive. Without this option, such queries are skipped with a warning."""
+    repair: bool = setting(False, flag=True, unused_with=("run", "data.streaming"), used_with="data.dev")
+    """Accept empty passages and duplicate ids. Of several records with the same id, the last is used. A warning gives the
+    numbers."""
+    max_bad_records: int = setting(0, at_least=0, unit="records")
+    """Maximum number of invalid records to skip in each file. A warning names the file that lists them. With more invalid
+    records, the command stops."""
+    max_unpacked: float | None = setting(None, above=0, unit="GB")
+    """Maximum size of the unpacked data of a gzip file, in GB. The command stops at a larger file. Default: 0.5 GB + 100
+    times the size of the gzip file."""
+
+
+@dataclass
+class MixtureConfig:
+    """One of several data sets to train on together."""
+
+    train: str = ""
+    """Training data, in any form that `data.train` accepts."""
+    split: str = "train"
+    """Split to train on: the name of a qrels file in a BEIR folder, or a split of a Hub data set."""
+    weight: float | None = setting(None, above=0)
+    """Share of the examples that come from this data set, relative to the weights of the other data sets. Give a weight to all
+    data sets or to none. Default: the number of queries in the data set."""
+    query_prefix: str | None = None
+    """Text that is put before the queries of this data set in training. Default: `model.query_prefix`."""
+    passage_prefix: str | None = None
+    """Text that is put before the passages of this data set in training. Default: `model.passage_prefix`."""
+    in_batch_negatives: bool = True
+    """Whether passages of other examples are negatives for the queries of this data set. With false, as for classification or
+    duplicates, each of them is compared only with its positive and its hard negatives, also in the bank."""
+
+
+@dataclass
+class DataConfig(DataPolicy):
+    """Data for training and for evaluation during training (dev data)."""
+
+    train: str = ""
+    """Training data: a path or a name. Path: BEIR folder, DPR JSON file, JSONL file of query/pos/neg, or Tevatron JSONL file;
+    files can be gzipped. Name: scifact, dpr/nq-train, miracl/sw, mteb/NFCorpus, or
+    hub:owner/name:configuration:split?query=COLUMN&pos=COLUMN&neg=COLUMN."""
+    split: str = setting("train", unused_with=("data.mixture",))
+    """Split to train on: the name of a qrels file in a BEIR folder."""
+    mixture: list[MixtureConfig] = setting(factory=list)
+    """Several data sets instead of `train`. Each item of the list has `train`, `split`, `weight`, `query_prefix`,
+    `passage_prefix` and `in_batch_negatives`."""
+    mixture_batches: Literal["mixed", "one_set"] = setting("mixed", needs="data.mixture")
+    """How to choose the examples of a step: from all data sets (mixed), or from one data set that is drawn by weight
+    (one_set)."""
+    streaming: bool = False
+    """Read examples during training instead of from a cache on disk. Needs `optim.max_steps`. Every process reads all
+    examples."""
+    shuffle_buffer: int = setting(10_000, at_least=1, unit="examples", needs="data.streaming")
+    """Number of examples of a stream that are kept in memory. The next example is drawn at random from them. 1 keeps the order of
+    the file."""
+    dev: str | None = None
+    """Data for evaluation during training, in any form that `train` accepts. Default: no evaluation, and the last model is
+    kept."""
+    dev_split: str = "dev"
+    """Split to evaluate on during training: the name of a qrels file in a BEIR folder."""
+    hard_negatives: int = setting(0, at_least=0, unit="passages")
+    """Number of hard negatives for each query (H). `fill_negatives` decides what happens to queries that have fewer."""
+    fill_negatives: Literal["random", "none"] = setting("random", unused_with=("data.hard_negatives 0",))
+    """What to do if a query has fewer than H hard negatives: add random passages (random), or nothing (none). With `none`, the
+    loss leaves out the missing columns. Each of them is encoded as a text of one token; `model.unpad` saves its padding."""
+
+    @property
+    def policy(self) -> DataPolicy:
+        return DataPolicy(**{each.name: getattr(self, each.name) for each in fields(DataPolicy)})
+
+    def broken(self, config: "TrainConfig", world: int) -> Iterator[str]:
+        if self.mixture and self.train:
+            yield f"data.train is {self.train!r}, but data.mixture is set too; use only one of them"
+        if not self.mixture and not self.train:
+            yield "data.train is not set; give a path or the name of a data set"
+        for number, each in enumerate(self.mixture):
+            if not each.train:
+                yield f"data.mixture[{number}].train is not set; give a path or the name of a data set"
+        if len({each.weight is None for each in self.mixture}) > 1:
+            yield "data.mixture: some sets have a weight and some do not; give a weight to all sets or to none"
+        if self.streaming and config.optim.max_steps is None:
+            yield "data.streaming is true, but optim.max_steps is not set; set it, because a stream has no known length"
+        if self.streaming and self.mixture:
+            yield "data.streaming is true, but data.mixture is set too; a stream reads a single data set, data.train"
+        yield from self._broken_separate(config)
+
+    def _broken_separate(self, config: "TrainConfig") -> Iterator[str]:
+        separate = [number for number, each in enumerate(self.mixture) if not each.in_batch_negatives]
+        if not separate:
+            return
+        found = f"data.mixture[{separate[0]}].in_batch_negatives is false, but"
+        if not self.hard_negatives:
+            yield f"{found} data.hard_negatives is 0, so its queries have nothing to compare; set it to at least 1"
+        if self.fill_negatives == "random":
+            yield f"{found} data.fill_negatives is random, which adds passages of other examples; set it to none"
+        if len(separate) < len(self.mixture):
+            return
+        found = "data.mixture: in_batch_negatives is false for all sets, so"
+        if config.bank_size():
+            yield f"{found} the bank of {config.method} has nothing to compare; use another method, or set bank.size to 0"
+        if config.loss.symmetric:
+            yield f"{found} loss.symmetric has nothing to compare; set it to false"
+
+
+@dataclass
+class BatchConfig:
+    """Number of pairs in a step, and how many of these pairs are in memory at once."""
+
+    global_batch_size: int = setting(128, at_least=1, unit="pairs")
+    """Number of pairs in one optimizer step, over all processes (N)."""
+    micro_batch_size: int = setting(
+        8, at_least=1, unit="pairs", methods="micro_batches", unused_with=("batch.micro_batch_tokens",)
+    )
+    """Number of pairs in one forward pass of one process (B). Peak memory grows with this number. `in_batch` always encodes the
+    full step at once."""
+    micro_batch_tokens: int | None = setting(
+        None, at_least=1, unit="tokens", methods="micro_batches", unused_with=("method in_batch",)
+    )
+    """Maximum number of padded tokens in one forward pass of one process, instead of `micro_batch_size`. The number of padded
+    tokens is B x (tokens of the longest query + (1 + H) x tokens of the longest passage). The pairs of a step are sorted by
+    length and split into as few micro-batches as possible. This saves padding. Every pair has the same weight in the loss. With
+    `grad_cache` and `cont_cache`, gradients do not change. With one-pass methods, a query is compared with passages of similar
+    length. Default: `micro_batch_size` is used."""
+    order: Literal["shuffled", "near", "file"] = "shuffled"
+    """Order of the examples: random in each epoch (shuffled), as in the training data (file), or similar queries in the same step
+    (near), so that in-batch negatives are harder. `near` compares the vectors of the untrained model (`model.name`), which are
+    computed once and kept in the cache."""
+    on_out_of_memory: Literal["shrink", "stop"] = setting("shrink", resume="free")
+    """What to do if a step runs out of memory. `shrink` repeats the step with micro-batches of half the size and keeps this size.
+    `stop` ends the run. The global batch size does not change. With `grad_cache` and `cont_cache`, the gradients do not change
+    either. On a CPU set a memory limit (ulimit -v), because without a limit the system kills the process."""
+
+    def broken(self, config: "TrainConfig", world: int) -> Iterator[str]:
+        n, b = self.global_batch_size, 1 if config.micro_batch_tokens else config.micro_batch_size(world)
+        if n % (b * world):
+            product = f"batch.micro_batch_size {b} x {world} processes = {b * world}"
+            yield f"batch.global_batch_size {n} is not divisible by {product if b > 1 else f'{world} processes'}"
+        if self.order == "file" and config.data.streaming:
+            yield "batch.order is file, but data.streaming is true; set data.shuffle_buffer to 1, which keeps a stream's order"
+        obstacles = {
+            "data.streaming is true; a stream is read only once": config.data.streaming,
+            "data.mixture is set; the steps of a mixture are drawn by weight": bool(config.data.mixture),
+            "model.name is tiny; an encoder of random weights finds no similar queries": config.model.name == "tiny",
+        }
+        if self.order == "near":
+            yield from (f"batch.order is near, but {why}, so use shuffled" for why, found in obstacles.items() if found)
+
+
+@dataclass
+class BankConfig:
+    """Memory bank of past embeddings, for methods that have a bank."""
+
+    size: int | None = setting(None, at_least=0, unit="rows", methods="bank")
+    """Number of rows kept in the bank (M). 0 disables the bank. Default: one step's pairs (`batch.global_batch_size`)."""
+    row_weight: Literal["all", "current"] = setting("all", methods="bank")
+    """What the summed loss is divided by: the number of all rows, current and banked (all), or of current rows (current)."""
+    hard_negatives: bool = setting(True, methods="bank", unused_with=("data.hard_negatives 0",))
+    """Store hard negatives in the bank too. They are additional columns of the loss."""
+    keep: bool = setting(True, methods="bank")
+    """Keep the bank after an optimizer step. false empties the bank after each step."""
+    warmup_steps: int = setting(0, at_least=0, unit="steps", methods="bank")
+    """Number of optimizer steps at the start that fill the bank without using it."""
+    age_decay: float = setting(0.0, at_least=0, methods="bank", unused_with=("bank.keep false",))
+    """Age penalty: the amount subtracted from a logit for each optimizer step between the encoding of its row and of its
+    column. In the softmax, a column of age a then has the weight exp(-age_decay a), and a current column has the weight 1. 0
+    is the published method."""
+
+    def broken(self, config: "TrainConfig", world: int) -> Iterator[str]:
+        size, push = config.bank_size(), config.bank_push(world)
+        if size and size < push:
+            yield f"bank.size is {size} rows, but {push} rows can enter at once with {config.method}; use 0 or at least {push}"
+
+
+@dataclass
+class ReplayConfig:
+    """Partial replay: the second pass of `grad_cache` and `cont_cache` encodes only a sample of the texts."""
+
+    share: float = setting(1.0, above=0, at_most=1, methods="two_pass", unused_with=_ONE_PASS)
+    """Share of the texts that the second pass encodes again (p). Texts with large gradients are preferred. The sampled gradients
+    are weighted, so that the expected gradient stays the same. A step costs 1 + 3p forward passes instead of 4. 1 gives the exact
+    gradient. Below 1, the first pass has no dropout."""
+    balance: bool = setting(False, methods="two_pass", unused_with=(*_ONE_PASS, "replay.share 1"))
+    """Correct the gradients of the sampled texts, so that their sum equals the sum over all texts. This gives less variance and a
+    small bias."""
+
+    def broken(self, config: "TrainConfig", world: int) -> Iterator[str]:
+        if config.replay_share < 1 and config.run.compile == "cuda_graphs":
+            yield f"run.compile is cuda_graphs, but replay.share is {self.share}; replayed batches vary in size, so use only one"
+
+
+@dataclass
+class OptimConfig:
+    """AdamW, learning rate schedule, and length of the run."""
+
+    name: Literal["adamw", "adamw_8bit"] = setting("adamw", resume="never")
+    """Optimizer. `adamw_8bit` stores both moments in 8 bits, which takes a quarter of the memory. It needs the extra
+    `bitsandbytes`."""
+    learning_rate: float = setting(2e-5, at_least=0)
+    """Maximum learning rate, reached at the end of the warm-up."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """How the learning rate grows with the ratio `batch.global_batch_size` / `optim.reference_batch_size`: not at all (none), in
+    proportion (linear), or with the square root (sqrt)."""
+    reference_batch_size: int = setting(128, at_least=1, unit="pairs", unused_with=("optim.lr_scaling none",))
+    """Number of pairs in a step for which `learning_rate` was chosen."""
+    epochs: float = setting(1.0, above=0, unit="epochs", unused_with=("optim.max_steps",))
+    """Number of passes over the training queries. If `max_steps` is given, this setting is ignored."""
+    max_steps: int | None = setting(None, at_least=1, unit="steps")
+    """Total number of optimizer steps. Default: as many as `epochs` needs."""
+    warmup_steps: int | None = setting(None, at_least=0, unit="steps")
+    """Number of steps in which the learning rate rises from 0 to its maximum. Default: computed from `warmup_ratio`, else 0."""
+    warmup_ratio: float | None = setting(None, at_least=0, at_most=1)
+    """Share of all steps in which the learning rate rises from 0 to its maximum. Default: `warmup_steps` is used, else 0."""
+    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    """How the learning rate falls to 0 after the warm-up. `constant` keeps it at the maximum."""
+    max_grad_norm: float = setting(2.0, above=0)
+    """Maximum L2 norm of the gradients of both towers together. Larger gradients are clipped."""
+    weight_decay: float = setting(0.0, at_least=0)
+    """Weight decay of all weights except biases and normalization weights."""
+    adam_beta1: float = setting(0.9, at_least=0, below=1)
+    """Decay rate of the first moment of AdamW."""
+    adam_beta2: float = setting(0.999, at_least=0, below=1)
+    """Decay rate of the second moment of AdamW."""
+    adam_eps: float = setting(1e-8, above=0)
+    """Epsilon of AdamW."""
+
+    def broken(self, config: "TrainConfig", world: int) -> Iterator[str]:
+        if self.warmup_steps is not None and self.warmup_ratio is not None:
+            yield "optim.warmup_steps and optim.warmup_ratio are both given; use only one of them"

@@ -1,0 +1,86 @@
+"""Options of the loss. This module does not import torch."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from contaccum.config.declare import setting
+
+if TYPE_CHECKING:
+    from contaccum.config import TrainConfig
+
+
+@dataclass
+class LossConfig:
+    """Negatives of the loss, and additional training targets."""
+
+    mask_false_negatives: bool = True
+    """Exclude columns whose passage is known, by its id, to be relevant for the row. This applies to current and to banked
+    columns."""
+    guide: str | None = None
+    """Encoder that finds false negatives: folder or name on the Hub, also that of `model.name`. A column is left out if the guide
+    scores it above the row's positive minus `guide_margin`. This applies to in-batch, hard and banked negatives. The guide
+    encodes all training queries and passages once, in float16; the vectors stay in the cache. Default: no guide."""
+    guide_margin: float = setting(0.0, needs="loss.guide")
+    """Margin for `guide`, see `margin_strategy`. A larger margin leaves out more columns."""
+    false_negative_margin: float | None = None
+    """Leave out columns that the trained model itself scores above the row's positive minus this margin, see `margin_strategy`.
+    The scores are similarities without `model.temperature` and have no gradient here. Default: no margin."""
+    margin_strategy: Literal["absolute", "relative"] = setting(
+        "absolute", unused_with=("loss.false_negative_margin null",), used_with="loss.guide"
+    )
+    """Margin as a difference of scores (absolute), or as a share of the positive's score (relative, from 0 to 1)."""
+    hardness: float = setting(0.0, at_least=0)
+    """Weight the negatives by exp(hardness x similarity), so that negatives similar to the query count more. The weight has no
+    gradient. It applies to current and to banked negatives. The similarity is not divided by the temperature."""
+    symmetric: bool = False
+    """Also compare each positive with all queries, current and banked. The loss is the mean of both directions. Hard negatives
+    count only for queries. `passage_bank` has no banked queries."""
+    matryoshka_dims: list[int] = setting(factory=list, unit="dimensions")
+    """Widths at which truncated vectors must be useful too, such as [256, 128, 64]. The loss at each width is added to the loss
+    of the full vectors. With cosine, truncated vectors are scaled to length 1 again. Each width has its own bank."""
+    matryoshka_weights: list[float] = setting(factory=list)
+    """Weight of the loss at each width of `matryoshka_dims`. The loss of the full vectors has weight 1. Default: 1 for each
+    width."""
+    distillation: Literal["none", "kl", "margin"] = "none"
+    """Learn also from the scores that a teacher gives to the positive and the hard negatives of each query. The training data
+    must contain these scores. `kl` is the KL divergence from the softmax of the teacher. `margin` is the squared error of score
+    differences (margin-MSE). The scores of the model are similarities divided by `model.temperature`."""
+    distillation_weight: float = setting(1.0, above=0, unused_with=("loss.distillation none",))
+    """Weight of the distillation loss. The InfoNCE loss has weight 1."""
+    teacher_temperature: float = setting(1.0, above=0, unused_with=("loss.distillation none",))
+    """Number by which the scores of the teacher are divided."""
+
+    def broken(self, config: "TrainConfig", world: int) -> Iterator[str]:
+        widths, weights = self.matryoshka_dims, self.matryoshka_weights
+        if any(width < 1 for width in widths) or len(set(widths)) < len(widths):
+            yield f"loss.matryoshka_dims is {widths}, expected different numbers of at least 1"
+        if weights and len(weights) != len(widths):
+            yield f"loss.matryoshka_weights has {len(weights)} numbers, but loss.matryoshka_dims has {len(widths)}; give as many"
+        if not all(0 < weight < math.inf for weight in weights):
+            yield f"loss.matryoshka_weights is {weights}, expected finite numbers above 0"
+        yield from self._broken_margins(config)
+        if config.distils and not config.data.hard_negatives:
+            found = f"loss.distillation is {self.distillation}, but data.hard_negatives is 0"
+            yield f"{found}; set it to at least 1, because the teacher's scores compare the passages of a query"
+
+    @property
+    def margin(self) -> float | None:
+        """Margin of the columns that are left out by their scores. None: no column is left out by its score."""
+        return self.guide_margin if self.guide is not None else self.false_negative_margin
+
+    def _broken_margins(self, config: "TrainConfig") -> Iterator[str]:
+        obstacles = {
+            "an encoder of random weights finds no false negatives; give a trained encoder": self.guide == "tiny",
+            "it computes no vectors; give an encoder": self.guide == "bm25",
+            "expected a folder or a name on the Hub": self.guide == "",
+        }
+        yield from (f"loss.guide is {self.guide!r}, {why}" for why, found in obstacles.items() if found)
+        if self.guide is not None and config.data.streaming:
+            yield "loss.guide is set, but data.streaming is true; a stream is read only once, so use data.streaming false"
+        if self.guide is not None and self.false_negative_margin is not None:
+            yield "loss.guide and loss.false_negative_margin are both set; set only one, and guide_margin for the guide"
+        name = "guide_margin" if self.guide is not None else "false_negative_margin"
+        if self.margin_strategy == "relative" and not 0 <= (self.margin or 0.0) <= 1:
+            yield f"loss.{name} is {self.margin}, expected a number from 0 to 1, because loss.margin_strategy is relative"

@@ -1,0 +1,100 @@
+"""Option group `run` of a training run, with its rules.
+
+This module does not import torch.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING, Literal
+
+from contaccum.config.declare import parse_bytes, setting
+from contaccum.config.encoder import ProcessConfig
+from contaccum.errors import InputError
+
+if TYPE_CHECKING:
+    from contaccum.config import TrainConfig
+
+METRIC_MEASURES = ("ndcg", "map", "recall", "precision", "mrr")
+METRIC_CUTS = (1, 3, 5, 10, 20, 100)
+
+
+@dataclass
+class RunConfig(ProcessConfig):
+    """Device, precision, checkpoints, evaluation and logging."""
+
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Autocast precision of the encoders. Weights and loss stay in fp32."""
+    tf32: bool = False
+    """Multiply fp32 matrices in TF32 on CUDA, also in the loss. This is faster, but the mantissa has 10 bits instead of 23."""
+    sharding: Literal["none", "fsdp"] = "none"
+    """How W processes hold the weights. `none`: each process holds all of them. `fsdp`: each process holds 1/W of all weights,
+    gradients and optimizer states (torch's FSDP2), and gathers one layer at a time. If memory runs out, the run ends."""
+    cpu_offload: bool = False
+    """With `run.sharding fsdp`: keep each process's part of weights, gradients and optimizer state in main memory, and update
+    the weights there. This saves GPU memory but takes time."""
+    compile: Literal["off", "default", "cuda_graphs"] = "off"
+    """Compile the encoders with torch.compile. The first steps then take minutes. `cuda_graphs` also captures CUDA graphs."""
+    memory_budget: str | None = setting(None, resume="free", unit="bytes")
+    """Maximum memory of torch on each GPU, such as 11GB or 10GiB. CUDA needs a few hundred MB in addition. Default: no limit."""
+    save_steps: int = setting(500, at_least=0, unit="steps", resume="free")
+    """Number of steps between two checkpoints. The last step always writes a checkpoint. 0: only at the end."""
+    keep_checkpoints: int = setting(2, at_least=1, unit="checkpoints", resume="free")
+    """Number of newest checkpoints to keep."""
+    eval_steps: int = setting(0, at_least=0, unit="steps", needs="data.dev")
+    """Number of steps between two evaluations on `data.dev`. The last step is always evaluated. 0: only the last step is
+    evaluated."""
+    metric: str = setting("ndcg@10", needs="data.dev")
+    """Metric on `data.dev` that decides which model is kept."""
+    eval_batch_tokens: int | None = setting(None, at_least=1, unit="tokens", resume="free")
+    """Maximum number of padded tokens in one forward pass of an evaluation. Default: 16384, or 1024 per thread on a CPU."""
+    bank_check_steps: int = setting(100, at_least=0, unit="steps", resume="free")
+    """Number of steps between two checks that the banks of all processes are equal. 0: never."""
+    log_steps: int = setting(1, at_least=1, unit="steps", resume="free")
+    """Number of steps between two lines in log.jsonl and between two entries in the trackers."""
+    on_nan: str = setting("stop", resume="free")
+    """What to do if an embedding, the loss or a gradient is NaN or infinite. `stop` ends the run. `skip:N` skips at most N
+    steps."""
+    drift_steps: int = setting(10, at_least=0, unit="steps", resume="free")
+    """Number of steps between two measurements of drift: how far banked vectors are from vectors of the current encoders. 0:
+    never. The trained model does not depend on this setting."""
+    trackers: list[str] = setting(factory=list, resume="free")
+    """Additional experiment trackers, by their names in accelerate: wandb, tensorboard (needs the extra `tensorboard`), ..."""
+
+    def broken(self, config: "TrainConfig", world: int) -> Iterator[str]:
+        measure, _, cutoff = self.metric.partition("@")
+        if measure not in METRIC_MEASURES or cutoff not in map(str, METRIC_CUTS):
+            expected = f"{', '.join(METRIC_MEASURES)} at {', '.join(map(str, METRIC_CUTS))}, such as ndcg@10"
+            yield f"run.metric is {self.metric!r}, expected one of {expected}"
+        if self.memory_budget is not None:
+            parse_bytes(self.memory_budget)
+        if self.sharding != "none":
+            yield from self._broken_sharding(config, world)
+        elif self.cpu_offload:
+            yield "run.cpu_offload is true, but run.sharding is none; set run.sharding to fsdp, or run.cpu_offload to false"
+        self.skips()
+
+    def _broken_sharding(self, config: "TrainConfig", world: int) -> Iterator[str]:
+        if world == 1:
+            yield "run.sharding is fsdp, but there is one process; start several with torchrun, or set it to none"
+        needed = {
+            "run.precision": "fp32 or bf16",
+            "run.compile": "off",
+            "optim.name": "adamw",
+            "model.quantize": "none or 4bit",
+        }
+        for name, usable in needed.items():
+            if (value := attrgetter(name)(config)) not in usable.split(" or "):
+                yield f"{name} is {value}, but run.sharding is fsdp, which needs {usable}; change one of them"
+
+    def skips(self) -> int:
+        """Return the number of steps with NaN or infinite values that the run may skip.
+
+        Raises InputError if `on_nan` is invalid.
+        """
+        word, colon, number = self.on_nan.partition(":")
+        if (word, colon, number) == ("stop", "", ""):
+            return 0
+        if word != "skip" or not number.isascii() or not number.isdigit() or int(number) < 1:
+            raise InputError(f"run.on_nan is {self.on_nan!r}, expected stop, or skip:N with N at least 1")
+        return int(number)

@@ -1,0 +1,253 @@
+"""The commands ``data check``, ``data convert`` and ``data demo``.
+
+Conversion keeps the ids of queries and passages. If a format has no field for an id, conversion writes an extra field
+(``query_id``, ``pos_id`` or ``neg_id``). This package reads the extra fields; other tools ignore them. JSONL has no titles: the
+title and the text of a passage become one string.
+
+DPR separates ``negative_ctxs`` from hard negatives. Conversion keeps them in DPR, and writes them to BEIR as passages without a
+grade. JSONL and Tevatron files do not get them. Teacher scores are written only to JSONL and Tevatron. BEIR has no field for
+teacher scores. In DPR, the field ``score`` is a search score.
+"""
+
+import gzip
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+from datasets import Dataset
+from tqdm import tqdm
+
+from contaccum.config import DataPolicy
+from contaccum.data.corpus import load_questions, open_corpus, open_queries
+from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
+from contaccum.data.examples import ExampleTable, load_examples
+from contaccum.data.retrieval_set import JudgedSplit, judged_split, keep_answerable, qrels_file, splits_of
+from contaccum.data.tables import PASSAGE_COLUMNS, QUERY_COLUMNS, column_batches
+from contaccum.errors import InputError
+from contaccum.formats.records import Example, plain_id, plain_split, record_line, write_beir_folder
+from contaccum.formats.training import Form, example_record, framed
+from contaccum.runtime.files import sweep, whole_file, whole_folder
+
+Stats = dict[str, Any]
+
+
+def check(path: str | Path, split: str | None = None, policy: DataPolicy = DEFAULT_POLICY) -> Stats:
+    """Read a whole data set and return statistics. ``split`` selects one split of a BEIR folder; None selects all splits.
+
+    Invalid data, including teacher scores, causes the same errors and warnings as in training and evaluation. Text lengths are
+    counted in words.
+    """
+    data = open_dataset(path, split or "train", policy)
+    source, path, kind, policy = path, data.path, data.kind, data.policy
+    if kind == "beir":
+        about = _beir(path, split, policy)
+    elif kind == "corpus":
+        corpus = open_corpus(path, policy)
+        about = _passages(corpus.table) | _left_out(corpus.left_out)
+    elif kind == "queries":
+        if path.name.removesuffix(".gz") not in ("queries.jsonl", "queries.tsv"):
+            warnings.warn(
+                f"{path}: read as queries, because no record has a title. A search would read it as passages; name the file "
+                "corpus.jsonl to check it as passages.",
+                stacklevel=2,
+            )
+        queries = open_queries(path, policy)
+        words = _spread(_words(queries.texts.values()))
+        about = {"queries": len(queries.texts), "words per query": words, **_left_out(queries.left_out)}
+    elif kind == "questions":
+        about = _questions(path, policy)
+    else:
+        about = _examples(load_examples(path, policy, scores=True))
+    return {"path": str(source), "kind": kind, **about}
+
+
+def _left_out(records: int) -> Stats:
+    return {"bad records left out": records} if records else {}
+
+
+def _beir(path: Path, split: str | None, policy: DataPolicy) -> Stats:
+    splits = [split] if split else splits_of(path)
+    if not splits:
+        raise InputError(f"{path}: qrels/<split>.tsv not found; a data set needs at least one split")
+    corpus = open_corpus(path, policy)
+    queries = open_queries(path, policy)
+    judged = {name: judged_split(path, name, policy) for name in splits}
+    named = Counter(query for each in judged.values() for query in each.qrels)
+    return {
+        **_passages(corpus.table),
+        "queries": len(queries.texts),
+        "words per query": _spread(_words(queries.texts.values())),
+        "queries without a judgement": len(queries.texts.keys() - named.keys()),
+        "queries in several splits": sum(count > 1 for count in named.values()),
+        **_left_out(corpus.left_out + queries.left_out),
+        "splits": {name: _split(path, name, each, policy.strict) for name, each in judged.items()},
+    }
+
+
+def _split(path: Path, name: str, judged: JudgedSplit, strict: bool) -> Stats:
+    source, qrels = qrels_file(path, name), judged.qrels
+    kept = keep_answerable(source, qrels, strict)
+    counts = Counter(grade for grades in qrels.values() for grade in grades.values())
+    return {
+        "queries": len(qrels),
+        "queries without a positive": len(qrels) - len(kept),
+        "judgements": counts.total(),
+        "repeated judgements": judged.judgements - counts.total(),
+        "judgements by grade": {str(grade): counts[grade] for grade in sorted(counts)},
+        "positives per query": _spread([sum(grade > 0 for grade in grades.values()) for grades in kept.values()]),
+        **_left_out(judged.left_out.get(f"qrels/{source.name}", 0)),
+    }
+
+
+def _examples(examples: ExampleTable) -> Stats:
+    lengths = examples.positives.lengths
+    first = examples.positives.offsets[:-1][lengths > 0]
+    scored = 0 if examples.teacher is None else int(np.count_nonzero(~np.isnan(examples.teacher.positives[first])))
+    return {
+        "examples": len(lengths),
+        "queries without a positive": int(np.count_nonzero(lengths == 0)),
+        **({"examples with a teacher's scores": scored} if scored else {}),
+        "words per query": _spread(_words(examples.queries["text"])),
+        **_passages(examples.passages),
+        "positives per query": _spread(lengths),
+        "hard negatives per query": _spread(examples.negatives.lengths),
+        "other negatives per query": _spread(examples.others.lengths),
+        **_left_out(examples.left_out),
+    }
+
+
+def _passages(corpus: Dataset) -> Stats:
+    words: list[int] = []
+    untitled = 0
+    contents: set[int] = set()
+    for batch in column_batches(corpus, PASSAGE_COLUMNS):
+        words += _words(batch["text"])
+        untitled += batch["title"].count("")
+        contents.update(map(hash, zip(batch["title"], batch["text"], strict=True)))
+    return {
+        "passages": len(corpus),
+        "words per passage": _spread(words),
+        "passages without a title": untitled,
+        "passages that repeat another's text": len(corpus) - len(contents),
+    }
+
+
+def _questions(path: Path, policy: DataPolicy) -> Stats:
+    questions, left_out = load_questions(path, policy)
+    return {
+        "questions": len(questions),
+        "words per question": _spread(_words(question.text for question in questions)),
+        "answers per question": _spread([len(question.answers) for question in questions]),
+        **_left_out(left_out),
+    }
+
+
+def _words(texts: Iterable[str]) -> list[int]:
+    return [len(text.split()) for text in texts]
+
+
+def _spread(values: Sequence[int] | np.ndarray) -> Stats:
+    least, most = int(np.min(values)), int(np.max(values))
+    return {"min": least, "median": float(np.median(values)), "mean": round(float(np.mean(values)), 2), "max": most}
+
+
+def render(stats: Stats) -> str:
+    """Return the statistics as text for the console."""
+    return "\n".join([f"{stats['path']}: {stats['kind']}", *_lines(stats, "  ")])
+
+
+def _lines(stats: Stats, indent: str) -> list[str]:
+    lines = []
+    for name, value in stats.items():
+        if name in ("path", "kind"):
+            continue
+        if not isinstance(value, dict):
+            lines.append(f"{indent}{name:<38}{value:>12,}")
+        elif all(isinstance(part, dict) for part in value.values()):
+            for key, part in value.items():
+                lines += [f"{indent}split {key}", *_lines(part, indent + "  ")]
+        else:
+            parts = "   ".join(f"{key} {part:,g}" for key, part in value.items())
+            lines.append(f"{indent}{name:<38}{parts}")
+    return lines
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    to: Form,
+    split: str = "train",
+    policy: DataPolicy = DEFAULT_POLICY,
+) -> None:
+    """Convert ``source`` to the format ``to``. ``source`` is a BEIR folder or a file of training examples.
+
+    If ``source`` is a BEIR folder, the split ``split`` is read. If ``to`` is ``beir``, the new split is named ``split``. A
+    conversion from BEIR to BEIR writes the whole corpus. Every other conversion writes only the passages of the examples. A
+    passage with a grade above 0 is a positive; any other judged passage is a negative. In a new BEIR folder, positives have grade
+    1 and negatives have grade 0. Teacher scores are checked and written. If the new format has no field for teacher scores, they
+    are dropped with a warning.
+
+    Raises InputError if ``target`` exists (for ``beir`` an empty folder is allowed), and for ``beir`` if an id has a tab or a
+    line break.
+    """
+    if to not in get_args(Form):
+        raise InputError(f"unknown format {to!r}; choose one of {', '.join(get_args(Form))}")
+    if to == "beir":
+        plain_split(split)
+    target = Path(target)
+    _sweep(target)
+    if target.exists() and not (to == "beir" and target.is_dir() and not any(target.iterdir())):
+        raise InputError(f"{target}: already exists; choose a new path")
+    found = open_dataset(source, split, policy).examples(scores=True)
+    if found.teacher is not None and to in ("beir", "dpr"):
+        warnings.warn(f"{source}: teacher scores are dropped, {to} has no field for them", stacklevel=2)
+        found = replace(found, teacher=None)
+    examples = tqdm(found, desc="converting", unit=" examples", disable=None)
+    if to == "beir":
+        kept = found.queries.select(np.flatnonzero(found.positives.lengths))
+        corpus, queries = _records(found.passages, PASSAGE_COLUMNS), _records(kept, QUERY_COLUMNS)
+        with whole_folder(target) as folder:
+            write_beir_folder(folder, corpus, queries, {split: _grades(examples)})
+    else:
+        with whole_file(target) as file:
+            file.writelines(framed((record_line(example_record(example, to)) for example in examples), to))
+
+
+def _sweep(target: Path) -> None:
+    """Remove unfinished files and folders that killed calls left next to ``target``."""
+    with suppress(OSError):  # the folder does not exist, or a file belongs to another user
+        sweep(target.parent, target.name, shared=True)
+
+
+def _records(table: Dataset, columns: Sequence[str]) -> Iterator[dict[str, str]]:
+    for batch in column_batches(table, columns):
+        for key, *texts in zip(*(batch[column] for column in columns), strict=True):
+            yield {"_id": plain_id(key), **dict(zip(columns[1:], texts, strict=True))}
+
+
+def _grades(examples: Iterable[Example]) -> Iterator[tuple[str, str, int]]:
+    for (key, _), positives, negatives, *_ in examples:
+        for grade, passages in ((1, positives), (0, negatives)):
+            yield from ((key, passage.id, grade) for passage in passages)
+
+
+def write_demo(folder: str | Path) -> None:
+    """Write the demo data set into ``folder`` in BEIR format. Raise InputError if ``folder`` exists.
+
+    The script scripts/make_demo.py generated the demo data set.
+    """
+    _sweep(Path(folder))
+    if Path(folder).exists():
+        raise InputError(f"{folder}: already exists; choose a new folder")
+    source = resources.files("contaccum.data").joinpath("demo")
+    with whole_folder(folder) as part:
+        (part / "qrels").mkdir()
+        for name in ("corpus.jsonl", "queries.jsonl", *(f"qrels/{split}.tsv" for split in ("train", "dev", "test"))):
+            packed = source.joinpath(f"{name}.gz").read_bytes()
+            (part / name).write_bytes(gzip.decompress(packed))

@@ -1,0 +1,103 @@
+"""Write small dev sets as BEIR folders.
+
+A dev set has a sample of the judged queries, all judged passages of these queries, and a sample of the other passages. Training
+computes the dev score often, and most of the time goes into encoding the passages. A score on a sampled corpus is higher than a
+score on the whole corpus, so compare only scores on the same corpus.
+"""
+
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+
+from contaccum.data.dataset import RetrievalDataset
+from contaccum.data.examples import ExampleTable
+from contaccum.data.retrieval_set import Qrels, RetrievalSet
+from contaccum.data.tables import PASSAGE_COLUMNS, column_batches
+from contaccum.errors import InputError
+from contaccum.formats.records import write_beir_folder
+from contaccum.runtime.files import whole_folder
+
+SHARE = 10
+"""The dev set gets at most one tenth (1 / SHARE) of the training queries."""
+
+
+def write_dev_set(source: RetrievalSet, folder: Path, most_queries: int, most_passages: int, seed: int) -> None:
+    """Write a BEIR folder with the split ``dev``. Queries and passages are a sample of ``source``.
+
+    The dev set has at most ``most_queries`` queries and at most ``most_passages`` passages. All judged passages of the queries
+    are written, even if there are more than ``most_passages``.
+    """
+    names = sorted(source.queries)
+    kept = sorted(random.Random(seed).sample(names, min(most_queries, len(names))))
+    _write_dev(folder, source.corpus, {name: source.queries[name] for name in kept}, source.qrels, most_passages, seed)
+
+
+def hold_out(source: RetrievalDataset, folder: Path, most_queries: int, most_passages: int, seed: int) -> None:
+    """Divide training queries into a dev set, ``folder/dev``, and a training set, ``folder/train``.
+
+    The dev set has a sample of the passages, as in ``write_dev_set``. The training set has the other queries and all passages.
+    Queries with equal texts are either all in the dev set or all in the training set. The dev set has at most a tenth of the
+    queries. Raises InputError if the dev set would have no query.
+    """
+    examples = source.examples()
+    numbers = np.flatnonzero(examples.positives.lengths)
+    by_text: dict[str, list[int]] = defaultdict(list)
+    texts, ids = (examples.queries[column] for column in ("text", "id"))
+    for number in numbers.tolist():
+        by_text[" ".join(texts[number].lower().split())].append(number)
+    most = min(most_queries, len(numbers) // SHARE)
+    groups = list(by_text.values())
+    random.Random(seed).shuffle(groups)
+    held: list[int] = []
+    for group in groups:
+        if len(held) + len(group) <= most:
+            held += group
+    if not held:
+        raise InputError(
+            f"{source.path}: has {len(numbers)} training queries; holding out dev queries needs at least "
+            f"{SHARE} different ones. Set data.dev."
+        )
+    held.sort()
+    passages: list[str] = examples.passages["id"]
+    positives = {ids[number]: {passages[row]: 1 for row in examples.positives.row(number)} for number in held}
+    queries = {ids[number]: texts[number] for number in held}
+    with whole_folder(folder) as part:
+        _write_dev(part / "dev", examples.passages, queries, positives, most_passages, seed)
+        (part / "train").mkdir()
+        rest = sorted(set(numbers.tolist()) - set(held))
+        records = ({"_id": ids[number], "text": texts[number]} for number in rest)
+        grades = {"train": _grades(examples, rest, ids, passages)}
+        write_beir_folder(part / "train", _records(examples.passages), records, grades)
+
+
+def _write_dev(
+    folder: Path, corpus: Dataset, queries: dict[str, str], qrels: Qrels, most_passages: int, seed: int
+) -> None:
+    names: list[str] = corpus["id"]
+    judged = {passage for query in queries for passage in qrels[query]}
+    rows = [row for row, name in enumerate(names) if name in judged]
+    others = [row for row, name in enumerate(names) if name not in judged]
+    rows += random.Random(seed).sample(others, max(0, min(len(others), most_passages - len(rows))))
+    grades = ((query, passage, grade) for query in queries for passage, grade in qrels[query].items())
+    with whole_folder(folder) as part:
+        records = ({"_id": key, "text": text} for key, text in queries.items())
+        write_beir_folder(part, _records(corpus.select(sorted(rows))), records, {"dev": grades})
+
+
+def _records(corpus: Dataset) -> Iterator[dict[str, Any]]:
+    for batch in column_batches(corpus, PASSAGE_COLUMNS):
+        for key, title, text in zip(*(batch[column] for column in PASSAGE_COLUMNS), strict=True):
+            yield {"_id": key, "title": title, "text": text}
+
+
+def _grades(
+    examples: ExampleTable, numbers: Iterable[int], ids: list[str], passages: list[str]
+) -> Iterator[tuple[str, str, int]]:
+    for number in numbers:
+        for grade, lists in ((1, examples.positives), (0, examples.negatives)):
+            yield from ((ids[number], passages[row], grade) for row in lists.row(number))

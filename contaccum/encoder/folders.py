@@ -1,0 +1,350 @@
+"""Read the settings of an encoder and find the files of its towers. This module reads JSON files, but no weights.
+
+An encoder can have one of three formats: a folder that DualEncoder.save wrote, a sentence-transformers model, or a plain
+transformers encoder. A sentence-transformers model may have a Router module, which older versions call Asym.
+"""
+
+import os
+import re
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers.models.auto import modeling_auto
+from transformers.utils import cached_file
+
+from contaccum.encoder.json_types import (
+    NO_LIMIT,
+    AdapterFile,
+    BaseFile,
+    ModelConfig,
+    ModuleEntry,
+    Positive,
+    Prefix,
+    PromptConfig,
+    RouterConfig,
+)
+from contaccum.errors import InputError, library_errors
+from contaccum.runtime.checks import require_utf8
+from contaccum.runtime.files import check_type, read_json, refuse_url, sha256_of
+from contaccum.runtime.hub import hub_errors, is_hub_name
+
+SETTINGS_FILE = "contaccum.json"
+TOWERS = ("query_encoder", "passage_encoder")
+POOLING_FLAGS = {"cls": "pooling_mode_cls_token", "mean": "pooling_mode_mean_tokens", "last": "pooling_mode_lasttoken"}
+POOLINGS = tuple(POOLING_FLAGS)
+SIMILARITIES = ("cosine", "dot")
+SIDES = {"query": ("query",), "document": ("document", "passage", "corpus")}
+"""Names of prompts and routes in sentence-transformers models. Key ``query``: for queries. Key ``document``: for passages."""
+ADAPTER_FILE = "adapter_config.json"  # written by peft; contains the name of the base
+BASE_FILE = "base.json"  # written by contaccum; contains the hash and the quantization of the base
+MARKS = (SETTINGS_FILE, "modules.json", "config.json", ADAPTER_FILE)  # only the folder of an encoder has one of these
+MAX_BYTES = 64 << 20  # maximum size of a JSON file of an encoder; a tokenizer with many added tokens has some MB
+
+
+@dataclass(frozen=True)
+class EncoderSettings:
+    """Settings of a DualEncoder, which are saved in contaccum.json."""
+
+    pooling: str = "mean"
+    similarity: str = "cosine"
+    max_query_length: Positive = 64
+    max_passage_length: Positive = 256
+    query_prefix: Prefix = ""
+    passage_prefix: Prefix = ""
+    tie_towers: bool = False
+    truncate_dim: Positive | None = None
+    """Number of dimensions to keep of each vector, counted from the first. None: keep all dimensions."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """Encoder that an adapter was trained on."""
+
+    name: str  # folder or Hub name
+    sha256: str | None = None  # SHA-256 of the encoder's files; None if contaccum did not write the adapter
+    quantize: str = "none"  # none, 4bit or 8bit
+
+
+@dataclass(frozen=True)
+class TowerFiles:
+    """Folders with the files of one tower, and what is needed to load them."""
+
+    name: str  # folder or Hub name
+    subfolder: str = ""  # subfolder with the backbone and the tokenizer
+    dense: tuple[str, ...] = ()  # folders of the Dense modules after pooling
+    lower_case: bool = False  # whether to convert texts to lower case before the tokenizer
+    base: Base | None = None  # encoder that the adapter was trained on; None without an adapter
+    plain: bool = False  # whether this is a plain encoder, without settings for pooling and end-of-text tokens
+
+
+class Module(NamedTuple):
+    """One module of a sentence-transformers model."""
+
+    kind: str  # name of the class, without the package
+    path: str  # folder of the module inside the folder of the model
+
+
+class EncoderFiles(NamedTuple):
+    """Result of ``read_encoder``: the settings of an encoder, and the files of both towers."""
+
+    settings: dict[str, Any]  # values for fields of EncoderSettings
+    query: TowerFiles
+    passage: TowerFiles
+    sha256: dict[str, str] | None = None  # SHA-256 of each file with weights; keys are paths in the folder
+
+
+def make_settings(values: dict[str, Any], source: str) -> EncoderSettings:
+    """Check settings and return them as EncoderSettings. source: folder or Hub name, for error messages."""
+    for key, allowed in (("pooling", POOLINGS), ("similarity", SIMILARITIES)):
+        if key in values and values[key] not in allowed:
+            raise InputError(f"{source}: {key} is {values[key]!r}; expected one of {', '.join(allowed)}")
+    known = {field.name for field in fields(EncoderSettings)}
+    if unknown := sorted(values.keys() - known):
+        found = f"{SETTINGS_FILE} or an argument has an unknown setting ({', '.join(unknown)}); the settings are"
+        raise InputError(f"{source}: {found} {', '.join(sorted(known))}")
+    for key in ("query_prefix", "passage_prefix"):
+        require_utf8(str(values.get(key)), f"{source}: {key}")
+    return check_type(values, EncoderSettings, source)
+
+
+def family_settings(name: str) -> dict[str, Any]:
+    """Return the published settings of a model family, or an empty dictionary if the family is unknown.
+
+    name: folder or Hub name. The part after the last slash is compared with the patterns in families.json, and the first
+    pattern that matches is used. Settings in the folder of a model have priority over published settings.
+    """
+    families, last = read_json(Path(__file__).with_name("families.json")), name.rstrip("/").rpartition("/")[2].lower()
+    return next((each["settings"] for each in families if re.fullmatch(each["models"], last)), {})
+
+
+def model_folder(name: str | Path) -> str:
+    """Return the folder of the trained model if ``name`` is the folder of a run. Otherwise return ``name``.
+
+    Raises InputError if ``name`` is a file, a run without a trained model, or neither a folder nor a valid Hub name.
+    """
+    refuse_url(name)
+    text = os.fspath(name)
+    if os.path.isfile(os.path.join(text, "model", SETTINGS_FILE)):
+        return os.path.join(text, "model")
+    if os.path.isdir(text):
+        if "config.yaml" in (files := os.listdir(text)) and not any(file in files for file in MARKS):
+            raise InputError(
+                f"{text}: this run has no model/ yet, because its training is not finished. Resume the training with contaccum "
+                "train --resume, or use a folder in checkpoints/."
+            )
+        return text
+    if os.path.exists(text) or not is_hub_name(text):
+        found = "this is not a folder" if os.path.exists(text) else "no such folder"
+        raise InputError(f"{text}: {found}; expected the folder of a model or of a run, or a Hub name (owner/name)")
+    return text
+
+
+def read_encoder(name: str) -> EncoderFiles:
+    """Read the settings of an encoder and find the files of both towers.
+
+    name: folder or Hub name of an encoder, in a format that this module lists at its top. Raises InputError if the encoder has
+    modules that contaccum does not support.
+    """
+    saved = optional_json(name, SETTINGS_FILE, dict[str, Any], version=1)
+    if saved is not None:
+        saved.pop("format_version", None)
+        hashes = check_type(saved.pop("sha256", {}), dict[str, str], f"{name}: sha256")
+        query, passage = (_tower_files(name, _modules(name, folder)) for folder in TOWERS)
+        return EncoderFiles(
+            {"tie_towers": False, **saved}, query, query if saved.get("tie_towers") else passage, hashes
+        )
+    if optional_json(name, "modules.json", list[ModuleEntry]) is None:
+        plain = TowerFiles(name, base=_base(name, ""), plain=True)
+        config = optional_json(plain.base.name if plain.base else name, "config.json", ModelConfig) or {}
+        pooling = {"pooling": "last"} if decoder_only(config.get("model_type", "")) else {}
+        return EncoderFiles(pooling | family_settings(name), plain, plain)
+    return _read_sentence_transformers(name)
+
+
+def _read_sentence_transformers(name: str) -> EncoderFiles:
+    about = optional_json(name, "config_sentence_transformers.json", PromptConfig) or {}
+    query, query_files = _read_side(name, "query", about)
+    passage, passage_files = _read_side(name, "document", about)
+    for key in ("pooling", "similarity"):
+        if query[key] != passage[key]:
+            raise InputError(
+                f"{name}: {key} is {query[key]} for queries and {passage[key]} for passages; both must be equal"
+            )
+    pair = {"truncate_dim": about.get("truncate_dim"), "tie_towers": query_files == passage_files}
+    settings = {key: value for key, value in {**query, **passage, **pair}.items() if value is not None}
+    return EncoderFiles(settings | _prefixes(name, about), query_files, passage_files)
+
+
+def _prefixes(name: str, about: dict[str, Any]) -> dict[str, str]:
+    """Return the query prefix and the passage prefix of a sentence-transformers model.
+
+    Each prefix is the first prompt for queries or passages that is not empty. If all prompts are empty, the prefixes of the
+    model family are returned.
+    """
+    prompts = about.get("prompts") or {}
+    first = {side: next((prompts[key] for key in keys if prompts.get(key)), "") for side, keys in SIDES.items()}
+    if not any(first.values()):
+        return {key: value for key, value in family_settings(name).items() if key.endswith("_prefix")}
+    return {"query_prefix": first["query"], "passage_prefix": first["document"]}
+
+
+def _modules(name: str, subfolder: str = "") -> list[Module]:
+    listed = optional_json(name, _join(subfolder, "modules.json"), list[ModuleEntry]) or [{"type": "", "path": ""}]
+    return [Module(each["type"].rpartition(".")[2], _join(subfolder, each["path"])) for each in listed]
+
+
+def _join(folder: str, path: str) -> str:
+    return f"{folder}/{path}".strip("/")
+
+
+def _routed(name: str, router: Module, side: str) -> list[Module]:
+    """Return the modules that a Router uses for queries or for passages.
+
+    side: ``query`` or ``document``. Without a route for ``side``, the modules of the default route are returned.
+    """
+    files = [_join(router.path, file) for file in ("router_config.json", "config.json")]
+    config = next(filter(None, (optional_json(name, file, RouterConfig) for file in files)), None)
+    if config is None:
+        raise InputError(f"{name}: {files[0]} is missing; a {router.kind} in modules.json needs this file")
+    structure = config.get("structure", {})
+    mapped = check_type(config.get("parameters", {}).get("route_mappings") or {}, dict[str, str], f"{name}/{files[0]}")
+    keys = [str((task, modality)) for task in (*SIDES[side], None) for modality in ("text", None)]
+    routes = [mapped[key] for key in keys if key in mapped]
+    routes += [key for key in (*SIDES[side], "text") if key in structure]
+    if not routes:
+        raise InputError(f"{name}: the {router.kind} has the routes {', '.join(structure)}, but no route for {side}")
+    types = {key: config.get("types", {}).get(key, "").rpartition(".")[2] for key in structure.get(routes[0], [])}
+    return [Module(kind, _join(router.path, key)) for key, kind in types.items()]
+
+
+def _read_side(name: str, side: str, about: dict[str, Any]) -> tuple[dict[str, Any], TowerFiles]:
+    modules = _modules(name)
+    if modules[0].kind in ("Router", "Asym"):
+        modules = [*_routed(name, modules[0], side), *modules[1:]]
+    # a model inside the model: adapters are saved in this format
+    if modules[:1] and modules[0].kind == "SentenceTransformer":
+        modules = [*_modules(name, modules[0].path), *modules[1:]]
+    kinds = [module.kind for module in modules]
+    if kinds != ["Transformer", "Pooling", *["Dense"] * kinds.count("Dense"), *["Normalize"] * ("Normalize" in kinds)]:
+        raise InputError(
+            f"{name}: modules are {', '.join(kinds)}; expected Transformer, Pooling, any number of Dense, and at most one "
+            "Normalize"
+        )
+    files = _tower_files(name, modules)
+    # in sentence-transformers the default similarity is cosine, even without a Normalize module
+    dot = about.get("similarity_fn_name") in ("dot", "dot_score")
+    if dot and "Normalize" in kinds and about.get("truncate_dim"):
+        raise InputError(
+            f"{name}: truncate_dim is {about['truncate_dim']} with unit vectors and dot product; truncation needs similarity "
+            "cosine"
+        )
+    pooling = optional_json(name, _join(modules[1].path, "config.json"), dict[str, Any]) or {}
+    if pooling.get("include_prompt") is False and any(_prefixes(name, about).values()):
+        raise InputError(
+            f"{name}: pooling excludes the prompt (include_prompt is false); contaccum supports only pooling over all tokens"
+        )
+    return {
+        "pooling": _pooling(pooling, name),
+        "similarity": "dot" if dot and "Normalize" not in kinds else "cosine",
+        f"max_{'query' if side == 'query' else 'passage'}_length": _max_length(name, files.subfolder, side),
+    }, files
+
+
+def _tower_files(name: str, modules: list[Module]) -> TowerFiles:
+    folder = modules[0].path
+    dense = tuple(module.path for module in modules if module.kind == "Dense")
+    config = optional_json(name, _join(folder, "sentence_bert_config.json"), ModelConfig) or {}
+    return TowerFiles(name, folder, dense, bool(config.get("do_lower_case")), _base(name, folder))
+
+
+def _base(name: str, subfolder: str) -> Base | None:
+    """Return the encoder that the adapter in a folder was trained on. Return None if the folder has a full encoder."""
+    adapter = optional_json(name, _join(subfolder, ADAPTER_FILE), AdapterFile)
+    if adapter is None or optional_json(name, _join(subfolder, "config.json"), ModelConfig) is not None:
+        return None
+    if adapter.get("peft_type", "LORA") != "LORA":
+        raise InputError(f"{name}: {ADAPTER_FILE} has peft_type {adapter['peft_type']}; expected LORA")
+    base = adapter.get("base_model_name_or_path")
+    if not base:
+        raise InputError(f"{name}: {ADAPTER_FILE} has no base_model_name_or_path; expected the adapter's base model")
+    try:
+        base = model_folder(base)
+    except InputError as error:
+        raise InputError(f"{name}: the base of the adapter cannot be loaded: {error}") from error
+    saved = optional_json(name, _join(subfolder, BASE_FILE), BaseFile) or {}
+    return Base(base, saved.get("sha256"), saved.get("quantize", "none"))
+
+
+def decoder_only(family: str) -> bool:
+    """Return whether transformers has a causal language model of the type ``family``, but no masked language model."""
+    causal, masked = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    return family in causal and family not in masked
+
+
+def _max_length(name: str, subfolder: str, side: str) -> int | None:
+    """Return the maximum number of tokens of a text, or None if no file gives one.
+
+    The same files are read as in sentence-transformers. side: ``query`` or ``document``.
+    """
+    config, tokenizer, model = (
+        optional_json(name, _join(subfolder, file), ModelConfig) or {}
+        for file in ("sentence_bert_config.json", "tokenizer_config.json", "config.json")
+    )
+    text = (config.get("processing_kwargs") or {}).get("text")
+    stated = text.get("max_length") if isinstance(text, dict) else None
+    stated = stated or config.get(f"{side}_length")
+    if stated or config.get("max_seq_length"):
+        return check_type(stated or config["max_seq_length"], Positive, f"{name}: maximum length of a {side}")
+    length, positions = tokenizer.get("model_max_length"), model.get("max_position_embeddings")
+    known = [int(value) for value in (length, positions) if value is not None and 0 < value < NO_LIMIT]
+    return min(known, default=None)
+
+
+def _pooling(config: dict[str, Any], name: str) -> str:
+    mode = config.get("pooling_mode")  # newer files have the name of the mode, older files have a flag for each mode
+    chosen = [kind for kind, flag in POOLING_FLAGS.items() if config.get(flag) or mode in (kind, f"{kind}token")]
+    flags = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
+    if len(chosen) != 1 or len(flags) > 1:
+        raise InputError(
+            f"{name}: the pooling configuration {config} is not supported; expected exactly one of {', '.join(POOLINGS)}"
+        )
+    return chosen[0]
+
+
+def optional_json(name: str, file: str, type_: Any, version: int | None = None) -> Any:
+    """Return the content of a JSON file in the folder or Hub repository of an encoder. Return None if there is no such file.
+
+    Raises InputError if the content has a wrong type, if the file has more than ``MAX_BYTES`` bytes, or if it is not a regular
+    file. type_ and version: see ``read_json``.
+    """
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    path: str | None = os.path.join(name, file)
+    if not os.path.isdir(name):
+        with loading(name):
+            path = cached_file(name, file, **quiet)
+    if path is None or not os.path.lexists(path):
+        return None
+    return read_json(path, type_, version=version, max_bytes=MAX_BYTES)
+
+
+def check_hashes(name: str, hashes: dict[str, str] | None) -> None:
+    """Raise InputError if a file with weights is missing or has changed since the model was saved.
+
+    Only a local folder is checked. hashes: SHA-256 of each file, by path in the folder. None: nothing is checked.
+    """
+    for file, expected in (hashes or {}).items() if os.path.isdir(name) else ():
+        path = os.path.join(name, file)
+        if not os.path.isfile(path) or sha256_of(path) != expected:
+            raise InputError(
+                f"{path}: the file is missing or changed since the model was saved. Copy the model again; if you changed the "
+                f"weights, delete sha256 from {SETTINGS_FILE}."
+            )
+
+
+def loading(name: str) -> AbstractContextManager[None]:
+    """Convert errors of transformers, peft and the Hub inside the ``with`` block to InputError. name: folder or Hub name."""
+    if os.path.isdir(name):
+        return library_errors(f"{name}: no encoder could be loaded from this folder", Exception)
+    return hub_errors(f"{name}: no folder has this name, and no encoder could be loaded from the Hub", Exception)

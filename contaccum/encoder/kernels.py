@@ -1,0 +1,201 @@
+"""Faster forward passes: attention without padding, and linear layers with packed weights on a CPU.
+
+Without padding, the tokens of all texts form one sequence. Only attention needs to know where each text begins. On a CPU,
+attention is computed for one text at a time. On CUDA, a variable-length kernel of PyTorch computes attention for all texts in
+one call. With `flash_attention_2`, transformers computes attention.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from contaccum.batch import Tokens
+
+TRANSFORMERS = int(transformers.__version__.split(".")[0])
+ATTENTION = "contaccum_unpadded"  # name under which ``attend`` is registered in transformers
+PACKED_ROWS = 1024  # oneDNN chooses the layout of packed weights for inputs with this number of rows
+
+# model types whose layers accept text bounds and token positions as arguments; tests cover all of them
+UNPADDED_FAMILIES = ("bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta")
+# model types in which the first position id is the id of the padding token + 1
+PADDING_FIRST = ("roberta", "xlm-roberta", "camembert", "mpnet")
+
+
+@dataclass(frozen=True)
+class UnpaddedTokens:
+    """Tokens of n texts in one sequence without padding. T is the total number of tokens."""
+
+    input_ids: Tensor  # (1, T)
+    position_ids: Tensor  # (1, T), counted from the start of each text
+    kept: Tensor  # (T,) index of each token in the padded batch, flattened
+    bounds: Tensor  # (n + 1,) int32: text i has the tokens bounds[i] to bounds[i + 1] - 1
+    longest: int  # number of tokens of the longest text
+
+
+def first_position(config: Any) -> int:
+    """Return the position id that a model gives to the first token of each text. config: configuration of the model."""
+    return config.pad_token_id + 1 if config.model_type in PADDING_FIRST else 0
+
+
+def unpad(tokens: Tokens, first: int = 0) -> UnpaddedTokens:
+    """Join n texts, padded on the right, into one sequence without padding.
+
+    first: position id of the first token of each text. The lengths of the texts are computed from the CPU copy of the mask, if
+    there is one. In that case this function does not wait for the GPU.
+    """
+    mask = tokens.host_mask if tokens.host_mask is not None else tokens.attention_mask.cpu()
+    device, (n, length) = tokens.input_ids.device, mask.shape
+    lengths = mask.sum(1)  # (n,)
+    total = int(lengths.sum())
+    bounds = F.pad(lengths.cumsum(0), (1, 0)).int().to(device, non_blocking=True)  # (n + 1,)
+    # computed on the device: copying more than 64 KiB of memory that is not page-locked may block
+    texts = torch.arange(n, device=device).repeat_interleave(bounds.diff(), output_size=total)  # (T,)
+    places = torch.arange(total, device=device) - bounds[texts]
+    kept = texts * length + places
+    return UnpaddedTokens(
+        tokens.input_ids.flatten()[kept].unsqueeze(0), (places + first).unsqueeze(0), kept, bounds, int(lengths.max())
+    )
+
+
+def token_states(backbone: Any, tokens: Tokens) -> Tensor:
+    """Return the vectors of all tokens, with shape (n, length, d). The backbone computes them without padding.
+
+    The vectors of padding tokens are zero.
+    """
+    row = unpad(tokens, first_position(backbone.config))
+    # transformers passes these arguments to ``attend``, or to its own FlashAttention
+    bounds = {"cu_seq_lens_q": row.bounds, "cu_seq_lens_k": row.bounds}
+    longest = {"max_length_q": row.longest, "max_length_k": row.longest}
+    output = backbone(input_ids=row.input_ids, position_ids=row.position_ids, **bounds, **longest)
+    states = output.last_hidden_state.squeeze(0)  # (T, d)
+    n, length = tokens.input_ids.shape
+    return states.new_zeros(n * length, states.shape[-1]).index_copy(0, row.kept, states).view(n, length, -1)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **bounds: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention inside each text. transformers calls this function with these argument names.
+
+    query, key, value: vectors of all texts, with shape (1, heads, T, width). bounds: where the texts begin, and the length of
+    the longest text. Returns a tensor with shape (1, T, heads, width), and None for the attention weights.
+    """
+    assert attention_mask is None
+    attention = varlen if query.is_cuda else by_text
+    texts = bounds["cu_seq_lens_q"], bounds["max_length_q"]
+    return attention((query, key, value), dropout, scaling, *texts).unsqueeze(0), None
+
+
+Inputs = tuple[Tensor, Tensor, Tensor]
+
+
+def by_text(inputs: Inputs, dropout: float, scaling: float | None, bounds: Tensor, longest: int) -> Tensor:
+    """Compute attention for one text at a time. Return a tensor with shape (T, heads, width)."""
+    lengths = bounds.diff().tolist()
+    texts = zip(*(tensor.split(lengths, 2) for tensor in inputs), strict=True)
+    outputs = [F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling) for q, k, v in texts]
+    return torch.cat(outputs, 2).squeeze(0).transpose(0, 1)
+
+
+def varlen(inputs: Inputs, dropout: float, scaling: float | None, bounds: Tensor, longest: int) -> Tensor:
+    """Compute attention inside each text on CUDA, in one call for all texts. Return a tensor with shape (T, heads, width).
+
+    This function calls the kernels of PyTorch directly, for two reasons. torch.nn.attention.varlen does not support dropout.
+    With nested tensors, each layer would take 3 ms.
+    """
+    width = inputs[0].shape[-1]
+    scale = width**-0.5 if scaling is None else scaling
+    q, k, v = (each.squeeze(0).transpose(0, 1) for each in inputs)
+    if width % 8:  # the kernels need widths that are multiples of 8
+        q, k, v = (F.pad(each, (0, -width % 8)) for each in (q, k, v))
+    texts = (bounds, bounds, longest, longest)
+    if flash_supports(q):
+        output = torch.ops.aten._flash_attention_forward(q, k, v, *texts, dropout, False, False, scale=scale)[0]
+    else:
+        row = (each.unsqueeze(0) for each in (q, k, v))  # (1, T, heads, width)
+        found = torch.ops.aten._efficient_attention_forward(*row, None, *texts, dropout, 0, True, scale=scale)
+        output = found[0].squeeze(0)
+    return output[..., :width]
+
+
+def flash_supports(query: Tensor) -> bool:
+    """Return whether FlashAttention supports the data type of ``query`` and its GPU.
+
+    If not, ``varlen`` uses the memory-efficient kernel, which supports all types and GPUs.
+    """
+    return query.dtype != torch.float32 and (
+        not query.is_cuda or torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
+
+
+AttentionInterface.register(ATTENTION, attend)
+
+
+def attention_mask(tokens: Tokens, backbone: Any) -> Tensor | None:
+    """Return the attention mask for a backbone. Return None if no mask is needed.
+
+    The CPU copy of the mask shows whether there is padding. To find this out, transformers would wait for the GPU; it would also
+    convert the mask in every layer.
+    """
+    mask, host, config = tokens.attention_mask, tokens.host_mask, backbone.config
+    if host is None or mask.device.type == "cpu":
+        return mask
+    if host.all():
+        return None
+    # other model types make their own masks; before transformers 5, all model types did
+    ready = config._attn_implementation == "sdpa" and config.model_type in UNPADDED_FAMILIES and TRANSFORMERS >= 5
+    if not ready or getattr(config, "quantization_config", None) is not None:
+        return mask
+    kind = mask.device.type
+    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return padding_bias(mask, torch.get_autocast_dtype(kind) if autocast else backbone.dtype)
+
+
+def padding_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the numbers that attention adds to its scores, with shape (n, 1, 1, length).
+
+    The number is minus infinity for padding tokens and 0 for other tokens.
+    """
+    hidden = (mask == 0)[:, None, None, :]
+    return torch.zeros(hidden.shape, dtype=dtype, device=mask.device).masked_fill_(hidden, -torch.inf)
+
+
+@contextmanager
+def packed_linears(backbone: nn.Module) -> Iterator[None]:
+    """Compute linear layers with oneDNN and packed weights inside the ``with`` block.
+
+    This applies to float32 layers on a CPU without autocast. Other layers do not change. By default PyTorch uses MKL, which
+    packs the weights in every call. On AMD processors, encoding with MKL takes 1.2 times as long. Inside the block, there are
+    no gradients, and weights must not change.
+    """
+    usable = torch.backends.mkldnn.is_available() and not torch.is_autocast_enabled("cpu")
+    layers = [module for module in backbone.modules() if usable and type(module) is nn.Linear]
+    layers = [layer for layer in layers if (layer.weight.device.type, layer.weight.dtype) == ("cpu", torch.float32)]
+    for layer in layers:
+        packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), PACKED_ROWS)
+        layer.forward = partial(_packed_forward, packed, layer.bias)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward  # restores the method of the class
+
+
+def _packed_forward(packed: Any, bias: Tensor | None, rows: Tensor) -> Tensor:
+    # operator that torch.compile also uses
+    return torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")

@@ -1,0 +1,155 @@
+"""Save an encoder as folders that transformers, sentence-transformers and contaccum load.
+
+model/
+    query_encoder/      query tower: weights, tokenizer, 1_Pooling/ and other files of a full encoder;
+                        after training with LoRA: the adapter and base.json instead of the weights
+    passage_encoder/    passage tower; if the towers are tied, its weights are hard links to the query tower, if possible
+    modules.json        sentence-transformers model with a Router that points to both folders
+    router_config.json
+    config_sentence_transformers.json
+    contaccum.json      EncoderSettings, and the SHA-256 of each file with weights
+"""
+
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from contaccum.encoder.adapters import WEIGHTS, save_base
+from contaccum.encoder.folders import POOLING_FLAGS, SETTINGS_FILE, TOWERS, EncoderSettings
+from contaccum.encoder.tower import Tower, quiet_transformers
+from contaccum.runtime.files import sha256_of, write_json
+from contaccum.runtime.sharding import full, is_sharded, save_full
+
+MODULES = "sentence_transformers.models."  # package of the module classes; old and new versions accept this name
+
+
+def save_encoder(query_tower: Tower, passage_tower: Tower, settings: EncoderSettings, folder: Path) -> None:
+    """Write both towers, and the files that describe the whole model, into the empty folder ``folder``."""
+    query, passage = (folder / name for name in TOWERS)
+    _save_tower(query_tower, query)
+    if passage_tower is query_tower:
+        shutil.copytree(query, passage, copy_function=_link)
+    else:
+        _save_tower(passage_tower, passage)
+    lengths = {"query": settings.max_query_length, "document": settings.max_passage_length}
+    shared = passage_tower is query_tower and len(set(lengths.values())) > 1
+    for path, tower, side in ((query, query_tower, "query"), (passage, passage_tower, "document")):
+        # a tied tower has two maximum lengths: for queries and for passages; older versions ignore these two settings
+        by_side = {f"{name}_length": length for name, length in lengths.items()} if shared else {}
+        config = {"max_seq_length": lengths[side], "do_lower_case": False, **by_side}
+        write_json(path / "sentence_bert_config.json", config)
+        _write_modules(path, _modules(tower, settings))
+        _write_prompts(path, settings, side)
+    # ``encode`` treats texts as passages, so tied towers use the passage folder, which has the maximum length of passages
+    routes = {"query": (TOWERS[passage_tower is query_tower], query_tower), "document": (TOWERS[1], passage_tower)}
+    _write_router(routes, settings, folder)
+    hashes = {path.relative_to(folder).as_posix(): sha256_of(path) for path in sorted(folder.rglob("*.safetensors"))}
+    write_json(folder / SETTINGS_FILE, {**asdict(settings), "sha256": hashes})
+
+
+def _write_router(routes: dict[str, tuple[str, Tower]], settings: EncoderSettings, folder: Path) -> None:
+    modules = {side: _routed(name, tower, settings) for side, (name, tower) in routes.items()}
+    router = {
+        "types": {path: kind for each in modules.values() for path, kind in each.items()},
+        "structure": {side: list(each) for side, each in modules.items()},
+        "parameters": {"default_route": "document", "allow_empty_key": True},
+    }
+    write_json(folder / "router_config.json", router)
+    _write_modules(folder, {"": "Router"})
+    _write_prompts(folder, settings, "document")
+
+
+def _routed(name: str, tower: Tower, settings: EncoderSettings) -> dict[str, str]:
+    if tower.base is not None:  # sentence-transformers finds the base of an adapter only in a model inside the model
+        return {name: "sentence_transformers.SentenceTransformer"}
+    return {f"{name}/{path}".rstrip("/"): MODULES + kind for path, kind in _modules(tower, settings).items()}
+
+
+def _modules(tower: Tower, settings: EncoderSettings) -> dict[str, str]:
+    normalize = ["Normalize"] * (settings.similarity == "cosine")
+    kinds = ["Transformer", "Pooling", *["Dense"] * len(tower.dense), *normalize]
+    return {f"{index}_{kind}" if index else "": kind for index, kind in enumerate(kinds)}
+
+
+def _write_modules(folder: Path, modules: dict[str, str]) -> None:
+    listed = enumerate(modules.items())
+    rows = [{"idx": i, "name": str(i), "path": path, "type": MODULES + kind} for i, (path, kind) in listed]
+    write_json(folder / "modules.json", rows)
+
+
+def _write_prompts(folder: Path, settings: EncoderSettings, side: str) -> None:
+    """Write the query prompt and the passage prompt for sentence-transformers.
+
+    side: ``query`` or ``document``. The method ``encode`` of sentence-transformers uses the prompt with this name by default.
+    """
+    prompts = {"query": settings.query_prefix, "document": settings.passage_prefix}
+    default = {"default_prompt_name": side if prompts[side] else None, "similarity_fn_name": settings.similarity}
+    truncated = {} if settings.truncate_dim is None else {"truncate_dim": settings.truncate_dim}
+    write_json(folder / "config_sentence_transformers.json", {"prompts": prompts, **default, **truncated})
+
+
+def _save_tower(tower: Tower, folder: Path) -> None:
+    tower.tokenizer.backend_tokenizer.no_truncation()  # do not save the truncation and padding of earlier calls
+    tower.tokenizer.backend_tokenizer.no_padding()
+    with quiet_transformers():
+        save_backbone(tower, folder)
+        tower.tokenizer.save_pretrained(folder)
+    if tower.base is not None:
+        save_base(tower.base, folder)
+    flags = {flag: tower.pooling == pooling for pooling, flag in POOLING_FLAGS.items()}
+    pooling = {"word_embedding_dimension": tower.backbone.config.hidden_size, **flags, "include_prompt": True}
+    write_json(folder / "1_Pooling" / "config.json", pooling)
+    for index, dense in enumerate(tower.dense, start=2):
+        linear, kind = dense.linear, type(dense.activation)
+        sizes = {
+            "in_features": linear.in_features,
+            "out_features": linear.out_features,
+            "bias": linear.bias is not None,
+        }
+        activation = {"activation_function": f"{kind.__module__}.{kind.__qualname__}"}
+        write_json(folder / f"{index}_Dense" / "config.json", {**sizes, **activation})
+        weights = {name: full(tensor).contiguous() for name, tensor in dense.state_dict().items()}
+        save_file(weights, folder / f"{index}_Dense" / WEIGHTS)
+
+
+def save_backbone(tower: Tower, folder: Path | None) -> None:
+    """Save the weights and the configuration of a backbone. If it has an adapter, save only the adapter.
+
+    If the weights are sharded, all processes call this function together, and ``folder`` is None where nothing is written.
+    """
+    backbone = tower.backbone
+    if not is_sharded(tower):
+        backbone.save_pretrained(folder)
+    elif tower.base is not None:
+        trained = {name: each for name, each in backbone.named_parameters() if each.requires_grad}
+        weights = {name: full(each.detach()).cpu() for name, each in trained.items()}
+        if folder is not None:
+            quantizer = vars(backbone).pop("hf_quantizer", None)  # transformers would replace the given weights
+            backbone.save_pretrained(folder, state_dict=weights)
+            backbone.hf_quantizer = quantizer
+    else:
+        if folder is not None:
+            backbone.save_pretrained(folder, state_dict={})  # only the configuration
+        save_full(backbone.state_dict(), folder and folder / WEIGHTS)
+
+
+def send_weights(towers: list[Tower]) -> None:
+    """Send the sharded weights of this process to ``save_encoder`` in process 0."""
+    for tower in towers:
+        save_backbone(tower, None)
+        for tensor in tower.dense.state_dict().values():
+            full(tensor)
+
+
+def _link(source: str, target: str) -> None:
+    """Copy the file ``source`` to ``target``.
+
+    A file with weights becomes a hard link if possible, because files with weights are never changed in place.
+    """
+    try:
+        (os.link if source.endswith(".safetensors") else shutil.copyfile)(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

@@ -1,0 +1,340 @@
+"""``contaccum auto``: tune, train and evaluate within a time limit and a memory limit, and say whether to use the model.
+
+Content of ``output_dir``:
+
+- ``auto.json``: settings, measurements and decisions
+- ``data/``: small dev set; if the data has no dev split, also the remaining training queries
+- ``measure/``: training runs of a few steps, whose time is measured
+- ``tune/``: short training runs, from which the settings are chosen
+- ``train/``: final training run; ``train/model`` is the trained model
+- ``untrained/`` and ``bm25/``: metrics of the two baselines on the test data
+- ``report.html``: report
+
+A second call skips the finished stages. It continues with the first unfinished stage.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from fractions import Fraction
+from functools import cached_property
+from math import gcd
+from pathlib import Path
+
+from contaccum.config import TrainConfig, parse_bytes, validate
+from contaccum.config.experiments import AutoConfig
+from contaccum.data.dataset import open_dataset
+from contaccum.data.dev_set import hold_out, write_dev_set
+from contaccum.data.retrieval_set import splits_of
+from contaccum.errors import InputError, Interrupted
+from contaccum.evaluation.metrics import read_metrics
+from contaccum.evaluation.significance import Comparison, compare
+from contaccum.experiments.auto_state import STATE_FILE, State
+from contaccum.experiments.budget import parse_time
+from contaccum.experiments.compare import Configure
+from contaccum.experiments.jobs import delete_weights, require_one_process, run_job
+from contaccum.experiments.page import duration, gigabytes
+from contaccum.experiments.plan import fitting_size
+from contaccum.experiments.run_records import METRICS_FILE, TUNED_FILE, dev_score
+from contaccum.experiments.settings import Setting, Values, named
+from contaccum.experiments.study_report import StudyResult, write_report
+from contaccum.experiments.tuning import Tuned, rung_shares, survivors, tune
+from contaccum.runtime.files import remove_folder
+from contaccum.runtime.launch import StopSignals
+from contaccum.runtime.locks import LOCK_FILE, waiting_lock
+from contaccum.training.log import read_log
+
+BANK = {"bank.age_decay": "1.0", "bank.row_weight": "current"}
+RECIPES: tuple[dict[str, str], ...] = (
+    {"method": "cont_accum", **BANK},
+    {"method": "cont_cache", "replay.share": "0.5", "replay.balance": "true", **BANK},
+    {"method": "grad_cache"},
+)
+"""Methods to try, each with its settings."""
+BATCHES = (16, 64, 256)
+"""Global batch sizes to try. The bank has 4 times as many rows."""
+RATES = (1.0, 2.0, 0.5)
+"""Learning rates to try, as multiples of ``optim.learning_rate``."""
+TUNING = 0.2  # share of the total time that tuning may take
+SAFETY = 0.94  # the final run is planned for this share of the remaining time
+FEWEST_STEPS = 8  # minimum number of steps of a tuning run; shorter runs do not show which settings are better
+MOST_EPOCHS = 20  # maximum number of epochs of a run
+EVALUATIONS = 4  # number of dev evaluations during the final run
+DEV_QUERIES, DEV_PASSAGES = 300, 2000
+
+
+def run_auto(configure: Configure, options: AutoConfig) -> str:
+    """Run the unfinished stages and return the verdict. With ``dry_run``, only measure and return the plan.
+
+    Raises InputError for wrong settings or data. Raises Interrupted after a signal.
+    """
+    auto = Auto(configure, options)
+    auto.output.mkdir(parents=True, exist_ok=True)
+    with waiting_lock(auto.output / LOCK_FILE, after=1.0), StopSignals():
+        try:
+            return auto.run()
+        except Interrupted as signal:
+            raise Interrupted(signal.exit_code - 128, "stopped; run the same command again to continue") from signal
+        finally:
+            auto.state.save()
+
+
+class Auto:
+    """Stages of one ``contaccum auto`` call."""
+
+    def __init__(self, configure: Configure, options: AutoConfig) -> None:
+        require_one_process("auto")
+        self.configure, self.options = configure, options
+        base = configure({})
+        if not base.output_dir:
+            raise InputError("output_dir is not set; it must be the folder for the results")
+        if base.data.mixture or base.data.streaming:
+            raise InputError(
+                "contaccum auto does not support data.mixture and data.streaming; set data.train to one data set"
+            )
+        self.output, self.data = Path(base.output_dir), base.data
+        self.total, self.memory = parse_time(options.time), parse_bytes(options.memory, "--memory")
+        settings = {**asdict(base), "auto": {**asdict(options), "dry_run": False}}
+        self.state = State.read(self.output / STATE_FILE, settings)
+        train = open_dataset(base.data.train, base.data.split, base.data.policy)
+        splits = splits_of(train.path) if train.path.is_dir() else []
+        dev = base.data.dev or (base.data.train if base.data.dev_split in splits else None)
+        self.dev_source = (dev, base.data.dev_split) if dev else None
+        test = options.test or (base.data.train if options.test_split in splits else None)
+        self.dev = {"data": str(self.output / "data" / "dev"), "split": "dev"}
+        self.test = {"data": test, "split": options.test_split} if test else self.dev
+        self.base = base
+
+    def run(self) -> str:
+        self._divide()
+        self._measure()
+        candidates, budget = self._tuning_plan()
+        if self.options.dry_run:
+            return self._plan_text(candidates, budget)
+        for kind in ("untrained", "bm25"):
+            self._evaluate(kind)
+        self._tune(candidates, budget)
+        self._train()
+        return self._verdict()
+
+    def config(self, folder: str, changes: dict[str, str]) -> TrainConfig:
+        """Return the config with ``changes`` for a run in ``folder``. The run uses the data that ``_divide`` wrote."""
+        pairs = int(changes.get("batch.global_batch_size", 1))
+        if size := self.state.sizes.get(changes.get("method", "")):
+            changes = {**changes, "batch.micro_batch_size": str(gcd(size, pairs))}
+        config = self.configure(changes)
+        data = replace(config.data, dev=self.dev["data"], dev_split="dev")
+        if (part := self.output / "data" / "train").is_dir():
+            data = replace(data, train=str(part), split="train")
+        return replace(config, data=data, output_dir=str(self.output / folder), resume=True)
+
+    def _divide(self) -> None:
+        """Write a small dev set. Without a dev split, divide the training queries into dev queries and training queries."""
+        folder = self.output / "data"
+        if (folder / "dev").is_dir():
+            return
+        policy, most = self.data.policy, (DEV_QUERIES, DEV_PASSAGES)
+        if self.dev_source is None:
+            hold_out(open_dataset(self.data.train, self.data.split, policy), folder, *most, self.base.seed)
+        else:
+            write_dev_set(open_dataset(*self.dev_source, policy).retrieval_set, folder / "dev", *most, self.base.seed)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self.state.seconds.setdefault(name, time.monotonic() - began)
+        self.state.save()
+
+    def _measure(self) -> None:
+        """Measure a dev evaluation. For each recipe, measure the micro-batch size that fits, and train for a few steps."""
+        seconds = self.state.seconds
+        if "dev" not in seconds:
+            with self._timed("dev"):
+                run_job("untrained", self.config("dev", {}), self.dev)
+        for recipe in RECIPES:
+            method = recipe["method"]
+            if method in seconds:
+                continue
+            config = self.config("dev", {**recipe, **self._batch(BATCHES[1])})
+            validate(config)
+            print(f"measuring {method}", file=sys.stderr)
+            found = fitting_size(config, self.memory)
+            if found.size is None:
+                raise InputError(
+                    f"--memory is {self.options.memory}: {method} needs {gigabytes(found.peak)} for one pair. "
+                    "Lower model.max_passage_length, set lora.rank, or raise --memory."
+                )
+            self.state.sizes[method] = found.size
+            seconds[method] = self._trial(recipe)
+            self.state.save()
+
+    def _trial(self, recipe: dict[str, str]) -> float:
+        """Train for a few steps with the smallest N, which takes the most time per pair; return the seconds per pair."""
+        name = f"measure/{recipe['method']}"
+        folder = self.output / name
+        if folder.is_dir():
+            remove_folder(folder)
+        config = self._run_config(name, {**recipe, **self._batch(BATCHES[0])}, FEWEST_STEPS, evaluations=0)
+        began = time.monotonic()
+        run_job("run", config, None)
+        steps = [line["seconds"] for line in read_log(folder) if "loss" in line]
+        outside = time.monotonic() - began - sum(steps)
+        self.state.seconds["run"] = max(outside, self.state.seconds.get("run", 0.0))
+        delete_weights(folder)
+        return statistics.median(steps[len(steps) // 2 :]) / BATCHES[0]  # the first steps are slower
+
+    def _batch(self, pairs: int) -> dict[str, str]:
+        return {"batch.global_batch_size": str(pairs), "bank.size": str(4 * pairs)}
+
+    def _candidates(self) -> list[Values]:
+        """Return the combinations of settings from which tuning chooses. The most promising ones come first."""
+        batches = [pairs for pairs in BATCHES if pairs * FEWEST_STEPS <= self._queries] or [BATCHES[0]]
+        rate = self.base.optim.learning_rate
+        return [
+            tuple({**recipe, **self._batch(pairs), "optim.learning_rate": repr(rate * factor)}.items())
+            for factor in RATES
+            for pairs in batches
+            for recipe in RECIPES
+        ]
+
+    @cached_property
+    def _queries(self) -> int:
+        """Number of training queries."""
+        data = self.config("dev", {}).data
+        return len(open_dataset(data.train, data.split, data.policy).examples())
+
+    def _most_steps(self, values: Values) -> int:
+        return max(1, MOST_EPOCHS * self._queries // int(dict(values)["batch.global_batch_size"]))
+
+    def _step_seconds(self, values: Values) -> float:
+        changes = dict(values)
+        return self.state.seconds[changes["method"]] * int(changes["batch.global_batch_size"])
+
+    def _tuning_plan(self) -> tuple[list[Values], float]:
+        """Return the candidates that fit into the tuning time, and the seconds of the longest tuning run."""
+        candidates, overhead = self._candidates(), self.state.seconds["run"]
+        for count in range(len(candidates), 1, -1):
+            shares, trained = rung_shares(count, None), count
+            runs, full = 0, Fraction(0)
+            for share in shares:
+                runs, full, trained = runs + trained, full + trained * share, survivors(trained)
+            budget = (TUNING * self.total - runs * overhead) / float(full)
+            shortest = max(map(self._step_seconds, candidates[:count]))
+            if budget * float(shares[0]) >= FEWEST_STEPS * shortest:
+                return candidates[:count], budget
+        return candidates[:1], 0.0
+
+    def _tune(self, candidates: list[Values], budget: float) -> None:
+        """Choose the candidate with the best dev metric by successive halving."""
+        if self.state.chosen:
+            return
+        tuned = Tuned(Setting("auto", "cont_accum", (), tuple(candidates)), rung_shares(len(candidates), None))
+        if len(candidates) > 1:
+            tune([tuned], lambda runs: [self._dev_score(values, float(share) * budget) for _, values, share in runs])
+        best = next((max(rung, key=rung.__getitem__) for rung in reversed(tuned.rungs) if rung), candidates[0])
+        self.state.chosen = dict(best)
+        self.state.save()
+
+    def _dev_score(self, values: Values, seconds: float) -> float | None:
+        """Train for ``seconds`` and return the dev metric.
+
+        Return None if training fails, for example at a high learning rate, or if the time for tuning is over.
+        """
+        steps = max(1, min(self._most_steps(values), int(seconds / self._step_seconds(values))))
+        config = self._run_config(f"tune/{named('run', values)}-{steps}", dict(values), steps, evaluations=0)
+        folder = Path(config.output_dir)
+        if not (folder / TUNED_FILE).is_file():
+            if self.state.tuning >= TUNING * self.total:  # steps took longer than measured
+                return None
+            print(f"tuning: {described(values)}, {steps} steps", file=sys.stderr)
+            began = time.monotonic()
+            try:
+                run_job("run", config, None)
+            except InputError as error:
+                print(f"{folder.name}: {error}", file=sys.stderr)
+                return None
+            finally:
+                self.state.tuning += time.monotonic() - began
+                self.state.save()
+            delete_weights(folder)
+        return dev_score(folder)
+
+    def _run_config(self, folder: str, changes: dict[str, str], steps: int, evaluations: int) -> TrainConfig:
+        config = self.config(folder, changes)
+        every = max(1, -(-steps // evaluations)) if evaluations else 0
+        run = replace(config.run, eval_steps=every, drift_steps=0, save_steps=max(1, steps // 10) if evaluations else 0)
+        optim = replace(config.optim, max_steps=steps, warmup_steps=None, warmup_ratio=0.1)
+        return replace(config, run=run, optim=optim)
+
+    def _train(self) -> None:
+        """Train with the chosen settings for the remaining time, and evaluate the model."""
+        values = tuple(self.state.chosen.items())
+        if not self.state.steps:
+            seconds = self.state.seconds
+            evaluations = seconds.get("untrained", seconds["dev"]) + EVALUATIONS * seconds["dev"]
+            left = self.total - self.state.elapsed - seconds["run"] - evaluations
+            steps = int(SAFETY * left / self._measured_step(values))
+            self.state.steps = max(1, min(self._most_steps(values), steps))
+            self.state.save()
+        config = self._run_config("train", dict(values), self.state.steps, EVALUATIONS)
+        if not (self.output / "train" / METRICS_FILE).is_file():
+            print(f"training for {self.state.steps} steps: {described(values)}", file=sys.stderr)
+            run_job("run", config, self.test)
+
+    def _measured_step(self, values: Values) -> float:
+        """Return the mean seconds of a step in the tuning runs with ``values``. Without such runs, return ``_step_seconds``."""
+        runs = (self.output / "tune").glob(f"{named('run', values)}-*")
+        logged = [line["seconds"] for run in runs for line in read_log(run) if "loss" in line]
+        return statistics.mean(logged) if logged else self._step_seconds(values)
+
+    def _evaluate(self, kind: str) -> None:
+        if not (self.output / kind / METRICS_FILE).is_file():
+            with self._timed(kind):
+                run_job(kind, self.config(kind, {}), self.test)
+
+    def _verdict(self) -> str:
+        """Write the report. Return the verdict, the metrics and the paths of model and report as text."""
+        metric = self.base.run.metric
+        folders = [self.output / name for name in ("bm25", "untrained", "train")]
+        scores = {folder.name: read_metrics(folder / METRICS_FILE) for folder in folders}
+        found = compare({0: scores["train"]["per_query"]}, {0: scores["untrained"]["per_query"]}, metric)
+        page = write_report(self.output, folders, StudyResult(metric, {self.output / "untrained"}))
+        means = ", ".join(f"{name} {each['mean'][metric]:.4f}" for name, each in scores.items())
+        on = "the dev queries, which also chose the settings" if self.test is self.dev else "the test queries"
+        return (
+            f"{verdict(found, metric)}\n{metric} on {on}: {means}\n"
+            f"model: {self.output / 'train' / 'model'}\nreport: {page}\n"
+            f"time: {duration(self.state.elapsed)} of {duration(self.total)}"
+        )
+
+    def _plan_text(self, candidates: list[Values], budget: float) -> str:
+        sizes = ", ".join(f"{method} {size}" for method, size in self.state.sizes.items())
+        left = (1 - TUNING) * self.total - self.state.elapsed
+        return (
+            f"micro-batch that fits into {self.options.memory}: {sizes}\n"
+            f"tuning: {len(candidates)} combinations, {duration(TUNING * self.total)}; longest run {duration(budget)}\n"
+            f"final training and evaluation: {duration(left)}\n"
+            f"one dev evaluation: {duration(self.state.seconds['dev'])}"
+        )
+
+
+def described(values: Values) -> str:
+    """Return a combination of settings as text, such as: grad_cache, N = 64, learning rate 0.001."""
+    changes = dict(values)
+    return (
+        f"{changes['method']}, N = {changes['batch.global_batch_size']}, learning rate {changes['optim.learning_rate']}"
+    )
+
+
+def verdict(found: Comparison, metric: str) -> str:
+    """Return a text that says whether to use the trained model. ``found`` compares this model with the untrained one."""
+    interval = f"{metric} {found.difference:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
+    if found.low > 0:
+        return f"{interval} over the untrained model: keep it"
+    if found.high < 0:
+        return f"{interval} against the untrained model: worse, do not use it"
+    return f"{interval} against the untrained model: no difference shown"

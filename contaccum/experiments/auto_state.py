@@ -1,0 +1,58 @@
+"""File ``auto.json``: measurements and decisions of ``contaccum auto``, from which a later call continues."""
+
+import time
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from contaccum.errors import InputError
+from contaccum.runtime.files import read_json, write_json
+from contaccum.training.run_folder import config_differences
+
+STATE_FILE = "auto.json"
+
+
+@dataclass
+class State:
+    """Measurements and decisions that a later call uses again. They are saved in auto.json."""
+
+    settings: dict[str, Any]
+    spent: float = 0.0
+    """Seconds that all calls together took so far."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Name -> measured seconds.
+
+    ``dev``, ``untrained`` and ``bm25``: one evaluation of the untrained model on dev, and of both baselines on the test data. A
+    method: training with one pair. ``run``: a training run without its steps (loading, evaluation on dev, saving).
+    """
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Method -> largest micro-batch size that fits into the memory."""
+    tuning: float = 0.0
+    """Seconds of all tuning runs so far."""
+    chosen: dict[str, str] = field(default_factory=dict)
+    steps: int = 0
+    """Number of optimizer steps of the final run."""
+    format_version: int = 1
+    file: Path = field(default=Path(), repr=False)
+    began: float = field(default_factory=time.monotonic, repr=False)
+
+    @classmethod
+    def read(cls, file: Path, settings: dict[str, Any]) -> "State":
+        """Read the state of earlier calls from ``file``, if it exists. Raise InputError if they had other settings."""
+        if not file.is_file():
+            return cls(settings, file=file)
+        saved = read_json(file, cls, version=1)
+        if changes := "; ".join(config_differences(saved.settings, settings)):
+            raise InputError(
+                f"{file.parent}: contains results of other settings ({changes}). Use the same settings or another folder."
+            )
+        return replace(saved, file=file, began=time.monotonic())
+
+    def save(self) -> None:
+        now = time.monotonic()
+        self.spent, self.began = self.spent + now - self.began, now
+        write_json(self.file, {k: v for k, v in asdict(self).items() if k not in ("file", "began")})
+
+    @property
+    def elapsed(self) -> float:
+        return self.spent + time.monotonic() - self.began

@@ -1,0 +1,349 @@
+"""``contaccum compare``: compare methods and settings.
+
+The command trains models with different methods, settings and seeds. It evaluates all models on the same test data and writes a
+report.
+"""
+
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
+from functools import cache
+from itertools import count
+from pathlib import Path
+
+from contaccum.config import METHOD_SPECS, TrainConfig, validate
+from contaccum.config.declare import check_values
+from contaccum.config.experiments import CompareConfig
+from contaccum.data.dataset import open_dataset, open_training
+from contaccum.data.retrieval_set import same_content
+from contaccum.errors import Failed, InputError
+from contaccum.evaluation.metrics import read_metrics
+from contaccum.experiments.budget import StepTimes, limited, parse_budget
+from contaccum.experiments.jobs import (
+    Outcome,
+    RunJob,
+    baseline_identity,
+    delete_weights,
+    device_slots,
+    require_one_process,
+    run_jobs,
+)  # fmt: skip
+from contaccum.experiments.page import require_matplotlib
+from contaccum.experiments.run_records import METRICS_FILE, TUNED_FILE, dev_score
+from contaccum.experiments.settings import (
+    Setting,
+    Values,
+    combinations,
+    named,
+    read_names,
+    read_settings,
+    read_tune,
+    read_values,
+    settings,
+)  # fmt: skip
+from contaccum.experiments.study_report import StudyResult, write_report
+from contaccum.experiments.tuning import Tuned, run_name, rung_shares, tune
+from contaccum.runtime.files import write_json
+from contaccum.runtime.launch import StopSignals
+from contaccum.runtime.locks import LOCK_FILE, waiting_lock
+from contaccum.training.run_folder import CONFIG_FILE, config_differences, read_config
+
+BASELINES = ("bm25", "untrained")
+FULL = Fraction(1)
+Configure = Callable[[Mapping[str, str]], TrainConfig]
+"""Function that returns the config with changed settings. Its argument maps names of settings to values as text."""
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """Training run or baseline that the comparison needs."""
+
+    name: str
+    kind: str  # ``run``, or one of BASELINES
+    config: TrainConfig
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.output_dir)
+
+
+def compare(configure: Configure, options: CompareConfig) -> Path:
+    """Train and evaluate all runs that are not finished. Write the report and return the path of report.html.
+
+    Raises InputError before the first run starts if a setting, the data or the content of a folder is wrong. Raises Interrupted
+    after a signal. Raises Failed at the end if a run failed; the report then shows the other runs.
+    """
+    study = Study(configure, options)
+    study.check()
+    study.output.mkdir(parents=True, exist_ok=True)
+    with waiting_lock(study.output / LOCK_FILE, after=1.0), StopSignals() as signals:
+        study.signals = signals
+        return study.run()
+
+
+class Study:
+    """Comparison of methods and settings. The methods of this class plan, check and start the runs."""
+
+    signals: StopSignals
+
+    def __init__(self, configure: Configure, options: CompareConfig) -> None:
+        self.configure, self.options = configure, options
+        self.base = configure({})
+        if not self.base.output_dir:
+            raise InputError("output_dir: not set; it must name the folder of the comparison")
+        self.output = Path(self.base.output_dir)
+        self.seeds = [self.base.seed + number for number in range(options.seeds)]
+        self.budget = None if options.budget is None else parse_budget(options.budget)
+        self.rungs, tuned = read_tune(options)
+        varied = read_values("--vary", options.vary)
+        if both := varied.keys() & tuned.keys():
+            raise InputError(f"{min(both)}: given to --vary and --tune; use only one of them")
+        if options.settings is None:
+            methods = read_names("--methods", options.methods, METHOD_SPECS) or [self.base.method]
+            self.settings = settings(methods, varied, tuned)
+        elif options.methods or options.vary:
+            raise InputError(
+                "--settings: cannot be used with --methods or --vary; write methods and values into the file"
+            )
+        else:
+            self.settings = read_settings(options.settings, tuned)
+        self._valid_candidates()
+        baselines = "" if options.baselines == "none" else options.baselines
+        self.baselines = self._planned_baselines(read_names("--baselines", baselines, BASELINES), varied)
+        known = [name for one in self.settings for name in (one.label, one.method)]
+        self.against = options.against or ("grad_cache" if "grad_cache" in known else known[0])
+        if self.against not in known:
+            raise InputError(f"--against is {self.against!r}; choose from {', '.join(dict.fromkeys(known))}")
+        self.test = {"data": options.test or self.base.data.train, "split": options.test_split}
+        self.failed: list[Outcome] = []
+        self.times = StepTimes(self.output)
+
+    def _valid_candidates(self) -> None:
+        """Remove the candidates that cannot be trained, and prepare the tuning of settings that have several candidates."""
+        self.tuned, fixed = [], []
+        for setting in self.settings:
+            invalid = {}
+            for candidate in setting.candidates:
+                name = named(setting.label, candidate)
+                try:
+                    config = replace(self._config(setting, candidate), output_dir=str(self.output))
+                    check_values(config)
+                except InputError as error:
+                    raise InputError(f"{name}: {error}") from None
+                try:
+                    validate(config)
+                except InputError as error:
+                    if len(setting.candidates) == 1:
+                        raise InputError(f"{name}: {error}") from None
+                    invalid[name] = str(error)
+            valid = tuple(each for each in setting.candidates if named(setting.label, each) not in invalid)
+            if not valid:
+                raise InputError(
+                    f"{setting.label}: no combination of the tuned values is valid. {': '.join(invalid.popitem())}"
+                )
+            left = replace(setting, candidates=valid)
+            fixed.append(left)
+            if len(setting.candidates) > 1:
+                self.tuned.append(Tuned(left, rung_shares(len(valid), self.rungs), invalid=invalid))
+        self.settings = fixed
+        several_lengths = self.budget is not None or any(len(each.shares) > 1 for each in self.tuned)
+        if self.base.optim.warmup_steps and several_lengths:
+            steps = self.base.optim.warmup_steps
+            raise InputError(
+                f"optim.warmup_steps is {steps}, but --budget and --tune change the number of steps. Use optim.warmup_ratio."
+            )
+
+    def check(self) -> None:
+        """Raise InputError if a setting or the data is wrong, or if the folder of a run contains results of other settings."""
+        require_one_process("compare")
+        require_matplotlib()
+        by_settings: dict[str, str] = {}
+        for setting in self.settings:
+            for candidate in setting.candidates:  # also finds equal values such as 1e-3 and 0.001
+                name = named(setting.label, candidate)
+                same = by_settings.setdefault(repr(self._config(setting, candidate)), name)
+                if same != name:
+                    raise InputError(f"{name} and {same}: equal settings; give every value once")
+        self._check_data()
+        if self.budget is None or self.budget.unit != "s":  # with seconds, the time of a step must be measured first
+            self._check_folders()
+
+    def _check_folders(self) -> None:
+        names: dict[Path, str] = {}
+        for run in [*self._every_run(), *self.baselines]:
+            if names.setdefault(run.folder, run.name) != run.name:
+                raise InputError(
+                    f"{run.folder}: two runs would use this folder: {run.name} and {names[run.folder]}. Folder names keep only "
+                    "letters and digits, so use values that differ in these."
+                )
+            self._check_folder(run)
+
+    def _every_run(self) -> Iterable[PlannedRun]:
+        """Yield all training runs that may be needed. Tuning later decides which ones are."""
+        for setting in self.settings:
+            for candidate in setting.candidates:
+                yield from (self._planned_run(setting, candidate, seed) for seed in self.seeds)
+        yield from self._tuning_runs()
+
+    def _tuning_runs(self) -> Iterable[PlannedRun]:
+        for each in self.tuned:
+            for candidate in each.setting.candidates:
+                yield from (self._planned_run(each.setting, candidate, self.seeds[0], share) for share in each.shares)
+
+    def _check_data(self) -> None:
+        """Raise InputError if data cannot be read or if the dev data is the test data. Warn if the training data is."""
+        data, (test, split) = self.base.data, self.test.values()
+        if not test:
+            raise InputError("--test: not given; with data.mixture it must name the test data")
+        test_queries = _queries(test, split)
+        if Path(test).is_file() and self.options.test is None:
+            raise InputError(f"{test}: a file of examples has no split {split!r}. Name the test data with --test.")
+        if self.tuned and not data.dev:
+            raise InputError("data.dev: not set; tuning needs dev data")
+        if self.tuned and _queries(data.dev or "", data.dev_split) == test_queries:
+            raise InputError(f"data.dev is the test data ({test} {split}); tuning needs other queries")
+        if _queries(data.train, data.split) == test_queries:
+            warnings.warn(f"the test data is the training data ({test} {split})", stacklevel=2)
+        self.test_content = open_dataset(test, split, data.policy).retrieval_set.fingerprint()
+        if data.dev:
+            _ = open_dataset(data.dev, data.dev_split, data.policy).retrieval_set
+        open_training(data, self.base.distils)
+
+    def _config(self, setting: Setting, candidate: Values) -> TrainConfig:
+        return self._parsed(tuple(setting.changes(candidate).items()))
+
+    @cache  # noqa: B019 - a process has only one study; parsing takes 0.1 seconds
+    def _parsed(self, changes: Values) -> TrainConfig:
+        return self.configure(dict(changes))
+
+    def _planned_run(self, setting: Setting, candidate: Values, seed: int, share: Fraction = FULL) -> PlannedRun:
+        config = self._config(setting, candidate)
+        seconds = self.times.of(config) if self.budget is not None and self.budget.unit == "s" else None
+        config = replace(limited(config, self.budget, share, seconds), seed=seed)
+        return self._planned(
+            run_name(setting, candidate, seed, share), "run", config, "runs" if share == 1 else "tuning"
+        )
+
+    def _planned_baselines(self, kinds: list[str], varied: Mapping[str, list[str]]) -> list[PlannedRun]:
+        """Plan the evaluation of the baselines.
+
+        BM25 is evaluated once. The untrained encoder is evaluated once for each combination of the settings that it reads.
+        """
+        return [
+            self._planned(named(kind, values), kind, self.configure(dict(values)))
+            for kind in kinds
+            for values in (combinations(varied, None) if kind == "untrained" else [()])
+        ]
+
+    def _planned(self, name: str, kind: str, config: TrainConfig, parent: str = "runs") -> PlannedRun:
+        """Plan a run. Its folder has the same name, with underscores for characters except letters, digits and ``._=+-``."""
+        folder = self.output / parent / re.sub(r"[^A-Za-z0-9._=+-]", "_", name)
+        return PlannedRun(name, kind, replace(config, output_dir=str(folder), resume=True))
+
+    def _check_folder(self, run: PlannedRun) -> None:
+        """Raise InputError if the folder of a run contains other settings, or metrics on other data."""
+        if (run.folder / CONFIG_FILE).is_file():
+            changes = "; ".join(config_differences(read_config(run.folder), asdict(run.config)))
+            if changes:
+                raise InputError(
+                    f"{run.folder}: this run was made with other settings: {changes}. Use the same settings, or another "
+                    "output_dir."
+                )
+        metrics = run.folder / METRICS_FILE
+        if metrics.is_file():
+            found = read_metrics(metrics)
+            for name, value in {**self.test, **baseline_identity(run.kind, run.config)}.items():
+                if found.get(name) != value:
+                    raise InputError(
+                        f"{metrics}: computed with {name} {found.get(name)}, not {value}. Use another output_dir."
+                    )
+            if not same_content(found.get("test_content", self.test_content), self.test_content):
+                raise InputError(
+                    f"{metrics}: the test data changed after this evaluation. Undo the change, or delete the file to "
+                    "evaluate again."
+                )
+
+    def run(self) -> Path:
+        """Train and evaluate all runs that are not finished. Write the report and return the path of report.html."""
+        if self.budget is not None and self.budget.unit == "s":
+            self._check_folders()
+        tune(self.tuned, self._train_candidates)
+        chosen = {each.setting.label: each.chosen for each in self.tuned}
+        rows = {
+            setting.label: [self._planned_run(setting, candidate, seed) for seed in self.seeds]
+            for setting in self.settings
+            if (candidate := chosen.get(setting.label, setting.candidates[0])) is not None
+        }
+        self._delete_losers({run.folder for runs in rows.values() for run in runs})
+        runs = [run for row in rows.values() for run in row] + self.baselines
+        self.failed += self._run_missing(runs, METRICS_FILE, self.test)
+        reference = [one.label for one in self.settings if one.label == self.against]
+        reference = reference or [one.label for one in self.settings if one.method == self.against]
+        chosen_by_name = self.tuned or self.budget or self.options.settings
+        result = StudyResult(
+            metric=self.base.run.metric,
+            reference={run.folder for label in reference for run in rows.get(label, ())},
+            budget=self.budget,
+            tuned=self.tuned,
+            failed=[f"{one.job.name}: {one.last_line}" for one in self.failed],
+            labels={run.folder: label for label, row in rows.items() for run in row} if chosen_by_name else {},
+        )
+        page = write_report(self.output, [run.folder for run in runs if (run.folder / METRICS_FILE).is_file()], result)
+        if self.failed:
+            first = self.failed[0]
+            raise Failed(
+                f"{len(self.failed)} runs failed. The first is {first.job.name} (exit code {first.exit_code}, "
+                f"{first.job.log}): {first.last_line.removeprefix('contaccum: ')}. {page} shows the other runs"
+            )
+        return page
+
+    def _train_candidates(self, candidates: list[tuple[Setting, Values, Fraction]]) -> list[float | None]:
+        """Train each candidate with the first seed and its share of the budget. Return the dev metric of each candidate.
+
+        The metric of a failed run is None.
+        """
+        runs = [self._planned_run(setting, values, self.seeds[0], share) for setting, values, share in candidates]
+        failed = {one.job.name: one for one in self._run_missing(runs, TUNED_FILE, None)}
+        scores = [dev_score(run.folder) for run in runs]
+        # a failed run is reported only if all runs of its setting failed
+        for label in {setting.label for setting, *_ in candidates}:
+            mine = [number for number, (setting, *_) in enumerate(candidates) if setting.label == label]
+            if all(scores[number] is None for number in mine):
+                self.failed += [failed[runs[number].name] for number in mine if runs[number].name in failed]
+        return scores
+
+    def _delete_losers(self, chosen: set[Path]) -> None:
+        for run in self._tuning_runs():
+            if run.folder not in chosen and (run.folder / TUNED_FILE).is_file():
+                delete_weights(run.folder)
+
+    def _run_missing(self, runs: list[PlannedRun], result: str, test: dict[str, str] | None) -> list[Outcome]:
+        """Run each run whose folder does not contain the file ``result``. Return the outcomes of failed runs."""
+        jobs = []
+        for run in runs:
+            if not (run.folder / result).is_file():
+                file = self.output / "jobs" / f"{run.folder.name}.json"
+                # tuning runs with the full budget are in runs/; a chosen one is evaluated on the test data later
+                keep = self.options.keep_weights if test else run.folder.parent.name == "runs"
+                write_json(file, {"kind": run.kind, "config": asdict(run.config), "test": test, "keep_weights": keep})
+                jobs.append(RunJob(run.name, file, file.with_suffix(".log")))
+        ended = count(1)
+
+        def report(outcome: Outcome) -> None:
+            result = "done" if outcome.exit_code == 0 else f"exit code {outcome.exit_code}, {outcome.last_line}"
+            print(
+                f"[{next(ended)}/{len(jobs)}] {outcome.job.name}: {result} ({outcome.seconds:.0f} s)", file=sys.stderr
+            )
+
+        slots = device_slots(self.base.run.device, self.options.parallel)
+        with self.signals.deferred():
+            return run_jobs(jobs, slots, self.signals, report)
+
+
+def _queries(data: str, split: str) -> tuple[str, str]:
+    """Return the real path and the split, to compare two data sets. A file of examples has no split: return an empty one."""
+    return os.path.realpath(data), "" if Path(data).is_file() else split

@@ -1,0 +1,213 @@
+"""Run the jobs of a comparison. Each job has its own process, and several jobs can run at the same time.
+
+``python -m contaccum.experiments.jobs JOB.json`` is the process of one job, called a worker. It trains and evaluates a model, or
+it evaluates a baseline. It does not repeat finished training. If the parent process dies, the standard input of the worker
+closes. The worker then saves a checkpoint and exits.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple, TypedDict
+
+import torch
+
+from contaccum.config import TrainConfig, affects, from_mapping
+from contaccum.config.commands import EncoderConfig, SearchConfig
+from contaccum.data.dataset import open_dataset, open_training
+from contaccum.encoder import DualEncoder
+from contaccum.errors import InputError, Interrupted
+from contaccum.evaluation.evaluate import evaluate
+from contaccum.evaluation.metrics import read_metrics
+from contaccum.experiments.run_records import METRICS_FILE, TUNED_FILE
+from contaccum.retrieval.retriever import BM25_NAME
+from contaccum.runtime.devices import encoding_device
+from contaccum.runtime.files import read_json, remove_folder, write_json
+from contaccum.runtime.launch import StopSignals, process_place
+from contaccum.runtime.locks import waiting_lock
+from contaccum.training.loop import train
+from contaccum.training.parts import build_encoder
+from contaccum.training.run_folder import DEV_METRICS_FILE, flat
+
+POLL_SECONDS = 0.1
+
+
+class Job(TypedDict):
+    """Content of a job file."""
+
+    kind: Literal["run", "bm25", "untrained"]
+    config: dict[str, Any]
+    test: dict[str, str] | None  # data and split of the test data; None: evaluate only on dev
+    keep_weights: bool
+
+
+class RunJob(NamedTuple):
+    """Job to run, with its job file and the log file of its worker."""
+
+    name: str
+    file: Path  # contains a Job as JSON
+    log: Path
+
+
+class Outcome(NamedTuple):
+    """Result of a worker that has ended."""
+
+    job: RunJob
+    exit_code: int
+    seconds: float
+    last_line: str  # last line of the log
+
+
+class Worker:
+    """Worker process of one job."""
+
+    def __init__(self, job: RunJob, environment: dict[str, str]) -> None:
+        self.job, self.began = job, time.monotonic()
+        self.log: IO = open(job.log, "ab")  # noqa: SIM115 - closed by wait()
+        command = [sys.executable, "-m", "contaccum.experiments.jobs", str(job.file)]
+        files: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": self.log, "stderr": self.log}
+        # The worker gets a new session. Ctrl-C in the terminal then reaches only the parent, and the parent stops the workers.
+        self.process = subprocess.Popen(command, **files, env={**os.environ, **environment}, start_new_session=True)
+
+    def wait(self) -> Outcome:
+        code = self.process.wait()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        self.log.close()
+        lines = self.job.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return Outcome(self.job, code, time.monotonic() - self.began, lines[-1] if lines else "")
+
+
+def require_one_process(command: str) -> None:
+    """Raise InputError if a launcher such as torchrun started several processes."""
+    if (world := process_place()[1]) > 1:
+        raise InputError(
+            f"contaccum {command}: launched in {world} processes. Start one process; it starts its own workers."
+        )
+
+
+def device_slots(device: str, parallel: int | None) -> list[dict[str, str]]:
+    """Return the slots for jobs. A slot runs one job at a time, with its environment variables.
+
+    There are ``parallel`` slots. Default: one slot per GPU, or one slot on a CPU. If there are more slots than GPUs, several
+    slots use the same GPU. On a CPU, each slot gets the same number of cores, unless OMP_NUM_THREADS is set.
+    """
+    names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    gpus = names.split(",")[: torch.cuda.device_count()] if device == "auto" else []
+    count = parallel or max(1, len(gpus))
+    if gpus:
+        return [{"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]} for number in range(count)]
+    shared = count > 1 and "OMP_NUM_THREADS" not in os.environ
+    return [{"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count))} if shared else {}] * count
+
+
+def run_jobs(
+    jobs: list[RunJob], slots: list[dict[str, str]], signals: StopSignals, report: Callable[[Outcome], None]
+) -> list[Outcome]:
+    """Run all jobs, call ``report`` after each job, and return the outcomes of failed jobs.
+
+    After a signal, the workers save checkpoints and stop. This function then raises Interrupted.
+    """
+    waiting, failed = deque(jobs), []
+    running: dict[int, Worker] = {}  # slot number -> worker
+    try:
+        while waiting or running:
+            for number, environment in enumerate(slots):
+                if number not in running and waiting:
+                    running[number] = Worker(waiting.popleft(), environment)
+                elif number in running and running[number].process.poll() is not None:
+                    outcome = running.pop(number).wait()
+                    report(outcome)
+                    if outcome.exit_code:
+                        failed.append(outcome)
+            if signals.received:
+                raise Interrupted(signals.received, "stopped; run the same command again to continue")
+            time.sleep(POLL_SECONDS)
+    finally:
+        for worker in running.values():
+            worker.process.terminate()
+        for worker in running.values():
+            worker.wait()
+    return failed
+
+
+def main(file: str) -> int:
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    try:
+        job = read_json(file, Job)
+        # wait for the worker of a killed comparison, which may still be saving a checkpoint
+        with waiting_lock(Path(file).with_suffix(".lock")):
+            run_job(job["kind"], from_mapping(job["config"]), job["test"], job["keep_weights"])
+    except (InputError, Interrupted) as error:
+        print(f"contaccum: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _exit_with_parent() -> None:
+    while os.read(0, 1):  # not sys.stdin: this thread would hold its lock when Python exits
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def run_job(kind: str, config: TrainConfig, test: dict[str, str] | None, keep_weights: bool = True) -> None:
+    """Train and evaluate a model, or evaluate a baseline. Save the metrics on the test data.
+
+    kind: ``run`` trains a model; ``bm25`` and ``untrained`` are baselines. test: data and split. None: save only the dev score.
+    """
+    run = Path(config.output_dir)
+    if kind == "run":
+        train(config)
+    if test is None:
+        mean = read_metrics(run / DEV_METRICS_FILE)["mean"]
+        write_json(run / TUNED_FILE, {"metric": config.run.metric, "score": mean[config.run.metric]})
+        if not keep_weights:
+            delete_weights(run)
+        return
+    settings, policy = SearchConfig(batch_tokens=config.run.eval_batch_tokens), config.data.policy
+    judged = open_dataset(test["data"], test["split"], policy).retrieval_set
+    content = {"test_content": judged.fingerprint()}  # tells a later comparison whether the test data changed
+    metrics = evaluate(_model(kind, config), judged, settings=settings)
+    write_json(run / METRICS_FILE, {**test, **content, **baseline_identity(kind, config), **metrics})
+    if not keep_weights:
+        delete_weights(run)
+
+
+def delete_weights(run: Path) -> None:
+    """Delete the checkpoints and the model of the run in the folder ``run``."""
+    for folder in (run / "checkpoints", run / "model"):
+        if folder.is_dir():
+            remove_folder(folder)
+
+
+def baseline_identity(kind: str, config: TrainConfig) -> dict[str, Any]:
+    """Return the settings that change the metrics of the untrained encoder.
+
+    For the kinds ``run`` and ``bm25`` the result is empty: the folder of a run contains its config, and BM25 has no settings.
+    """
+    if kind != "untrained":
+        return {}
+    settings = {name: value for name, value in flat(asdict(config)).items() if affects(name, None)}
+    data: dict[str, Any] = {"data.train": config.data.train}
+    if config.data.mixture:
+        data["data.mixture"] = [[each.train, each.split] for each in config.data.mixture]
+    return {"settings": {**settings, **data, "seed": config.seed}}
+
+
+def _model(kind: str, config: TrainConfig) -> EncoderConfig | DualEncoder:
+    device, trust = config.run.device, config.model.trust_remote_code
+    if kind == "untrained":
+        return build_encoder(config, open_training(config.data), encoding_device(device))
+    folder = Path(config.output_dir) / "model"
+    return EncoderConfig(BM25_NAME if kind == "bm25" else str(folder), device=device, trust_remote_code=trust)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,321 @@
+"""Measure one method: its largest micro-batch and bank within a memory budget, its peak memory, and the time of a step.
+
+``python -m contaccum.experiments.measure`` reads a request as JSON from stdin and writes the answer as JSON to stdout. plan.py
+starts a new process for each method, because memory that one method freed would change the measurements of the next.
+"""
+
+import contextlib
+import ctypes
+import json
+import statistics
+import sys
+import time
+import timeit
+import warnings
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from contaccum.config import TrainConfig, from_mapping
+from contaccum.data.dataset import load_training
+from contaccum.data.train_set import TrainSet, subset
+from contaccum.errors import InputError
+from contaccum.experiments.sizes import FittingSize, largest, predict
+from contaccum.methods import METHODS
+from contaccum.methods.bank import Bank
+from contaccum.runtime.engine import Engine
+from contaccum.runtime.prefetch import Prefetch
+from contaccum.runtime.sharding import saved_bytes
+from contaccum.training import parts
+from contaccum.training.log import mean_losses
+from contaccum.training.out_of_memory import out_of_memory
+
+MICRO_BATCHES = 2  # micro-batches of a measured step; the second one also needs memory for the gradients of the first
+TIMED_MICRO_BATCHES = 8  # maximum number of micro-batches in a timed step; the time of longer steps is extrapolated
+SAMPLE = 256  # number of passages that are encoded to measure the speed of encoding
+REPEATS = 3  # number of timed repetitions; the median counts
+BANK_BYTES = 64_000_000
+"""Size difference of the first two measured banks, in bytes. Measurement noise would hide a smaller difference."""
+MOST_ROWS = 262_144  # maximum number of rows of a measured bank; the memory of larger banks is predicted
+USABLE = 0.8  # share of a machine's free memory that a measurement may use
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Largest sizes within the memory budget, peak memory, and speeds of one method that trains in one process."""
+
+    micro_batch_size: int | None  # largest divisor of the global batch size that fits; None if no divisor fits
+    peak: float  # peak memory in bytes with this micro-batch size (None: the smallest one) and the configured bank
+    error: float  # relative error of the last memory prediction that was checked by a measurement
+    largest_bank: int | None  # maximum number of rows with the configured micro-batch size; None without a bank
+    context: int  # bytes on the GPU outside PyTorch's allocator; ``peak`` includes them
+    step: float  # seconds of an optimizer step
+    passages_per_second: float  # number of training passages that are encoded per second
+    seconds_per_comparison: float  # seconds of one inner product inside a large matrix product
+    dim: int
+    pairs: int  # number of training queries
+
+    def epoch(self, global_batch_size: int) -> float:
+        """Return the seconds of one pass over the training queries."""
+        return self.step * self.pairs / global_batch_size
+
+
+class Probe:
+    """Encoder, engine and data for training steps of different sizes, whose memory and time are measured."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+        train_set = load_training(config.data, config.distils)
+        self.pairs, self.passages, n = len(train_set.queries), len(train_set.passages), config.batch.global_batch_size
+        self.longest = subset(train_set, _longest(train_set, most=4 * n))
+        random = np.random.default_rng(config.seed)
+        self.random_pairs = subset(train_set, random.permutation(self.pairs)[: max(512, 4 * n)])
+        replay: dict[str, Any] = {"replay_share": config.replay_share, "replay_balance": config.replay.balance}
+        run = config.run
+        self.engine = Engine(device=run.device, precision=run.precision, tf32=run.tf32, seed=config.seed, **replay)
+        self.encoder = parts.build_encoder(config, train_set, self.engine.device)
+        parts.apply_switches(self.encoder, config)
+        self.engine.prepare(self.encoder, parts.make_optimizer(self.encoder, config.optim))
+        self.loss = parts.build_loss(config, self.encoder)
+
+    def peak(self, size: int, bank_size: int) -> float | None:
+        """Return the peak memory in bytes of two steps with the longest pairs and a full bank. Return None if memory runs out.
+
+        size: pairs per micro-batch. On a GPU, the result is the memory that PyTorch reserves (with fragmentation) plus the
+        memory that ``context()`` returns.
+        """
+        try:
+            bank = self._full_bank(size, bank_size)
+            self.engine.free_memory()
+            # otherwise a step could use freed memory that glibc keeps, and its peak would be too low
+            with contextlib.suppress(AttributeError):
+                ctypes.CDLL(None).malloc_trim(0)
+            self.engine.reset_peak_memory()
+            self._steps(self._sized(size, bank_size), self.longest, bank, 2)
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            return None
+        if self.engine.device.type == "cuda":
+            return torch.cuda.max_memory_reserved(self.engine.device) + self.context()
+        return self.engine.peak_memory()
+
+    def context(self) -> int:
+        """Return the bytes on the GPU that CUDA itself and other processes use. PyTorch's allocator does not count them."""
+        if self.engine.device.type != "cuda":
+            return 0
+        free, total = torch.cuda.mem_get_info(self.engine.device)
+        return total - free - torch.cuda.memory_reserved(self.engine.device)
+
+    def usable(self) -> float:
+        """Return how many bytes a measurement may use. On a GPU there is no limit: running out of memory does no harm."""
+        if self.engine.device.type == "cuda":
+            return float("inf")
+        return USABLE * (psutil.virtual_memory().available + psutil.Process().memory_info().rss)
+
+    def step_seconds(self, size: int) -> float:
+        """Return the seconds of an optimizer step with random pairs. The step has micro-batches of ``size`` pairs."""
+        n = self.config.batch.global_batch_size
+        if self.config.spec.whole:
+            return self._median(size, 1) * n / size
+        count = n // size
+        timed = min(count, TIMED_MICRO_BATCHES)
+        long = self._median(size, timed)
+        return long if timed == count else long + (long - self._median(size, 1)) / (timed - 1) * (count - timed)
+
+    def _median(self, size: int, micro_batches: int) -> float:
+        return self.seconds_per_step(self._sized(size, self.config.bank_size(), micro_batches))
+
+    def seconds_per_step(self, config: TrainConfig) -> float:
+        """Return the median seconds of an optimizer step with ``config``, random pairs and a full bank."""
+        bank = self._full_bank(config.batch.micro_batch_size, config.bank_size())
+        return statistics.median(self._steps(config, self.random_pairs, bank, REPEATS, warm_up=True))
+
+    def passages_per_second(self) -> float:
+        passages = self.random_pairs.passages[:SAMPLE]
+        texts = [f"{title} {text}".strip() for title, text in zip(passages["title"], passages["text"], strict=True)]
+        self.encoder.encode_passages(texts[:8])  # the first call is slower
+        return len(texts) / timeit.timeit(lambda: self.encoder.encode_passages(texts), number=1)
+
+    def seconds_per_comparison(self, queries: int = 256, passages: int = 16_384) -> float:
+        left, right = (torch.randn(rows, self.encoder.dim, device=self.engine.device) for rows in (queries, passages))
+        # item() waits until the GPU has finished
+        taken = timeit.repeat(lambda: (left @ right.T).amax().item(), number=1, repeat=1 + REPEATS)
+        return statistics.median(taken[1:]) / (queries * passages)
+
+    def _sized(self, size: int, bank_size: int, micro_batches: int = MICRO_BATCHES) -> TrainConfig:
+        count = 1 if self.config.spec.whole else min(micro_batches, max(1, self.config.batch.global_batch_size // size))
+        batch = replace(
+            self.config.batch, global_batch_size=size * count, micro_batch_size=size, micro_batch_tokens=None
+        )
+        return replace(self.config, batch=batch, bank=replace(self.config.bank, size=bank_size))
+
+    def _full_bank(self, size: int, bank_size: int) -> Bank:
+        """Return a bank that is full of random rows."""
+        bank = parts.build_bank(self._sized(size, bank_size), self.engine, self.encoder, self.loss)
+        for each in (bank, *bank.truncated):
+            tensors, numbers = each.state()
+            for name in ("queries", "passages"):
+                if name in tensors:
+                    tensors[name].normal_()
+                    tensors[name] /= tensors[name].norm(dim=-1, keepdim=True)
+            ids = tensors["column_ids"]
+            ids.copy_(torch.arange(ids.numel(), device=ids.device).view_as(ids) % self.passages)
+            tensors["positives"].copy_(ids[:, :1].expand_as(tensors["positives"]))
+            if each.sums is not None:
+                tensors["sums"].zero_()
+            if each.sums is not None and self.engine.device.type != "cpu":
+                # start at the last slot, so that the first push opens a block at every level, and tiles of a GPU are large
+                numbers["open"] = [(each.size - 1) // width % each.sums.fan for width in each.sums.widths[:-1]]
+            each.load_state(tensors, {**numbers, "stored": each.size, "step": self.config.bank.warmup_steps})
+        return bank
+
+    def _steps(
+        self, config: TrainConfig, train_set: TrainSet, bank: Bank, count: int, warm_up: bool = False
+    ) -> list[float]:
+        """Take ``count`` optimizer steps and return the seconds of each step.
+
+        warm_up: first take steps that are not timed. On a CPU this is one step. On a GPU it is all steps, because each new tensor
+        shape is slow the first time.
+        """
+        batches = parts.build_batches(config, self.engine, self.encoder, train_set)
+        first = (count if self.engine.device.type == "cuda" else 1) if warm_up else 0
+        self.encoder.train()
+        taken: list[float] = []
+        with Prefetch(batches.step(step) for step in (*range(first), *range(count))) as prepared:
+            for _ in range(first + count):
+                start = time.perf_counter()
+                micro_batches = next(prepared)
+                self.engine.begin_step(len(taken))
+                losses = METHODS[config.method](self.engine, micro_batches, bank, self.loss)
+                mean_losses(losses, micro_batches, len(taken) + 1)
+                query_norm, passage_norm = self.engine.gradient_norms()
+                self.engine.clip(query_norm + passage_norm, config.optim.max_grad_norm)
+                self.engine.update()
+                bank.end_step()
+                if self.engine.device.type == "cuda":
+                    torch.cuda.synchronize(self.engine.device)
+                taken.append(time.perf_counter() - start)
+        return taken[first:]
+
+
+def _longest(train_set: TrainSet, most: int, searched: int = 100_000) -> np.ndarray:
+    """Return the indices of the ``most`` longest pairs among the first ``searched`` queries of the training set.
+
+    The length of a pair is the number of characters of the query and of its longest positive.
+    """
+    queries = train_set.queries[:searched]["text"]
+    titles, texts = train_set.passages["title"], train_set.passages["text"]
+    characters = np.array([len(title) + len(text) for title, text in zip(titles, texts, strict=True)])
+    weight = [len(text) + characters[train_set.positives.row(number)].max() for number, text in enumerate(queries)]
+    return np.argsort(weight)[::-1][:most].copy()
+
+
+def fitting_size(probe: Probe, budget: float, processes: int = 1) -> FittingSize:
+    """Find the largest micro-batch within ``budget`` bytes. Raise InputError if memory is too small for three small sizes."""
+    config = probe.config
+    rows, n = config.bank_size(), config.batch.global_batch_size // processes
+    first = max(4, 4 * config.batch.micro_batch_size if config.spec.whole else config.micro_batch_size(1))
+    # measure from small to large: memory that the process keeps from a smaller size does not change the peak of a larger one
+    found = {size: probe.peak(size, rows) for size in (first // 4, first // 2, first)}
+    peaks = {size: peak for size, peak in found.items() if peak is not None}
+    if len(peaks) < 2:
+        raise InputError(
+            f"{config.method}: fewer than two micro-batch sizes from {first // 4} to {first} pairs fit into the memory of this "
+            "device; the prediction needs two. Lower batch.micro_batch_size."
+        )
+    high = max(peaks)
+    line = {size: peak for size, peak in peaks.items() if size < high}
+    error = predict(line, high) / peaks[high] - 1 if len(line) > 1 else 0.0
+
+    def at_size(size: int) -> float | None:
+        return probe.peak(size, rows) if predict(peaks, size) <= probe.usable() else None
+
+    choices = [n] if config.spec.whole else [size for size in range(1, n + 1) if n % size == 0]
+    best, corrected = largest(peaks, choices, budget, at_size)
+    return FittingSize(best, predict(peaks, best or choices[0]), corrected or error, max(peaks))
+
+
+def sharded_sizes(probe: Probe, processes: int, micro_batch_budget: float) -> dict[str, FittingSize]:
+    """Find the largest micro-batch of each process without sharding (none) and with it (fsdp). The steps are not sharded."""
+    half = probe.config.run.precision == "bf16"
+    saved = saved_bytes(probe.encoder.units(), processes, torch.bfloat16 if half else torch.float32)
+    found = {"none": fitting_size(probe, micro_batch_budget, processes)}
+    sharded = fitting_size(probe, micro_batch_budget + saved, processes)
+    return found | {"fsdp": sharded._replace(peak=sharded.peak - saved)}
+
+
+def measure(probe: Probe, budget: float) -> Measurement:
+    """Find the largest micro-batch and bank within ``budget`` bytes. Measure memory and times.
+
+    Raises InputError if this device does not have enough memory for the first measurements.
+    """
+    config = probe.config
+    rows, n = config.bank_size(), config.batch.global_batch_size
+    found = fitting_size(probe, budget)
+    smallest = n if config.spec.whole else 1
+    step = probe.step_seconds(min(found.size or smallest, found.measured))
+    bank = largest_bank(probe, rows, min(config.micro_batch_size(1), n), budget) if rows else None
+    speeds = probe.passages_per_second(), probe.seconds_per_comparison()
+    memory = found.size, found.peak, found.error, bank, probe.context()
+    return Measurement(*memory, step, *speeds, probe.encoder.dim, probe.pairs)
+
+
+def largest_bank(probe: Probe, rows: int, size: int, budget: float) -> int:
+    """Return the number of rows of the largest bank that fits into ``budget`` with micro-batches of ``size`` pairs.
+
+    Sizes that this device cannot measure are predicted. The result is 0 if no bank fits or if two banks cannot be measured.
+    """
+    more = rows + BANK_BYTES // (8 * probe.encoder.dim)
+    found = {each: probe.peak(size, each) for each in (rows, more)}
+    banks = {each: peak for each, peak in found.items() if peak is not None}
+    if len(banks) < 2 or predict(banks, 2 * more) <= banks[more]:  # the bank is too small for its memory to be measured
+        return 0
+
+    def at_rows(each: int) -> float | None:
+        return probe.peak(size, each) if each <= MOST_ROWS and predict(banks, each) <= probe.usable() else None
+
+    if predict(banks, MOST_ROWS) < budget and (peak := at_rows(MOST_ROWS)) is not None:
+        banks[MOST_ROWS] = peak
+    high = max(banks)
+    per_row = (predict(banks, 2 * high) - banks[high]) / high
+    estimate = max(1, int(high + (budget - banks[high]) / per_row))
+    unit = max(1, estimate // 256)
+    return largest(banks, range(unit, 2 * estimate, unit), budget, at_rows)[0] or 0
+
+
+def main() -> int:
+    """Read a request from stdin and write the answer to stdout. Return the exit code.
+
+    After an error, the answer is the error message.
+    """
+    request = json.load(sys.stdin)
+    warnings.simplefilter("ignore")  # training itself prints these warnings
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # stdout carries only the answer
+            config = from_mapping(request.pop("config"))
+            probe, answer = Probe(config), {}
+            if "budget" in request:
+                answer = asdict(measure(probe, request["budget"]))
+            elif "processes" in request:
+                answer = {kind: found._asdict() for kind, found in sharded_sizes(probe, **request).items()}
+            elif "micro_batch_budget" in request:
+                answer = fitting_size(probe, request["micro_batch_budget"])._asdict()
+            else:
+                answer = {"seconds_per_step": probe.seconds_per_step(config)}
+    except InputError as error:
+        print(json.dumps({"error": str(error)}))
+        return error.exit_code
+    except OSError as error:  # a full or read-only disk
+        name = error.filename or "a file"
+        print(json.dumps({"error": f"{name}: cannot be read or written ({error.strerror or error})"}))
+        return InputError.exit_code
+    print(json.dumps(answer))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

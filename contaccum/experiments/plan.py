@@ -1,0 +1,214 @@
+"""``contaccum plan``: find the largest micro-batch and bank within a memory budget, the time of a step, and costs of a corpus.
+
+Each method is measured in a new process. This process measures steps of growing sizes and predicts the largest size that fits.
+It measures the predicted size and predicts again. The reported error is the error of the last prediction that was measured.
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from contaccum.config import METHOD_SPECS, TrainConfig, parse_bytes, validate
+from contaccum.errors import InputError
+from contaccum.experiments.measure import Measurement
+from contaccum.experiments.page import Table, duration, gigabytes, text
+from contaccum.experiments.settings import read_names
+from contaccum.experiments.sizes import FittingSize
+from contaccum.runtime.files import write_json
+
+PQ_BYTES = 64  # number of bytes of a product-quantized vector
+LORA_RANK = 16  # rank of the adapters that are planned next to the training of all weights
+LINKS = 32  # parameter M of HNSW: number of links per node; the lowest level has 2 M
+
+
+def run_plan(
+    config: TrainConfig,
+    memory: str,
+    methods: list[str] | None,
+    corpus_size: int | None,
+    output: str | None,
+    processes: int | None = None,
+) -> str:
+    """Return the tables of the plan as text. If ``output`` is given, also write the plan to this JSON file.
+
+    processes: number of processes for which sharding is planned. None: it is not planned.
+    """
+    budget = parse_bytes(memory, "--memory")
+    chosen = read_names("--methods", ",".join(methods or []), METHOD_SPECS) or list(METHOD_SPECS)
+    if corpus_size is not None and corpus_size < 1:
+        raise InputError(f"--corpus_size is {corpus_size}; it must be at least 1")
+    config = replace(config, output_dir=config.output_dir or "not written to")
+    measured, sharded = {}, []
+    for method in chosen:
+        varied = replace(config, method=method)  # type: ignore[arg-type]
+        validate(varied)
+        if processes is not None:
+            sharded += plan_sharding(varied, budget, processes)
+        print(f"measuring {method}", file=sys.stderr)
+        measured[method] = run_measurement(varied, budget)
+    n = config.batch.global_batch_size
+    if output is not None:
+        rows = [{"method": name, **asdict(found), "epoch": found.epoch(n)} for name, found in measured.items()]
+        write_json(output, {"memory": budget, "methods": rows, "sharding": [each._asdict() for each in sharded]})
+    tables = render(measured, config, budget)
+    if processes is not None:
+        tables += f"\n\n{render_sharding(sharded, budget, processes)}"
+    return tables if corpus_size is None else f"{tables}\n\n{render_corpus(corpus_size, measured[chosen[-1]])}"
+
+
+def run_measurement(config: TrainConfig, budget: int) -> Measurement:
+    """Measure the memory and the times of the method of ``config`` in a new process. ``budget`` is in bytes."""
+    return Measurement(**ask(config, budget=budget))
+
+
+def fitting_size(config: TrainConfig, budget: int) -> FittingSize:
+    """Find the largest micro-batch of the method of ``config`` in a new process. ``budget`` is in bytes."""
+    return FittingSize(**ask(config, micro_batch_budget=budget))
+
+
+def ask(config: TrainConfig, **request: Any) -> dict[str, Any]:
+    """Send a request to a new process that measures, and return the answer. Raise InputError if the process fails."""
+    command = [sys.executable, "-m", "contaccum.experiments.measure"]
+    text = json.dumps({"config": asdict(config), **request})
+    done = subprocess.run(command, input=text, stdout=subprocess.PIPE, text=True, encoding="utf-8", check=False)
+    if done.returncode == InputError.exit_code and done.stdout:
+        raise InputError(json.loads(done.stdout)["error"])
+    if done.returncode:
+        raise InputError(
+            f"{config.method}: the process that measures a step failed with exit code {done.returncode}; its message is above. "
+            "Exit code -9 means that the machine ran out of memory."
+        )
+    return json.loads(done.stdout)
+
+
+def render(measured: dict[str, Measurement], config: TrainConfig, budget: int) -> str:
+    """Return a Markdown table with one row per method, and notes on the numbers."""
+    n, b, m = config.batch.global_batch_size, config.batch.micro_batch_size, config.bank_rows
+    rows = [
+        [
+            method, text(found.micro_batch_size or "none"), gigabytes(found.peak), f"{found.error:+.1%}",
+            f"{found.step:.3g}", duration(found.epoch(n)), text(found.largest_bank),
+        ]
+        for method, found in measured.items()
+    ]  # fmt: skip
+    table = Table(["method", "largest B", "peak", "error", "s/step", "epoch", "largest bank"], rows)
+    lines = [
+        table.markdown(),
+        f"budget {gigabytes(budget)} for one process; N = {n}; peak and times at the largest B with a bank of {m} rows; "
+        f"largest bank with B = {b}",
+    ]
+    if context := max(found.context for found in measured.values()):
+        lines.append(
+            f"The peak is the memory that PyTorch reserves, plus {gigabytes(context)} for CUDA and other programs on this GPU. "
+            f"For the same limit in training set run.memory_budget to {budget - context}. The environment variable "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True reduces fragmentation; set it for plan and training alike."
+        )
+    return "\n".join(lines)
+
+
+class ShardingPlan(NamedTuple):
+    """Largest micro-batch of each of several processes, and its peak memory in bytes."""
+
+    method: str
+    weights: str  # which weights are trained
+    sharding: str  # value of run.sharding
+    micro_batch_size: int | None  # None if no size fits
+    peak: float  # with the smallest size, if no size fits
+    problem: str = ""  # why nothing was measured
+
+
+def plan_sharding(config: TrainConfig, budget: int, processes: int) -> list[ShardingPlan]:
+    """Plan none, LoRA, fsdp, and LoRA with fsdp for one method. Raise InputError if the settings cannot be sharded."""
+    validate(replace(config, run=replace(config.run, sharding="fsdp")), processes, warn=False)
+    rank = config.lora.rank or LORA_RANK
+    variants = {} if config.lora.rank else {"all": config}
+    if config.model.name != "tiny":
+        variants[f"LoRA of rank {rank}"] = replace(config, lora=replace(config.lora, rank=rank))
+    plans = []
+    for weights, varied in variants.items():
+        print(f"measuring {config.method} for {processes} processes, trained weights: {weights}", file=sys.stderr)
+        try:
+            found = ask(varied, micro_batch_budget=budget, processes=processes)
+        except InputError as error:  # another variant may fit
+            plans.append(ShardingPlan(config.method, weights, "none", None, 0.0, str(error)))
+            continue
+        sizes = {kind: FittingSize(**each) for kind, each in found.items()}
+        plans += [ShardingPlan(config.method, weights, kind, each.size, each.peak) for kind, each in sizes.items()]
+    return plans
+
+
+def render_sharding(plans: list[ShardingPlan], budget: int, processes: int) -> str:
+    """Return a Markdown table with one row per method, trained weights and ``run.sharding``, and notes."""
+    measured = [each for each in plans if not each.problem]
+    rows = [
+        [each.method, each.weights, each.sharding, text(each.micro_batch_size or "none"), gigabytes(each.peak)]
+        for each in measured
+    ]
+    table = Table(["method", "trained weights", "run.sharding", "largest B", "peak"], rows)
+    lines = [
+        table.markdown(),
+        f"budget {gigabytes(budget)} for each of {processes} processes; measured without sharding in one process; rows of fsdp "
+        "are computed: 1/W of weights, gradients and optimizer state, and at most four layers that are gathered at once",
+    ]
+    lines += [
+        f"{each.method}, trained weights {each.weights}: not measured. {each.problem}" for each in plans if each.problem
+    ]
+    return "\n".join(lines)
+
+
+class IndexCost(NamedTuple):
+    """Memory and search cost of one type of faiss index."""
+
+    factory: str  # name of the index type for faiss.index_factory
+    bytes: int  # size of the index in memory and on disk
+    share: float | None  # share of the passages that are compared with a query; None if this depends on the data
+
+
+def lists_for(rows: int) -> int:
+    """Return the number of inverted lists of an index of ``rows`` vectors, as the faiss wiki recommends.
+
+    It is the largest power of two up to 4 sqrt(rows).
+    """
+    return 2 ** max(0, int(np.log2(4 * rows**0.5)))
+
+
+def index_costs(rows: int, dim: int, probes: int = 64) -> list[IndexCost]:
+    """Compute the costs of indexes of ``rows`` float32 vectors with ``dim`` numbers each.
+
+    probes: number of lists that IVF searches. IVF stores the vectors, a 64-bit id per vector and a centroid per list. IVF with PQ
+    stores a code of PQ_BYTES bytes instead of each vector, and 256 centroids for each byte of the code. HNSW stores the vectors.
+    For each vector it also stores 2 M + M/(M-1) links of 4 bytes, and 12 bytes for offset and level. Source: faiss wiki, "Faiss
+    indexes".
+    """
+    lists = lists_for(rows)
+    centroids = lists * dim * 4
+    share = min(1.0, (lists + probes * rows / lists) / rows)
+    links = 4 * (2 * LINKS + LINKS / (LINKS - 1)) + 12
+    return [
+        IndexCost("Flat", 4 * dim * rows, 1.0),
+        IndexCost(f"IVF{lists},Flat", (4 * dim + 8) * rows + centroids, share),
+        IndexCost(f"IVF{lists},PQ{PQ_BYTES}", (PQ_BYTES + 8) * rows + centroids + 256 * dim * 4, share),
+        IndexCost(f"HNSW{LINKS}", int((4 * dim + links) * rows), None),
+    ]
+
+
+def render_corpus(rows: int, measured: Measurement, queries: int = 1000) -> str:
+    """Return a text with the time to encode ``rows`` passages, the sizes of shards and indexes, and the times of a search."""
+    rate, dim = measured.passages_per_second, measured.dim
+    exact = measured.seconds_per_comparison * rows * queries
+    lines = [
+        [cost.factory, gigabytes(cost.bytes), "-" if cost.share is None else duration(exact * cost.share)]
+        for cost in index_costs(rows, dim)
+    ]
+    table = Table(["index", "memory", f"search of {queries} queries"], lines)
+    return (
+        f"{rows} passages, vectors of {dim} numbers, on this device:\n"
+        f"encode {duration(rows / rate)} at the measured {rate:.1f} passages per second; W devices need 1/W of this time\n"
+        f"shards {gigabytes(4 * dim * rows)} on disk as float32, {gigabytes(2 * dim * rows)} as float16\n\n"
+        f"{table.markdown()}\n"
+        "search: times at the speed of a large matrix product, which Flat reaches; IVF needs at least the time shown"
+    )

@@ -1,0 +1,295 @@
+"""Make reports on training runs: tables for the console, and sections for HTML and Markdown files."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from contaccum.config import METHOD_SPECS
+from contaccum.errors import InputError
+from contaccum.experiments.page import MISSING, Section, Table, draw_all, html, legend, number, text
+from contaccum.experiments.run_records import (
+    AGES,
+    ChooseReference,
+    Difference,
+    RunGroup,
+    RunRecord,
+    by_global_batch,
+    differences,
+    group_runs,
+    load_run_record,
+    mean_std,
+    varied,
+)  # fmt: skip
+from contaccum.runtime.files import write_text
+
+WIDE_ONLY = ("N", "B", "bank", "pairs/s", "wait %")  # columns that the console shows only on request
+SIGNIFICANT = 0.05  # largest p value of a significant difference
+SAME_MEMORY = 0.05  # peaks count as equal if they exceed the smallest peak by at most this share
+
+
+def console_report(
+    folders: Sequence[str], metric: str, against: str | None, page: str | None, wide: bool = False
+) -> str:
+    """Return the table of runs as text. If ``page`` is given, also write the report to this HTML file.
+
+    against: folder of the reference run of the significance tests. None: no tests. wide: True to show all columns.
+    """
+    runs = [load_run_record(folder) for folder in folders]
+    groups = group_runs(runs)
+    found = differences(groups, metric, _reference_run(runs, groups, against)) if against else []
+    table = runs_table(runs, metric)
+    parts = [
+        (table if wide else table.without(WIDE_ONLY)).markdown(),
+        *([tests_table(found).markdown()] if against else []),
+    ]
+    if page:
+        sections = sections_of(runs, groups, metric, found)
+        write_text(page, html("Report", sections, draw_all(groups, metric), legend(groups)))
+    return "\n\n".join(parts)
+
+
+def _reference_run(runs: Sequence[RunRecord], groups: Sequence[RunGroup], folder: str) -> ChooseReference:
+    """Return a function that chooses the reference: the group that contains the run in ``folder``."""
+    named = next((run for run in runs if run.folder.resolve() == Path(folder).resolve()), None)
+    if named is None:
+        known = ", ".join(str(run.folder) for run in runs)
+        raise InputError(f"--against is {folder}, which is not one of the runs: {known}")
+    if not named.per_query:
+        raise InputError(f"{folder}: has no metrics per query; evaluate the run on the test data first")
+    return lambda _: next(group for group in groups if named in group.runs)
+
+
+def sections_of(
+    runs: list[RunRecord],
+    groups: list[RunGroup],
+    metric: str,
+    found: list[Difference],
+    failed: Sequence[str] = (),
+    equal_cost: bool = False,
+) -> list[Section]:
+    """Return the sections of a report.
+
+    found: significance tests. failed: messages of failed runs. equal_cost: True if all runs have equal cost. Tables at equal
+    batch size and at equal time would mislead then, and are left out.
+    """
+    sections = [Section("Result", verdict(groups, metric, found)), _quality_section(groups, metric, found, failed)]
+    trained = [group for group in groups if group.method]
+    by_size = by_global_batch(trained)
+    for size, members in by_size.items() if len(by_size) > 1 and not equal_cost else ():
+        sections.append(Section(f"At equal N = {size}", (), [quality(members, metric)]))
+    if trained:
+        sections.append(_memory_section(groups, metric))
+    if trained and not equal_cost:
+        sections.append(_time_section(groups, metric))
+    if (settings := settings_table(trained)).rows:
+        sections.append(Section("Settings that differ", (), [settings]))
+    footnotes = ("Figures per step are medians over the run.", *([age] if (age := constant_age(groups)) else []))
+    sections.append(Section("Runs", (), [runs_table(runs, metric)], footnotes))
+    if any(run.environment for run in runs):
+        sections.append(Section("Environment", (), [environments(runs)]))
+    return sections
+
+
+def verdict(groups: list[RunGroup], metric: str, found: list[Difference]) -> list[str]:
+    """Return the result in words: the group with the best metric, and the groups that differ from their reference."""
+    scored = [group for group in best_first(groups, metric) if group.scores(metric)]
+    if not scored:
+        return [f"No run has {metric} on the test data."]
+    words = [f"{scored[0].label} has the highest {metric}: {number(scored[0].score(metric)[0])}."]
+    if not found:
+        return [f"{words[0]} No significance test was made, so its lead may be chance."] if len(scored) > 1 else words
+    for name in dict.fromkeys(one.reference.label for one in found):
+        sides: dict[str, list[str]] = {"better": [], "worse": [], "not significantly different": []}
+        tests = [one for one in found if one.reference.label == name]
+        for one in tests:
+            p = one.p_permutation if one.p_both is None else one.p_both
+            side = "better" if one.found.difference > 0 else "worse"
+            sides[side if p < SIGNIFICANT else "not significantly different"].append(one.group.label)
+        parts = [f"{side}: {', '.join(labels)}" for side, labels in sides.items() if labels]
+        over = "queries" if any(one.p_both is None for one in tests) else "queries and seeds"
+        words.append(f"Compared with {name} over {over} (corrected p below {SIGNIFICANT}): {'; '.join(parts)}.")
+    return words
+
+
+def constant_age(groups: list[RunGroup]) -> str | None:
+    """Return a sentence about the age of the bank's rows if all rows of all runs always had one age."""
+    logged = [line for group in groups for run in group.runs for line in run.steps]
+    ages = {line[key] for line in logged for key in AGES if line.get(key) is not None}
+    if len(ages) != 1:
+        return None
+    return f"Age of all rows in the bank at the start of a step: {ages.pop():g} optimizer steps, in every run."
+
+
+def _quality_section(groups: list[RunGroup], metric: str, found: list[Difference], failed: Sequence[str]) -> Section:
+    notes = [f"{metric} on the test data: mean and standard deviation (sd) over seeds."]
+    if failed:
+        notes.append("Failed runs, not in the tables: " + "; ".join(failed))
+    sizes = {group.setting("batch.global_batch_size") for group in groups if group.method}
+    title = f"Quality at equal N = {sizes.pop()}" if len(sizes) == 1 else "Quality"
+    if not found:
+        return Section(title, notes, [quality(groups, metric)])
+    queries = ", ".join(dict.fromkeys(str(one.found.queries) for one in found))
+    footnote = (
+        f"A difference is the mean over seeds and {queries} queries. The permutation test (sign flips) and Student's paired "
+        "t-test check whether the difference of these trained models generalizes to other queries. The last column also checks "
+        "other seeds (min F', Clark 1973); it needs at least two seeds. All p values are two-sided; Holm's method "
+        f"corrects each type of test for the {len(found)} comparisons of this report. Effect d is the mean difference divided by "
+        "the standard deviation of the differences. If the reference method has several settings, the reference is its best one."
+    )
+    return Section(title, notes, [quality(groups, metric), tests_table(found)], (footnote,))
+
+
+def quality(groups: list[RunGroup], metric: str) -> Table:
+    """Return a table with the metric and the training cost of each group. The group with the best metric comes first."""
+    rows = [
+        [
+            group.label,
+            *map(number, group.score(metric)),
+            str(len(group.scores(metric))) if group.method else MISSING,
+            number(group.mean("train_seconds"), ".1f"),
+            number(group.mean("peak_mib"), ".0f"),
+            number(group.median("grad_norm_ratio"), ".2f"),
+            number(group.median("negatives"), ".1f"),
+        ]
+        for group in best_first(groups, metric)
+    ]
+    return Table(["setting", metric, "sd", "seeds", "train s", "peak MiB", "grad ratio", "negatives"], rows)
+
+
+def best_first(groups: list[RunGroup], metric: str) -> list[RunGroup]:
+    return sorted(groups, key=lambda group: -(group.score(metric)[0] or 0.0))
+
+
+def tests_table(found: list[Difference]) -> Table:
+    """Return a table of significance tests: difference, 95 % interval, effect size and corrected p values."""
+    rows = []
+    for group, reference, one, *p in found:
+        sizes = [f"{one.difference:+.4f}", f"{one.low:+.4f} to {one.high:+.4f}", f"{one.effect:+.2f}"]
+        p_values = ["< 0.0001" if value is not None and value < 0.0001 else number(value) for value in p]
+        rows.append([group.label, reference.label, *sizes, f"{one.wins} / {one.losses}", *p_values])
+    heads = ["setting", "against", "difference", "95 % interval", "effect d", "better / worse queries"]
+    return Table([*heads, "p permutation", "p t", "p seeds and queries"], rows)
+
+
+def _memory_section(groups: list[RunGroup], metric: str) -> Section:
+    note = (
+        f"Settings have equal memory if their peaks exceed the smallest peak by at most {SAME_MEMORY:.0%}. The peak is the "
+        "memory allocated on a GPU, or the resident memory of the process on a CPU, which includes libraries and data."
+    )
+    return Section("At equal peak memory", (), [equal_memory(groups, metric)], (note,))
+
+
+def equal_memory(groups: list[RunGroup], metric: str) -> Table:
+    """Return a table of the trained groups in classes of equal peak memory. In each class, the best metric comes first."""
+    peaks = {group.label: peak for group in groups if (peak := group.mean("peak_mib")) is not None}
+    left = sorted((group for group in groups if group.label in peaks), key=lambda group: peaks[group.label])
+    rows = []
+    while left:
+        least = peaks[left[0].label]
+        members = [group for group in left if peaks[group.label] <= least * (1 + SAME_MEMORY)]
+        left = left[len(members) :]
+        bounds = f"{least:.0f} to {least * (1 + SAME_MEMORY):.0f}"
+        for group in best_first(members, metric):
+            size, mib = text(group.setting("batch.global_batch_size")), number(peaks[group.label], ".0f")
+            rows.append([bounds, group.label, size, mib, *map(number, group.score(metric))])
+    return Table(["MiB", "setting", "N", "peak MiB", metric, "sd"], rows)
+
+
+def _time_section(groups: list[RunGroup], metric: str) -> Section:
+    how = "Training seconds are the sum of the logged seconds per step, without evaluations, checkpoints and drift measurements."
+    title, limited = "At equal training time", equal_time(groups, metric)
+    if limited is None:
+        return Section(title, (), (), (f"No run was evaluated on dev (data.dev, run.eval_steps). {how}",))
+    seconds, table = limited
+    note = f"Last evaluation of each run on dev within {seconds:.1f} s, the time of the fastest setting. {how}"
+    return Section(title, (), [table], (note,))
+
+
+def equal_time(groups: list[RunGroup], metric: str) -> tuple[float, Table] | None:
+    """Return the training seconds of the fastest group, and a table of the dev scores of all groups at this time.
+
+    Return None if no run has dev scores.
+    """
+    trained = [group for group in groups if any(run.evaluations for run in group.runs)]
+    times = [seconds for group in trained if (seconds := group.mean("train_seconds")) is not None]
+    if not times:
+        return None
+    rows = []
+    for group in trained:
+        reached = [found for run in group.runs if (found := score_at(run, min(times), metric))]
+        mean, deviation = mean_std(score for _, score in reached)
+        steps = mean_std(step for step, _ in reached)[0]
+        total = number(group.mean("train_seconds"), ".1f")
+        rows.append([group.label, number(mean), number(deviation), str(len(reached)), number(steps, ".0f"), total])
+    rows.sort(key=lambda row: row[1], reverse=True)
+    return min(times), Table(["setting", f"dev {metric}", "sd", "seeds", "steps", "total train s"], rows)
+
+
+def score_at(run: RunRecord, seconds: float, metric: str) -> tuple[int, float] | None:
+    """Return the step and the dev metric of the last evaluation in the first ``seconds`` of training.
+
+    Return None if there is no such evaluation.
+    """
+    early = [line for line in run.evaluations if run.times.get(line["step"], float("inf")) <= seconds]
+    return (early[-1]["step"], early[-1]["dev"][metric]) if early and metric in early[-1]["dev"] else None
+
+
+def settings_table(trained: list[RunGroup]) -> Table:
+    """Return a table of the settings that differ between the trained groups. Each group has a column."""
+    names = ["method", *varied(run for group in trained for run in group.runs)]
+    rows = [[name, *(text(group.setting(name)) for group in trained)] for name in names]
+    return Table(["setting", *(group.label for group in trained)], [row for row in rows if len(set(row[1:])) > 1])
+
+
+def runs_table(runs: Sequence[RunRecord], metric: str) -> Table:
+    """Return a table with one row per run. The run with the best metric comes first, runs without the metric last.
+
+    The values that change from step to step are medians. The first step is not counted.
+    """
+    heads = ["run", "method", "N", "B", "bank", metric, "s/step", "pairs/s", "peak MiB", "wait %", "grad ratio"]
+    rows = [
+        [
+            run.name,
+            text(run.method),
+            text(run.config.get("batch.global_batch_size")),
+            text(_micro_batch(run)),
+            text(max((line["bank_fill"] for line in run.steps), default=None)),
+            number(run.score(metric)),
+            number(run.median("seconds"), ".3f"),
+            number(run.median("pairs_per_second"), ".1f"),
+            number(run.peak_mib, ".0f"),
+            number(None if run.waited is None else 100 * run.waited, ".1f"),
+            number(run.median("grad_norm_ratio"), ".2f"),
+            number(run.median("negatives"), ".1f"),
+        ]
+        for run in sorted(runs, key=lambda run: -(run.score(metric) or 0.0))
+    ]
+    return Table([*heads, "negatives"], rows)
+
+
+def _micro_batch(run: RunRecord) -> int | str | None:
+    if run.method is not None and METHOD_SPECS[run.method].whole:
+        return run.config.get("batch.global_batch_size")
+    tokens = run.config.get("batch.micro_batch_tokens")
+    return run.config.get("batch.micro_batch_size") if tokens is None else f"{tokens} tokens"
+
+
+def runs_csv(runs: Sequence[RunRecord]) -> Table:
+    """Return a table with the metrics, logged values and settings of each run. The numbers are not rounded."""
+    means = [(run.metrics or {}).get("mean", {}) for run in runs]
+    metrics = list(dict.fromkeys(name for mean in means for name in mean))
+    settings = list(dict.fromkeys(name for run in runs for name in run.config))
+    totals = ("train_seconds", "peak_memory")
+    medians = ("seconds", "grad_norm_ratio", "negatives", "drift_query_cosine", "drift_passage_cosine")
+    rows = []
+    for run, mean in zip(runs, means, strict=True):
+        values = [*map(mean.get, metrics), *(getattr(run, name) for name in totals), *map(run.median, medians)]
+        values += map(run.config.get, settings)
+        rows.append([run.name, *("" if value is None else str(value) for value in values)])
+    return Table(["run", *metrics, *totals, *medians, *settings], rows)
+
+
+def environments(runs: list[RunRecord]) -> Table:
+    """Return a table of the software versions and devices of the runs. If the runs differ, a cell lists all values."""
+    known = [run.environment for run in runs if run.environment]
+    names = list(dict.fromkeys(name for found in known for name in found))
+    return Table(["", ""], [[n, ", ".join(dict.fromkeys(str(found.get(n)) for found in known))] for n in names])

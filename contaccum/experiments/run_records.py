@@ -1,0 +1,300 @@
+"""Read training runs for reports, group runs that differ only in the seed, and test the differences between groups."""
+
+import json
+import os
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple, TypedDict
+
+from contaccum.config import METHOD_SPECS, affects, train_settings
+from contaccum.errors import InputError
+from contaccum.evaluation.metrics import read_metrics
+from contaccum.evaluation.significance import Comparison, QueryScores, compare, holm
+from contaccum.runtime.files import read_json
+from contaccum.training.log import ENVIRONMENT_FILE, LOG_FILE, read_environment, read_log
+from contaccum.training.run_folder import CONFIG_FILE, flat, read_config, with_defaults
+
+METRICS_FILE = "metrics.json"
+TUNED_FILE = "tuned.json"  # contains a DevScore as JSON
+
+
+class DevScore(TypedDict):
+    """Dev metric of a finished tuning run: name and value of the metric."""
+
+    metric: str
+    score: float
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """Content of the folder of a training run. A baseline without training has only ``metrics``."""
+
+    folder: Path
+    config: dict[str, Any]  # name of a setting (group.field) -> value; empty for a baseline
+    steps: list[dict[str, Any]]  # lines of the log about optimizer steps
+    evaluations: list[dict[str, Any]]  # lines of the log about evaluations on dev
+    metrics: dict[str, Any] | None
+    environment: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def method(self) -> str | None:
+        return self.config.get("method")
+
+    @property
+    def seed(self) -> int:
+        return self.config.get("seed", 0)
+
+    @cached_property
+    def times(self) -> dict[int, float]:
+        """Logged step -> seconds of training up to this step.
+
+        The time of evaluations, checkpoints and drift measurements is not counted.
+        """
+        steps = [line["step"] for line in self.steps]
+        # "seconds" is the mean time of a step since the previous line of the log
+        spans = [
+            line["seconds"] * (step - last) for line, step, last in zip(self.steps, steps, [0, *steps], strict=False)
+        ]
+        return dict(zip(steps, accumulate(spans), strict=True))
+
+    @property
+    def train_seconds(self) -> float | None:
+        return max(self.times.values(), default=None)
+
+    @property
+    def waited(self) -> float | None:
+        """Share of the training time in which training waits for data. The first step is not counted."""
+        steady = self.steps[1:] or self.steps
+        return sum(line["waited"] for line in steady) / sum(line["seconds"] for line in steady) if steady else None
+
+    @property
+    def peak_memory(self) -> int | None:
+        """Peak memory in bytes: the allocated memory of a GPU, or the resident memory of the process on a CPU."""
+        return max((line["peak_memory"] for line in self.steps), default=None)
+
+    @property
+    def peak_mib(self) -> float | None:
+        return None if self.peak_memory is None else self.peak_memory / 2**20
+
+    @property
+    def per_query(self) -> QueryScores:
+        """Metrics of each test query. Empty if the run was not evaluated on the test data."""
+        return (self.metrics or {}).get("per_query") or {}
+
+    def score(self, metric: str) -> float | None:
+        """Return the mean of a metric over the test queries. Return None if the run was not evaluated.
+
+        Raises InputError if the metrics file does not contain the metric.
+        """
+        if self.metrics is None:
+            return None
+        mean = self.metrics["mean"]
+        if metric not in mean:
+            file = self.folder if self.folder.is_file() else self.folder / METRICS_FILE
+            raise InputError(f"{file}: no metric {metric!r}; expected one of {', '.join(mean)}")
+        return mean[metric]
+
+    def median(self, name: str) -> float | None:
+        """Return the median of the logged value ``name``. The first step is not counted, because it is slower."""
+        values = [line[name] for line in self.steps[1:] or self.steps if line.get(name) is not None]
+        return statistics.median(values) if values else None
+
+    def curve(self, name: str) -> dict[int, float]:
+        """Return the logged value ``name`` of each logged step: step -> value."""
+        return {line["step"]: line[name] for line in self.steps if line.get(name) is not None}
+
+
+@contextmanager
+def name_unusable_file(path: Path) -> Iterator[None]:
+    """Raise InputError with the name of the file if its content causes an error in the ``with`` block."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise InputError(
+            f"{path}: unexpected content ({type(error).__name__}: {error}); the file was changed or damaged after contaccum "
+            "wrote it"
+        ) from error
+
+
+def dev_score(run: Path) -> float | None:
+    """Return the dev metric of the tuning run in the folder ``run``. Return None if the run is not finished."""
+    file = run / TUNED_FILE
+    return read_json(file, DevScore)["score"] if file.is_file() else None
+
+
+def load_run_record(folder: str | Path) -> RunRecord:
+    """Read the folder of a run, or a metrics file. Raise InputError if there are neither settings nor metrics."""
+    path = Path(folder)
+    metrics_file = path if path.is_file() else path / METRICS_FILE
+    for name in (METRICS_FILE, CONFIG_FILE, LOG_FILE, ENVIRONMENT_FILE):
+        if os.path.lexists(path / name) and not (path / name).is_file():
+            raise InputError(f"{path / name}: not a regular file; the file of a training run is expected")
+    metrics = read_metrics(metrics_file) if metrics_file.is_file() else None
+    if not (path / CONFIG_FILE).is_file():
+        if metrics is None:
+            raise InputError(f"{path}: no {CONFIG_FILE} and no {METRICS_FILE}; this is not the folder of a run")
+        return RunRecord(path, {}, [], [], metrics, {})
+    config, lines = flat(read_config(path)), read_log(path)
+    with name_unusable_file(path / CONFIG_FILE):
+        _ = METHOD_SPECS[config["method"]], (config["bank.size"] or 0) + sum(config[name] for name in GROUPED_BY)
+    with name_unusable_file(path / LOG_FILE):
+        for line in lines:
+            _read_figures(line)
+    steps, evaluations = ([line for line in lines if kind in line] for kind in ("loss", "dev"))
+    return RunRecord(path, with_defaults(config), steps, evaluations, metrics, read_environment(path))
+
+
+AGES = ("bank_age_mean", "bank_age_max")  # logged ages of the bank's rows
+# settings that reports sort and group runs by; their values must be numbers
+GROUPED_BY = ("seed", "batch.global_batch_size", "batch.micro_batch_size")
+
+
+def _read_figures(line: dict[str, Any]) -> None:
+    """Check the values of a log line, so that a value of a wrong type raises an error before a report uses it."""
+    sum(line.get("dev", {}).values())
+    if "loss" in line:
+        _ = line["waited"] / line["seconds"], line["peak_memory"] + line["bank_fill"]
+        sum(value for name, value in line.items() if name not in ("dev", "drift") and value is not None)
+        sum(one["age"] + one["passage"] for one in line.get("drift", []))
+
+
+def mean_std(values: Iterable[float | None]) -> tuple[float | None, float | None]:
+    """Return the mean and the sample standard deviation of the values that are not None.
+
+    The mean is None without values; the standard deviation is None with fewer than two.
+    """
+    known = [value for value in values if value is not None]
+    return statistics.mean(known) if known else None, statistics.stdev(known) if len(known) > 1 else None
+
+
+@dataclass
+class RunGroup:
+    """Runs that differ only in the seed."""
+
+    label: str
+    runs: list[RunRecord] = field(default_factory=list)
+
+    @property
+    def method(self) -> str | None:
+        return self.runs[0].method
+
+    def setting(self, name: str) -> Any:
+        return self.runs[0].config.get(name)
+
+    def scores(self, metric: str) -> list[float]:
+        return [score for run in self.runs if (score := run.score(metric)) is not None]
+
+    def score(self, metric: str) -> tuple[float | None, float | None]:
+        """Return the mean and the standard deviation of the metric over the runs."""
+        return mean_std(self.scores(metric))
+
+    def per_query(self) -> dict[int, QueryScores]:
+        """Return the metrics of each query for each run: seed of the run -> metrics."""
+        return {run.seed: run.per_query for run in self.runs if run.per_query}
+
+    def mean(self, name: str) -> float | None:
+        """Return the mean of an attribute of RunRecord, such as ``train_seconds``, over the runs."""
+        return mean_std(getattr(run, name) for run in self.runs)[0]
+
+    def median(self, name: str) -> float | None:
+        """Return the median over runs of each run's median of the logged value ``name``."""
+        values = [value for run in self.runs if (value := run.median(name)) is not None]
+        return statistics.median(values) if values else None
+
+
+def varied(runs: Iterable[RunRecord]) -> list[str]:
+    """Return the names of the settings that differ between trained runs.
+
+    Method and seed are left out, and so are settings that the methods of the runs do not read.
+    """
+    trained = [run for run in runs if run.method]
+    return [
+        name
+        for name in train_settings()
+        if len({json.dumps(run.config.get(name)) for run in trained if affects(name, run.method)}) > 1
+    ]
+
+
+def group_runs(runs: list[RunRecord], labels: Mapping[Path, str] | None = None) -> list[RunGroup]:
+    """Group runs that differ only in the seed. A second run with the same seed starts a new group.
+
+    labels: folder of a run -> label of the run's group. Default label: the method and the settings that differ.
+    """
+    names = varied(runs)
+    groups: dict[str, RunGroup] = {}
+    for run in runs:
+        used = [name for name in names if affects(name, run.method)] if run.method else []
+        values = [f"{name.partition('.')[2]}={run.config.get(name)}" for name in used]
+        label = (labels or {}).get(run.folder) or " ".join([run.method or run.name, *values])
+        if label in groups and run.seed in {other.seed for other in groups[label].runs}:
+            label = f"{label} ({run.folder})"
+        groups.setdefault(label, RunGroup(label)).runs.append(run)
+    return list(groups.values())
+
+
+def by_global_batch(groups: Iterable[RunGroup]) -> dict[int | None, list[RunGroup]]:
+    """Return the groups of each global batch size: size -> groups. Baselines have the size None."""
+    found: dict[int | None, list[RunGroup]] = defaultdict(list)
+    for group in groups:
+        found[group.setting("batch.global_batch_size")].append(group)
+    return dict(sorted(found.items(), key=lambda item: (item[0] is None, item[0] or 0)))
+
+
+class Difference(NamedTuple):
+    """Comparison of a group with a reference group. The p values are corrected by Holm's method."""
+
+    group: RunGroup
+    reference: RunGroup
+    found: Comparison
+    p_permutation: float
+    p_t: float
+    p_both: float | None
+
+
+ChooseReference = Callable[[list[RunGroup]], RunGroup | None]
+"""Function that chooses the reference group from a list of groups. None: no reference."""
+
+
+def best_of_runs(folders: Collection[Path], metric: str) -> ChooseReference:
+    """Return a function that chooses the group with the best metric.
+
+    It considers only groups with a run in ``folders``.
+    """
+
+    def choose(groups: list[RunGroup]) -> RunGroup | None:
+        scored = [group for group in groups if group.runs[0].folder in folders and group.scores(metric)]
+        return max(scored, key=lambda group: group.score(metric)[0] or 0.0, default=None)
+
+    return choose
+
+
+def differences(
+    groups: list[RunGroup], metric: str, choose: ChooseReference, equal_batch: bool = True
+) -> list[Difference]:
+    """Test each group against a reference group, which ``choose`` chooses.
+
+    equal_batch: True tests a trained group against the reference of the groups with the same global batch size, and a baseline
+    against the reference of all groups. False tests all groups against the reference of all groups.
+    """
+    pairs = []
+    for size, members in by_global_batch(groups).items() if equal_batch else [(None, groups)]:
+        reference = choose(groups if size is None else members)
+        if reference is not None and reference.per_query():
+            others = [group for group in members if group.label != reference.label and group.per_query()]
+            pairs += [(group, reference) for group in others]
+    found = [compare(group.per_query(), reference.per_query(), metric) for group, reference in pairs]
+    permutation, t = holm([one.p_permutation for one in found]), holm([one.p_t for one in found])
+    corrected = iter(holm([one.p_both for one in found if one.p_both is not None]))
+    both = [None if one.p_both is None else next(corrected) for one in found]
+    rows = zip(pairs, found, permutation, t, both, strict=True)
+    return [Difference(group, other, one, *p) for (group, other), one, *p in rows]  # type: ignore[arg-type]

@@ -1,0 +1,160 @@
+"""Read the settings that ``contaccum compare`` trains: methods, fixed values, and combinations of values to tune."""
+
+import json
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import yaml
+
+from contaccum.config import METHOD_SPECS, affects, train_settings
+from contaccum.config.experiments import CompareConfig
+from contaccum.config.file import MAX_BYTES, check_config_file, config_path
+from contaccum.errors import InputError
+from contaccum.runtime.files import read_text
+
+Values = tuple[tuple[str, str], ...]
+"""Pairs (name of a setting such as bank.size, value as text)."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One entry of a comparison: a method with fixed values, and the combinations of values to tune.
+
+    Tuning chooses one of these combinations, called candidates. A single candidate needs no tuning.
+    """
+
+    label: str
+    method: str
+    fixed: Values = ()
+    candidates: tuple[Values, ...] = ((),)
+
+    def changes(self, candidate: Values) -> dict[str, str]:
+        """Return the method, the fixed values and the values of one candidate."""
+        return {"method": self.method, **dict(self.fixed), **dict(candidate)}
+
+
+def named(first: str, values: Values) -> str:
+    return "-".join([first, *(f"{name.partition('.')[2] or name}={value}" for name, value in values)])
+
+
+def comma_list(text: str) -> list[str]:
+    """Split a text at its commas. A comma inside square brackets does not split."""
+    return [part.strip() for part in re.split(r",(?![^\[]*\])", text) if part.strip()]
+
+
+def read_names(option: str, text: str, known: Iterable[str]) -> list[str]:
+    """Return the names in a comma-separated text. Raise InputError for a name that is not in ``known``."""
+    names = list(dict.fromkeys(comma_list(text)))
+    for name in names:
+        if name not in known:
+            raise InputError(f"{option}: {name!r} is unknown; choose from {', '.join(known)}")
+    return names
+
+
+def read_values(option: str, entries: tuple[str, ...]) -> dict[str, list[str]]:
+    """Read entries of the form ``GROUP.FIELD=v1,v2``. Return the values of each setting: name -> values."""
+    found: dict[str, list[str]] = {}
+    for entry in entries:
+        name, _, values = entry.partition("=")
+        _check_name(f"{option}: {entry!r}", name)
+        if name in found or not comma_list(values):
+            raise InputError(f"{option}: {entry!r}; expected GROUP.FIELD=v1,v2, and each setting only once")
+        found[name] = list(dict.fromkeys(comma_list(values)))
+    return found
+
+
+def _check_name(where: str, name: str) -> None:
+    if name not in train_settings() or not any(affects(name, method) for method in METHOD_SPECS):
+        raise InputError(
+            f"{where}: {name!r} is not a setting that changes the trained model; use one such as bank.size"
+        )
+
+
+def read_tune(options: CompareConfig) -> tuple[int | None, dict[str, list[str]]]:
+    """Return the number of rungs, and the values to try for each tuned setting.
+
+    The deprecated option ``tune_learning_rate`` adds values for the learning rate.
+    """
+    tuned = read_values("--tune", options.tune)
+    if not options.tune_learning_rate:
+        return options.rungs, tuned
+    rate = "optim.learning_rate"
+    warnings.warn(f"--tune_learning_rate is deprecated; use --tune {rate}=v1,v2 --rungs 1", stacklevel=2)
+    if rate in tuned:
+        raise InputError(f"{rate}: given to --tune and --tune_learning_rate; use --tune")
+    return options.rungs or 1, tuned | read_values("--tune", (f"{rate}={options.tune_learning_rate}",))
+
+
+def settings(methods: list[str], varied: Mapping[str, list[str]], tuned: Mapping[str, list[str]]) -> list[Setting]:
+    """Return one Setting for each method and each combination of the varied values.
+
+    Settings that a method does not read are left out.
+    """
+    return [
+        Setting(named(method, values), method, values, combinations(tuned, method))
+        for method in methods
+        for values in combinations(varied, method)
+    ]
+
+
+def combinations(values: Mapping[str, list[str]], method: str | None) -> tuple[Values, ...]:
+    """Return all combinations of the values. Settings that ``method`` does not read are left out.
+
+    method: name of a method, or None for the untrained encoder.
+    """
+    used = [[(name, value) for value in each] for name, each in values.items() if affects(name, method)]
+    return tuple(product(*used))
+
+
+def read_settings(path: str, tuned: Mapping[str, list[str]]) -> list[Setting]:
+    """Read a YAML file of comparison entries: name -> method, fixed values, and under ``tune`` the values to tune.
+
+    tuned: values to tune for a name without ``tune``.
+    """
+    path = config_path(path)
+    text = read_text(path, "a YAML file with settings", MAX_BYTES)
+    rows: dict[str, Any] = yaml.safe_load(check_config_file(path, text, None).text)
+    return [_row(f"{path}: {label}", str(label), row, tuned) for label, row in rows.items()]
+
+
+def _row(where: str, label: str, row: Any, tuned: Mapping[str, list[str]]) -> Setting:
+    if not isinstance(row, dict):
+        raise InputError(f"{where} is {row!r}; it must be a mapping of settings")
+    method, tune = row.pop("method", label), row.pop("tune", None)
+    if method not in METHOD_SPECS:
+        raise InputError(f"{where}: method is {method!r}; choose from {', '.join(METHOD_SPECS)}")
+    fixed = _values(where, row)
+    if tune is None:
+        free = {name: values for name, values in tuned.items() if name not in dict(fixed)}
+        return Setting(label, method, fixed, combinations(free, method))
+    if isinstance(tune, dict):
+        grid = {name: [_text(each) for each in values] for name, values in _lists(where, tune).items()}
+        return Setting(label, method, fixed, combinations(grid, method))
+    if not isinstance(tune, list) or not tune or not all(isinstance(each, dict) for each in tune):
+        raise InputError(
+            f"{where}: tune is {tune!r}; expected settings with lists of values, such as "
+            "{bank.size: [64, 128]}, or a list of combinations, such as [{bank.size: 64}, {bank.size: 128}]"
+        )
+    return Setting(label, method, fixed, tuple(dict.fromkeys(_values(where, each) for each in tune)))
+
+
+def _lists(where: str, tune: dict[Any, Any]) -> dict[str, list[Any]]:
+    for name, values in tune.items():
+        _check_name(where, name)
+        if not isinstance(values, list) or not values:
+            raise InputError(f"{where}: tune.{name} is {values!r}; it must be a list of values")
+    return tune
+
+
+def _values(where: str, row: dict[Any, Any]) -> Values:
+    for name in row:
+        _check_name(where, name)
+    return tuple((name, _text(value)) for name, value in row.items())
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,156 @@
+"""Write the report of ``contaccum compare``. Besides the tables of report.py, it shows the tuning and the budget."""
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from contaccum.config import METHOD_SPECS
+from contaccum.experiments.budget import Budget
+from contaccum.experiments.page import MISSING, Section, Table, draw_all, html, legend, markdown, number
+from contaccum.experiments.report import best_first, runs_csv, sections_of, tests_table
+from contaccum.experiments.run_records import (
+    Difference,
+    RunGroup,
+    best_of_runs,
+    differences,
+    group_runs,
+    load_run_record,
+)
+from contaccum.experiments.tuning import Tuned
+from contaccum.runtime.files import whole_file, write_json, write_text
+
+PLOTS = "plots"
+P_VALUES = ("p_permutation", "p_t", "p_both")
+
+
+class StudyResult(NamedTuple):
+    """What the report of a comparison needs besides the folders of the runs."""
+
+    metric: str
+    reference: set[Path]  # folders of the reference runs of the significance tests
+    budget: Budget | None = None
+    tuned: Sequence[Tuned] = ()
+    failed: Sequence[str] = ()
+    labels: Mapping[Path, str] = {}  # folder of a run -> its label in tables
+
+    @property
+    def equal_batch(self) -> bool:
+        """True if only runs with equal global batch sizes are compared."""
+        tuned = {name for each in self.tuned for candidate in each.setting.candidates for name, _ in candidate}
+        return self.budget is None and "batch.global_batch_size" not in tuned
+
+
+def write_report(output: Path, folders: Sequence[Path], result: StudyResult) -> Path:
+    """Write the report to the folder ``output`` and return the path of report.html.
+
+    The other files are report.md, compare.json, runs.csv, tests.csv and the images in plots/. folders: folders of the runs.
+    """
+    runs, metric = [load_run_record(folder) for folder in folders], result.metric
+    groups = group_runs(runs, result.labels)
+    found = differences(groups, metric, best_of_runs(result.reference, metric), result.equal_batch)
+    sections = sections_of(runs, groups, metric, found, result.failed, equal_cost=not result.equal_batch)
+    if result.budget is not None:
+        sections.insert(1, _budget_section(groups, metric, found, result.budget))
+    if result.tuned:
+        sections.append(_tuning_section(result.tuned, metric))
+    drawn = draw_all(groups, metric)
+    write_json(output / "compare.json", as_json(groups, found, result))
+    for plot in drawn:
+        with whole_file(output / PLOTS / f"{plot.name}.png") as file:
+            file.write(plot.png)
+    for name, table in (("runs.csv", runs_csv(runs)), ("tests.csv", tests_table(found))):
+        lines = io.StringIO()
+        csv.writer(lines, lineterminator="\n").writerows([table.heads, *table.rows])
+        write_text(output / name, lines.getvalue())
+    write_text(output / "report.md", markdown("Comparison", sections, drawn, PLOTS))
+    page = output / "report.html"
+    write_text(page, html("Comparison", sections, drawn, legend(groups)))
+    return page
+
+
+def _budget_section(groups: list[RunGroup], metric: str, found: list[Difference], budget: Budget) -> Section:
+    title = "At equal training time" if budget.unit == "s" else "At equal budget"
+    note = (
+        f"Each run has as many steps as the budget, {budget}, pays for. A pair costs 3 forward passes with one-pass methods and "
+        "1 + 3p with grad_cache and cont_cache, where p is replay.share. The p values are those of the table below."
+    )
+    return Section(title, (note,), [equal_budget(groups, metric, found)])
+
+
+def equal_budget(groups: list[RunGroup], metric: str, found: list[Difference]) -> Table:
+    """Return a table with the steps, cost and metric of each group, and the difference from the reference."""
+    tests = {one.group.label: row for one, row in zip(found, tests_table(found).rows, strict=True)}
+    rows = []
+    for group in best_first(groups, metric):
+        cost = [MISSING] * 4 if group.method is None else [*cost_of(group).values()]
+        p = tests.get(group.label, [MISSING] * 9)
+        seconds = number(group.mean("train_seconds"), ".1f")
+        seeds = str(len(group.scores(metric))) if group.method else MISSING
+        rows.append(
+            [group.label, *map(str, cost), seconds, *map(number, group.score(metric)), seeds, p[2], p[3], p[8], p[6]]
+        )
+    heads = ["setting", "N", "steps", "pairs", "forward passes", "train s", metric, "sd", "seeds", "difference"]
+    return Table([*heads, "95 % interval", "p seeds and queries", "p permutation"], rows)
+
+
+def cost_of(group: RunGroup) -> dict[str, int]:
+    """Return the global batch size N and the numbers of steps, pairs and forward passes of one run in the group.
+
+    A forward pass is the forward pass of one pair.
+    """
+    size, share = group.setting("batch.global_batch_size"), group.setting("replay.share")
+    steps = group.setting("optim.max_steps") or max((line["step"] for line in group.runs[0].steps), default=0)
+    price = METHOD_SPECS[str(group.method)].cost(share)
+    return {"N": size, "steps": steps, "pairs": steps * size, "forward_passes": round(steps * size * price)}
+
+
+def as_json(groups: list[RunGroup], found: list[Difference], result: StudyResult) -> dict[str, Any]:
+    """Return the content of compare.json: results, tests and tuning. The numbers are not rounded."""
+    tests = {one.group.label: one for one in found}
+    rows = []
+    for group in groups:
+        mean, deviation = group.score(result.metric)
+        row: dict[str, Any] = {"setting": group.label, "mean": mean, "sd": deviation}
+        if group.method is not None:
+            row |= {"seeds": [run.seed for run in group.runs], "runs": [run.name for run in group.runs]}
+            row |= cost_of(group) | {name: group.mean(name) for name in ("train_seconds", "peak_mib")}
+        if one := tests.get(group.label):
+            holm = dict(zip(P_VALUES, one[3:], strict=True))
+            row["test"] = {"against": one.reference.label, **asdict(one.found), "holm": holm}
+        rows.append(row)
+    budget = None if result.budget is None else {"amount": float(result.budget.amount), "unit": result.budget.unit}
+    tuned = [each.as_json(result.metric) for each in result.tuned]
+    return {"metric": result.metric, "budget": budget, "results": rows, "tuned": tuned, "failed": list(result.failed)}
+
+
+def _tuning_section(tuned: Sequence[Tuned], metric: str) -> Section:
+    rows = []
+    for each in tuned:
+        chosen = ", ".join(f"{name}={value}" for name, value in each.chosen or ()) or "all runs failed"
+        count, cost = str(len(each.setting.candidates)), number(float(each.full_runs), ".2f")
+        rows.append([each.setting.label, count, cost, chosen, ", ".join(each.edges()) or MISSING])
+    shares = sorted({share for each in tuned for share in each.shares})
+    tried = [
+        [each.setting.label, *(dict(candidate).get(name, MISSING) for name in _tuned_names(tuned)),
+         *(number(dict(zip(each.shares, each.rungs, strict=True)).get(share, {}).get(candidate)) for share in shares),
+         "chosen" if candidate == each.chosen else ""]
+        for each in tuned for candidate in each.setting.candidates
+    ]  # fmt: skip
+    heads = [f"{share} of the budget" if share < 1 else "full budget" for share in shares]
+    notes = [
+        f"{metric} on dev with the first seed; the test data are not used for the choice, and all seeds use the chosen values. "
+        "Each run is a complete training of its length. The best quarter of a column is trained again, longer, in the next "
+        "column. A combination without a number was not trained, or its run failed.",
+        "A setting at the edge has the lowest or highest value that was tried: a wider range may be better.",
+    ]
+    if invalid := [f"{name}: {why}" for each in tuned for name, why in each.invalid.items()]:
+        notes.append("Combinations that cannot be trained: " + "; ".join(invalid))
+    summary = Table(["setting", "combinations", "cost in full runs", "chosen", "at the edge"], rows)
+    return Section("Tuning", (), [summary, Table(["setting", *_tuned_names(tuned), *heads, ""], tried)], notes)
+
+
+def _tuned_names(tuned: Sequence[Tuned]) -> list[str]:
+    return list(dict.fromkeys(name for each in tuned for values in each.setting.candidates for name, _ in values))

@@ -1,0 +1,196 @@
+"""Show search results on a page in the browser (gradio), or at a prompt in the terminal."""
+
+import os
+import shutil
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from types import ModuleType
+from typing import Any, TextIO
+
+from contaccum.config.commands import DataPolicy, EncoderConfig, ExploreConfig, SearchConfig
+from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
+from contaccum.data.retrieval_set import RetrievalSet
+from contaccum.errors import InputError
+from contaccum.explore import html
+from contaccum.explore.explorer import Explorer, open_systems
+from contaccum.explore.gate import MAX_QUERY, Gate
+from contaccum.explore.html import grades_of_text, relevant_among
+from contaccum.formats.records import not_utf8
+from contaccum.retrieval.retriever import DEFAULTS, Retriever
+from contaccum.retrieval.runs import RankedPassage, read_passages, render_passages, truncate_line
+from contaccum.runtime.launch import process_place
+
+SHOWN = (5, 10, 20, 50)
+"""Numbers of passages per query to choose from on the page."""
+PROMPT = "query> "
+
+
+def load_gradio() -> ModuleType:
+    """Import gradio and turn off its analytics. Raises InputError with the install command if gradio is missing."""
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+    try:
+        import gradio
+    except ImportError as error:
+        raise InputError(f'contaccum explore needs gradio ({error}). Run: pip install "contaccum[explore]"') from error
+    return gradio
+
+
+def explore(
+    options: ExploreConfig,
+    choice: EncoderConfig,
+    settings: SearchConfig,
+    policy: DataPolicy = DEFAULT_POLICY,
+) -> None:
+    """Encode the corpus for each model, print the address of the page, and serve the page until the process is stopped.
+
+    choice: settings for loading every model. Raises InputError if gradio is missing, if the port is in use, or if data, models or
+    search settings are invalid.
+    """
+    _require_one_process("explore")
+    try:
+        with socket.create_server((options.host, options.port)):
+            pass
+    except (OSError, OverflowError) as error:
+        raise InputError(
+            f"--host {options.host} --port {options.port}: the server cannot listen there ({error}); choose another one"
+        ) from error
+    load_gradio()
+    data = open_dataset(options.data, options.split, policy).searchable_set
+    systems = open_systems(options.models, choice, data, options.k, settings, options.embeddings)
+    for system in systems if data.queries else ():
+        print(f"contaccum: {system.name}: ranking {len(data.queries)} queries", file=sys.stderr)
+        assert system.scores
+    serve(Explorer(systems, data, options.split), options.host, options.port)
+
+
+def serve(explorer: Explorer, host: str, port: int) -> None:
+    """Print the address of the page, and serve the page until the process is stopped."""
+    blocks = build(explorer)
+    theme = load_gradio().themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
+    blocks.launch(
+        server_name=host, server_port=port, share=False, quiet=True, prevent_thread_lock=True, ssr_mode=False, pwa=False,
+        mcp_server=False, enable_monitoring=False, footer_links=[], theme=theme, css=html.STYLE,
+        app_kwargs={"middleware": [(Gate, (), {"host": host})], "openapi_url": None},
+    )  # fmt: skip
+    try:
+        print(blocks.local_url, flush=True)
+        threading.Event().wait()
+    finally:
+        blocks.close(verbose=False)
+
+
+def build(explorer: Explorer) -> Any:
+    """Build the page. It has menus at the top, a tab for typed queries, and a tab for the judged queries of the split."""
+    gr = load_gradio()
+    labels = [system.name for system in explorer.systems]
+    with gr.Blocks(title="contaccum explore", analytics_enabled=False) as blocks:
+        several = len(labels) > 1
+        with gr.Row():
+            # this minimum width makes a phone show the menus below each other
+            two = {"filterable": False, "visible": several, "min_width": 240}
+            left = gr.Dropdown(labels, value=labels[0], label="model", elem_id="left", **two)
+            right = gr.Dropdown(labels, value=labels[several], label="compare with", elem_id="right", **two)
+            shown = gr.Dropdown(SHOWN, value=10, label="passages", elem_id="shown", filterable=False)
+        with gr.Tab("Ask"):
+            query = gr.Textbox(label="query", elem_id="query", submit_btn="Search", max_lines=1, max_length=MAX_QUERY)
+            answer = gr.HTML(explorer.answer("", "", None, 0), elem_id="answer", apply_default_css=False)
+            for event in (query.submit, left.change, right.change, shown.change):
+                event(explorer.answer, [query, left, right, shown], answer)
+        if explorer.data.queries:
+            with gr.Tab(f"Queries of {explorer.split}"):
+                _queries_tab(gr, explorer, [left, right, shown])
+    return blocks
+
+
+def _queries_tab(gr: Any, explorer: Explorer, choices: list[Any]) -> None:
+    left, right, shown = choices
+    default = "ndcg@10" if "ndcg@10" in explorer.metrics else explorer.metrics[0]
+    chosen = gr.State("")
+    metric = gr.Dropdown(explorer.metrics, value=default, label="metric", elem_id="metric", filterable=False)
+    with gr.Column() as listing:
+        pages = explorer.list_pages
+        number = gr.Slider(1, max(2, pages), value=1, step=1, label="page", visible=pages > 1)
+        first = explorer.lost(left.value, right.value, default, 1)
+        listed = gr.HTML(first, elem_id="lost", js_on_load=html.CHOOSE, apply_default_css=False)
+    with gr.Column(visible=False) as single:
+        back = gr.Button("All queries", elem_id="back", size="sm")
+        shown_query = gr.HTML(elem_id="query-page", apply_default_css=False)
+
+    def show(query: str, left: str, right: str, metric: str, k: int) -> Any:
+        return explorer.show_query(query, left, right, metric, k) if query else ""
+
+    def choose(event: gr.EventData, *values: Any) -> tuple[Any, ...]:
+        return event.query, show(event.query, *values), gr.update(visible=False), gr.update(visible=True)
+
+    def leave() -> tuple[Any, ...]:
+        return "", gr.update(visible=True), gr.update(visible=False)
+
+    listed.select(choose, [left, right, metric, shown], [chosen, shown_query, listing, single])
+    back.click(leave, None, [chosen, listing, single])
+    for choice in (left, right, metric, number):
+        choice.change(explorer.lost, [left, right, metric, number], listed)
+    for choice in (left, right, metric, shown):
+        choice.change(show, [chosen, left, right, metric, shown], shown_query)
+
+
+def converse(
+    choice: EncoderConfig,
+    data: str,
+    split: str = "test",
+    k: int = 10,
+    settings: SearchConfig = DEFAULTS,
+    policy: DataPolicy = DEFAULT_POLICY,
+) -> None:
+    """Read queries from the standard input, and print the k best passages of each query.
+
+    An empty line or the end of the input stops the loop. Model, vectors and corpus are loaded once. If a query is in the split,
+    its judged passages are marked. Raises InputError if data or settings are invalid, or if several processes were started.
+    """
+    _require_one_process("--interactive")
+    judged = open_dataset(data, split, policy).searchable_set
+    retriever = Retriever.open(choice, judged.corpus, settings)
+    for query in typed(sys.stdin):
+        hits = read_passages(judged.corpus, retriever.search({"query": query}, k)["query"])
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        print(render_answer(query, hits, judged, width), end="\n\n", flush=True)
+
+
+def _require_one_process(what: str) -> None:
+    if (world := process_place()[1]) > 1:
+        raise InputError(f"{what} runs in one process, but {world} were started; start only one")
+
+
+def typed(source: TextIO) -> Iterator[str]:
+    """Yield the queries from ``source``, one per line. Stop at an empty line or at the end. In a terminal, show a prompt."""
+    lines = _prompted() if source.isatty() else iter(source)
+    try:
+        for line in lines:
+            if not line.strip():
+                return
+            yield line.strip()
+    except UnicodeDecodeError as error:
+        raise InputError(f"standard input: {not_utf8(error)}") from error
+
+
+def _prompted() -> Iterator[str]:
+    with suppress(ImportError):
+        import readline  # noqa: F401  (input() then supports editing and history)
+    while True:
+        try:
+            yield input(PROMPT)
+        except EOFError:
+            print()
+            return
+
+
+def render_answer(query: str, hits: list[RankedPassage], judged: RetrievalSet, width: int | None) -> str:
+    """Format the passages as text. For a judged query, add the number of relevant passages among them."""
+    grades = grades_of_text(query, judged.queries, judged.qrels)
+    lines = [render_passages(hits, grades, width) if hits else "no passage was found"]
+    if grades:
+        here, there = relevant_among(grades, hits)
+        lines.append(truncate_line(f"{here} of {there} relevant passages are among these {len(hits)}", width))
+    return "\n".join(lines)

@@ -1,0 +1,297 @@
+"""Readers of every data format. This module also detects the format of a file.
+
+Formats: BEIR (corpus.jsonl, queries.jsonl, qrels TSV), DPR (JSON, corpus TSV, question CSV), MS MARCO (collection.tsv,
+queries.tsv), JSONL of query, pos and neg, and Tevatron JSONL. Every file may be gzipped. A reader checks each record by itself.
+The package ``data`` checks what needs the whole data set: ids are unique, references to ids are valid, and no text is empty.
+"""
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from contaccum.errors import InputError
+from contaccum.formats.dpr import dpr_corpus, id_text_lines
+from contaccum.formats.json_records import (
+    Record,
+    id_field,
+    json_lines,
+    json_list,
+    json_objects,
+    string_field,
+    title_field,
+)
+from contaccum.formats.records import (
+    STRICT,
+    Example,
+    Judgement,
+    Passage,
+    Query,
+    RejectedRecords,
+    SourceLocation,
+    first_character,
+    numbered_lines,
+)
+from contaccum.formats.training import RECORDS, reader_of
+
+Value = TypeVar("Value")
+Kind = Literal["beir", "dpr", "jsonl", "tevatron", "corpus", "queries", "questions"]
+
+_PASSAGE = "a passage (an object with _id, title and text)"
+_QUERY = "a query (an object with _id and text)"
+_FILES = "JSON, a DPR corpus TSV, a question CSV, or MS MARCO's id and text"
+_OTHER_NAMES = {"corpus.jsonl": "collection.tsv", "queries.jsonl": "queries.tsv"}
+_RECORDS = ", or ".join([*RECORDS.values(), _PASSAGE])
+_MARKS: dict[str, Kind] = {
+    "positive_ctxs": "dpr",
+    "positive_passages": "tevatron",
+    "pos": "jsonl",
+    "title": "corpus",
+    "_id": "queries",
+}
+"""Fields that show the format of a record. If a record has several of them, the first field in this dict decides."""
+_NAMES: dict[str, Kind] = {"corpus.jsonl": "corpus", "queries.jsonl": "queries"}
+_LOOKED_AT = 100  # maximum number of records, and of rejected records, that are read to detect a format
+MAX_GRADE = 99_999  # trec_eval needs memory for every grade up to the largest
+_GRADE = re.compile(r" *[+-]?[0-9]{1,5} *")
+_GRADES = "3 columns (query-id, corpus-id, score), or TREC's 4 columns (query, iteration, passage, grade)"
+
+
+def beir_file(folder: str | Path, name: str) -> Path:
+    """Return the path of a file in a BEIR folder. ``name`` is the file name in BEIR.
+
+    The file may be gzipped. The file may also have the name that MS MARCO gives it, such as collection.tsv.
+    """
+    folder = Path(folder)
+    other = _OTHER_NAMES.get(name, name)
+    for path in (folder / name, folder / f"{name}.gz", folder / other, folder / f"{other}.gz"):
+        if path.is_file():
+            return path
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder")
+    raise InputError(f"{folder}: {name} not found; a BEIR folder has corpus.jsonl, queries.jsonl and qrels/<split>.tsv")
+
+
+def numbered_corpus(path: str | Path, rejected: RejectedRecords = STRICT) -> Iterator[tuple[int, Passage]]:
+    """Yield the line number and the passage of each record of a corpus.
+
+    The file is a BEIR corpus.jsonl, a DPR TSV or MS MARCO's collection.tsv.
+    """
+    path = Path(path)
+    if _layout(path, rejected.limit) != "lines":
+        if _columns(path, rejected.limit) == 2:
+            return ((line, Passage(key, "", text)) for line, key, text in id_text_lines(path, rejected))
+        return dpr_corpus(path, rejected)
+    return ((location.line, passage) for location, passage in json_lines(path, _PASSAGE, _passage, rejected))
+
+
+def _passage(record: Record, location: SourceLocation, number: int) -> Passage:
+    title, text = title_field(record, location), string_field(record, "text", location)
+    return Passage(id_field(record, "_id", location), title, text)
+
+
+def numbered_queries(path: str | Path, rejected: RejectedRecords = STRICT) -> Iterator[tuple[int, Query]]:
+    """Yield the line number and the query of each record of a BEIR queries.jsonl or MS MARCO's queries.tsv.
+
+    A query without text is an invalid record.
+    """
+    path = Path(path)
+    if _layout(path, rejected.limit) == "columns" and _columns(path, rejected.limit) == 2:
+        return _table_queries(path, rejected)
+    return ((location.line, query) for location, query in json_lines(path, _QUERY, _query, rejected))
+
+
+def _table_queries(path: Path, rejected: RejectedRecords) -> Iterator[tuple[int, Query]]:
+    for line, key, text in id_text_lines(path, rejected):
+        if text.strip():
+            yield line, Query(key, text)
+        else:
+            rejected.reject(_empty_query(key, SourceLocation(path, line)))
+
+
+def _empty_query(key: str, location: SourceLocation) -> InputError:
+    return location.error(f"the text of query {key!r} is empty; every query needs a text")
+
+
+def _query(record: Record, location: SourceLocation, number: int) -> Query:
+    query = Query(id_field(record, "_id", location), string_field(record, "text", location))
+    if not query.text.strip():
+        raise _empty_query(query.id, location)
+    return query
+
+
+def read_qrels(path: str | Path, rejected: RejectedRecords = STRICT) -> Iterator[Judgement]:
+    """Yield the judgements of a qrels file. The file is a BEIR TSV, with or without a header, or a TREC file."""
+    path = Path(path)
+    separator, columns = _qrels_form(path, rejected.limit)
+    first = True
+    for number, line in numbered_lines(path, rejected=rejected):
+        cells, location = line.split(separator), SourceLocation(path, number)
+        try:
+            if not cells or len(cells) != columns:
+                needed = _GRADES if first else f"{columns} columns, as in the lines before"
+                raise location.error(f"found {len(cells)} columns; a line must have {needed}")
+            named = cells[0].lower().replace("_", "-") in ("query-id", "qid", "query")
+            if first and named and not _GRADE.fullmatch(cells[-1]):
+                first = False
+                continue
+            if not cells[0] or not cells[-2]:
+                raise location.error("found an empty id; queries and passages need an id")
+            judgement = Judgement(cells[0], cells[-2], grade_of(cells[-1], location), number)
+        except InputError as error:
+            rejected.reject(error)
+        else:
+            first = False
+            yield judgement
+
+
+def grade_of(text: str, location: SourceLocation) -> int:
+    if not _GRADE.fullmatch(text):
+        raise location.error(f"the grade is {text[:40]!r}; it must be an integer from -{MAX_GRADE} to {MAX_GRADE}")
+    return int(text)
+
+
+def numbered_examples(
+    path: str | Path, rejected: RejectedRecords = STRICT, scores: bool = False
+) -> Iterator[tuple[SourceLocation, Example]]:
+    """Yield the location and the example of each record of a file of training examples.
+
+    The file is a DPR JSON, a JSONL of query, pos and neg, or a Tevatron JSONL. A query without an id gets the id
+    ``unnamed-query-N``; N is the number of the record. A passage without an id gets a hash of its content as its id. With
+    ``scores``, teacher scores are read: ``pos_scores`` and ``neg_scores`` in JSONL (FlagEmbedding), or the ``score`` of each
+    passage in Tevatron. The ``score`` in a DPR file is a search score and is ignored.
+    """
+    path = Path(path)
+    kind = kind_of_data(path, rejected.limit)
+    if kind == "dpr" and _layout(path, rejected.limit) == "list":
+        return json_list(path, RECORDS["dpr"], reader_of("dpr"), rejected)
+    return line_examples(path, numbered_lines(path, rejected=rejected), kind, rejected, scores)
+
+
+def line_examples(
+    path: Path, lines: Iterable[tuple[int, str]], kind: Kind, rejected: RejectedRecords, scores: bool = False
+) -> Iterator[tuple[SourceLocation, Example]]:
+    """Yield the location and the example of each of these numbered lines in the format ``kind``. Errors name ``path``."""
+    if kind not in RECORDS:
+        raise InputError(
+            f"{path}: is a {kind} file; training examples are DPR JSON, JSONL of query, pos and neg, or Tevatron JSONL"
+        )
+    return json_objects(path, lines, RECORDS[kind], reader_of(kind, scores), rejected)
+
+
+def kind_of_data(path: str | Path, max_bad_records: int = 0) -> Kind:
+    """Detect the format of a folder or file from its first records. Skip up to ``max_bad_records`` invalid records."""
+    path = Path(path)
+    if os.path.isdir(path):
+        beir_file(path, "corpus.jsonl")  # raises an error for other folders
+        return "beir"
+    layout = _layout(path, max_bad_records)
+    if layout == "list":
+        return "dpr"
+    if layout == "lines":
+        return _kind_of_lines(path, max_bad_records)
+    return _kind_of_table(path, max_bad_records)
+
+
+def _kind_of_table(path: Path, max_bad_records: int) -> Kind:
+    """Detect the format of a file with columns.
+
+    A file with two columns has DPR questions and answers if it is a .csv file or if the second column has lists. Otherwise it has
+    ids and texts (MS MARCO): queries if the file name contains ``quer``, else passages.
+    """
+    rows = [line.split("\t") for _, line in _first_lines(path, max_bad_records)]
+    if not rows:
+        raise InputError(f"{path}: is empty; it must contain {_FILES}")
+    columns = _columns(path, max_bad_records)
+    if columns is None:
+        raise InputError(f"{path}:1: found {len(rows[0])} columns; the file must contain {_FILES}")
+    if columns == 3:
+        return "corpus"
+    answers = _most_common(
+        [key.split() != [key] or rest[0].startswith(("[", '"[')) for key, *rest in rows if len(rest) == 1]
+    )
+    if answers or ".csv" in path.suffixes:
+        return "questions"
+    return "queries" if "quer" in path.name.lower() else "corpus"
+
+
+def _columns(path: Path, max_bad_records: int) -> int | None:
+    """Return the most common number of columns in the first lines, 2 or 3. Return None if no line has 2 or 3 columns."""
+    counts = [line.count("\t") + 1 for _, line in _first_lines(path, max_bad_records)]
+    return _most_common([count for count in counts if count in (2, 3)])
+
+
+def _first_lines(path: Path, max_bad_records: int) -> list[tuple[int, str]]:
+    """Return so many first lines that at most ``max_bad_records`` invalid ones are fewer than half of them."""
+    enough = 2 * min(max_bad_records, _LOOKED_AT) + 1
+    return list(islice(numbered_lines(path, rejected=RejectedRecords(enough - 1)), enough))
+
+
+def _most_common(found: Iterable[Value]) -> Value | None:
+    """Return the most common value. If several values are equally common, return the first. Without values, return None."""
+    return next((value for value, _ in Counter(found).most_common(1)), None)
+
+
+def _layout(path: Path, max_bad_records: int) -> Literal["list", "lines", "columns"]:
+    """Return whether a file is one JSON list, lines of JSON objects, or a table with columns.
+
+    With ``max_bad_records``, the first line may be invalid. If the first line is a whole JSON list and other lines follow, the
+    first line is invalid.
+    """
+    first = first_character(path)
+    if not max_bad_records:
+        return "list" if first == "[" else "lines" if first == "{" else "columns"
+    lines = [line for _, line in _first_lines(path, max_bad_records)] or [""]
+    if first == "[" and not (len(lines) > 1 and _is_whole_list(lines[0])):
+        return "list"
+    starts = [(line.lstrip().startswith("{"), line.count("\t") in (1, 2)) for line in lines]
+    json_lines = _most_common([is_json for is_json, columns in starts if is_json or columns] or [first == "{"])
+    return "lines" if json_lines else "columns"
+
+
+def _is_whole_list(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), list)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _qrels_form(path: Path, max_bad_records: int) -> tuple[str | None, int]:
+    """Return the separator (None: white space) and the number of columns: 3 or 4, or 0 if no line has 3 or 4 columns."""
+    forms = []
+    for _, line in _first_lines(path, max_bad_records):
+        separator = "\t" if line.count("\t") == 2 else None
+        forms.append((separator, len(line.split(separator))))
+    return _most_common([form for form in forms if form[1] in (3, 4)]) or (None, 0)
+
+
+def kind_of_record(record: Record, location: SourceLocation, number: int = 1) -> Kind:
+    """Detect the format of a file from the fields of one record."""
+    for field, kind in _MARKS.items():
+        if field in record:
+            return kind
+    found = f"fields {', '.join(map(repr, list(record)[:8]))}" if record else "an empty object"
+    raise location.error(f"found {found}; a record must be {_RECORDS}")
+
+
+def _kind_of_lines(path: Path, max_bad_records: int) -> Kind:
+    """Detect the format of a file of JSON lines.
+
+    A record with _id and text can be a passage or a query. A file with the name corpus.jsonl has passages, and a file with the
+    name queries.jsonl has queries. In a file with another name, the records are passages if one of the first records has a title.
+    """
+    enough = min(max_bad_records, _LOOKED_AT) + 1
+    kinds = json_lines(path, _RECORDS, kind_of_record, RejectedRecords(2 * (enough - 1)))
+    kind = (
+        _most_common(kind for _, kind in islice(kinds, enough)) or next(json_lines(path, _RECORDS, kind_of_record))[1]
+    )
+    if kind not in ("corpus", "queries"):
+        return kind
+    if (name := path.name.removesuffix(".gz")) in _NAMES:
+        return _NAMES[name]
+    first = islice(json_lines(path, _RECORDS, kind_of_record, RejectedRecords(_LOOKED_AT)), _LOOKED_AT)
+    return "corpus" if any(each == "corpus" for _, each in first) else kind

@@ -1,1 +1,0 @@
-"""A trained model for others: its card, and the Hub."""

@@ -1,0 +1,1 @@
+"""Code for devices, processes, lock files, atomic files, the Hugging Face Hub and signals."""

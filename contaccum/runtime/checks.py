@@ -1,0 +1,47 @@
+"""Checks of arguments: a text must be valid UTF-8, and an output must not be an input."""
+
+import os
+from pathlib import Path
+
+from contaccum.errors import InputError
+
+
+def require_utf8(text: str, where: str) -> str:
+    """Return ``text`` if UTF-8 can encode this text, else raise InputError.
+
+    where: name of the text in the error message. Python turns a byte of the command line that is not UTF-8 into half a character
+    (a lone surrogate), which UTF-8 cannot encode.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        found = f"byte 0x{code - 0xDC00:02x} is not UTF-8" if 0xDC80 <= code <= 0xDCFF else "found half a character"
+        raise InputError(f"{where}: {found}; the text must be valid UTF-8") from error
+    return text
+
+
+_INPUT_FILES = (
+    "corpus.jsonl*", "queries.jsonl*", "collection.tsv*", "queries.tsv*", "qrels/*", "*config*.json", "*.safetensors",
+    "*tokenizer*", "modules.json", "contaccum.json", "manifest.json", "*.npy", "*.ids.json",
+    "*.parquet",
+)  # fmt: skip
+"""Names of the files that commands read from the folder of a data set, a model or vectors."""
+
+
+def refuse_input_as_output(output: str | Path | None, *inputs: object) -> None:
+    """Raise InputError if a command would write its output over one of its inputs.
+
+    This is the case if ``output`` is one of ``inputs``, or a file that commands read from a folder in ``inputs``. Symbolic
+    links are followed. Inputs that are not existing paths, such as names of data sets, are not checked.
+    """
+    if output is None or not os.path.exists(output):
+        return
+    for each in inputs:
+        if not isinstance(each, str | Path) or not os.path.exists(each):
+            continue
+        depths = ("", "*/", "*/*/") if os.path.isdir(each) else ()
+        files = (path for name in _INPUT_FILES for depth in depths for path in Path(each).glob(depth + name))
+        for path in (Path(each), *files):
+            if os.path.exists(path) and os.path.samefile(path, output):
+                raise InputError(f"{output}: is an input of this call ({path}); choose another output")

@@ -1,0 +1,348 @@
+"""Device, precision and gradients of a training process. Only this file imports accelerate.
+
+Gradients are summed over all processes once per optimizer step. DistributedDataParallel is not used, for two reasons. It
+expects a backward pass after each forward pass, which GradCache does not do. It averages gradients, but the loss needs their
+sum.
+"""
+
+import contextlib
+import datetime
+import hashlib
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator, DistributedType
+from accelerate.state import AcceleratorState
+from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
+from accelerate.utils.memory import clear_device_cache
+from torch import Tensor
+
+from contaccum.batch import ONE_TOKEN, MicroBatch, RowIds, Tokens
+from contaccum.errors import InputError, library_errors
+from contaccum.runtime import sharding
+from contaccum.runtime.devices import encoding_device, peak_resident
+from contaccum.runtime.launch import refuse_other_sharding
+from contaccum.runtime.processes import Processes, own_keys, refuse_missing_processes
+
+if TYPE_CHECKING:
+    from contaccum.encoder import DualEncoder
+
+PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)  # no sharded models
+
+
+class Engine(Processes):
+    """Training operations of one process on its device. Training methods and the training loop call these operations."""
+
+    def __init__(
+        self,
+        *,
+        device: str = "auto",
+        precision: str = "fp32",
+        tf32: bool = False,
+        seed: int = 0,
+        replay_share: float = 1.0,
+        replay_balance: bool = False,
+        trackers: list[str] | None = None,
+        tracker_dir: str | None = None,
+        timeout_minutes: float = 30,
+    ) -> None:
+        """Initialize the device. If there are several processes, also initialize the process group.
+
+        device: ``auto`` (CUDA, else MPS, else CPU) or ``cpu``. precision: ``fp32``, ``bf16`` or ``fp16``. bf16 and fp16 use
+        autocast; the weights and the loss stay in fp32. tf32: whether to multiply fp32 matrices in TF32 on CUDA until
+        ``close``. replay_share, replay_balance: settings of partial replay. trackers: names in accelerate, such as
+        tensorboard. timeout_minutes: maximum time to wait for other processes.
+        """
+        wait = datetime.timedelta(minutes=timeout_minutes)
+        self.accelerator = _accelerator(device, precision, trackers or [], tracker_dir, wait)
+        # a trainer of another library that failed in this process may have disabled updates
+        self.accelerator.gradient_state._set_sync_gradients(True)
+        names = ("process_index", "num_processes", "local_process_index", "device")
+        super().__init__(*(getattr(self.accelerator, name) for name in names))
+        refuse_missing_processes(self.world)
+        if precision == "fp16" and self.device.type == "cpu":  # accelerate would silently use fp32
+            AcceleratorState._reset_state(reset_partial_state=self.world == 1)
+            raise InputError("run.precision is fp16, but the device is cpu; use fp32 or bf16")
+        if tf32 and self.device.type != "cuda":
+            warnings.warn(f"run.tf32 has no effect on {self.device.type}", stacklevel=2)
+        self.tf32_before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 |= tf32
+        self.seed, self.replay_share, self.replay_balance, self.limited = seed, replay_share, replay_balance, False
+        self.step = 0  # number of finished optimizer steps; seed and step determine all random numbers
+        self.gathers = self.peak_before = 0  # gathers: number of finished gathers since begin_step
+        self._encoded: list[tuple[list[str], Tensor]] = []
+        self._casts_reusable = False  # whether the next pass may use the half-precision weights of the last pass
+        self._separate = sharding.SeparateBackward()  # only for sharded weights
+        self._with_gradient: set[Tensor] = set()  # parameters that received a gradient, with CUDA graphs
+
+    def shard(self, encoder: "DualEncoder", offload: bool = False) -> None:
+        """Divide the weights of an encoder on the CPU among all processes. An optimizer must be built after this call."""
+        half = self.accelerator.mixed_precision == "bf16"
+        sharding.shard(self, encoder.units(), torch.bfloat16 if half else torch.float32, offload)
+        encoder.group = self
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the weights are divided among the processes."""
+        return self.encoder.group is not None
+
+    def prepare(self, encoder: "DualEncoder", optimizer: torch.optim.Optimizer) -> None:
+        """Prepare the encoder and the optimizer for training, and copy the weights of process 0 to all other processes."""
+        self.encoder = encoder
+        self.parameters = [parameter for parameter in encoder.parameters() if parameter.requires_grad]
+        if not self.sharded:
+            self.copy_from_main([parameter.data for parameter in encoder.parameters()])
+        # gradients need memory outside the graph, because each replay overwrites the outputs of the graph
+        if encoder.graphs:
+            for parameter in self.parameters:
+                parameter.grad = torch.zeros_like(parameter)
+                parameter.register_post_accumulate_grad_hook(self._with_gradient.add)
+        self.optimizer = self.accelerator.prepare_optimizer(optimizer)
+        self.no_grad_group_size = 1
+        if self.device.type != "cpu" and not encoder.graphs:
+            self.no_grad_group_size = encoder.no_grad_group_size(dropout=self.replay_share == 1)
+
+    def limit_memory(self, budget: int) -> None:
+        """Limit the memory that torch allocates on the GPU to ``budget`` bytes. Memory of CUDA itself does not count."""
+        if self.device.type != "cuda":
+            warnings.warn(f"run.memory_budget has no effect on {self.device.type}; it needs CUDA", stacklevel=2)
+            return
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        if budget > total:
+            raise InputError(f"run.memory_budget is {budget} bytes, but the GPU has {total}. Set a smaller budget.")
+        torch.cuda.set_per_process_memory_fraction(budget / total, self.device.index)
+        self.limited = True
+
+    def begin_step(self, step: int) -> None:
+        """Begin the next optimizer step. step: number of optimizer steps that are finished."""
+        self.step, self.gathers = step, 0
+
+    def micro_steps(self, micro_batches: list[MicroBatch]) -> Iterator[MicroBatch]:
+        """Move each micro-batch to the device, set its dropout noise and yield it. All passes of a step use the same noise."""
+        # inside this outer context, autocast keeps the half-precision weights after each pass
+        with torch.autocast(self.device.type, enabled=False):
+            for index, batch in enumerate(micro_batches):
+                # a second pass and a resumed run repeat the noise, without reading a random state from the device
+                torch.manual_seed(mix(self.seed, self.step, index, self.rank))
+                yield batch.to(self.device)
+
+    def join(self, micro_batches: list[MicroBatch]) -> MicroBatch:
+        """Join micro-batches into one, padded to the longest text. Rows of the same process stay next to each other."""
+        if len(micro_batches) == 1:
+            return micro_batches[0]
+        query, passage = self.encoder.query_tower.tokenizer, self.encoder.passage_tower.tokenizer
+        split = partial(torch.unflatten, dim=0, sizes=(self.world, -1))
+        return MicroBatch(
+            Tokens.join([batch.queries for batch in micro_batches], query.pad_token_id, query.padding_side),
+            Tokens.join([batch.passages for batch in micro_batches], passage.pad_token_id, passage.padding_side),
+            RowIds.merge(
+                [each.ids for each in micro_batches], lambda rows: torch.cat([*map(split, rows)], 1).flatten(0, 1)
+            ),
+            [name for batch in micro_batches for name in batch.query_ids],
+        )
+
+    def encode(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Encode the queries (b, d) and passages (b, 1 + H, d) of all processes. Only vectors of this process have gradients."""
+        if self.encoder.graphs:
+            torch.compiler.cudagraph_mark_step_begin()
+        # drop cached half-precision weights without gradient, or that would sum gradients over passes in half precision
+        if not self._casts_reusable:
+            torch.clear_autocast_cache()
+        self._casts_reusable = False
+        with self.accelerator.autocast(), self._first_pass_dropout():
+            queries, passages = self.encoder(batch)
+        if self.sharded and torch.is_grad_enabled():
+            queries, passages = self._separate.cut(queries), self._separate.cut(passages)
+        queries, passages = self.all_rows(queries), self.all_rows(passages)
+        # the flags are read once per step, so that no pass waits for the device
+        self._encoded.append((batch.query_ids, torch.isfinite(queries).all() & torch.isfinite(passages).all()))
+        return queries, passages
+
+    def _first_pass_dropout(self) -> contextlib.AbstractContextManager[None]:
+        """Disable dropout in partial replay: the second pass has other batches, so it cannot repeat the dropout noise."""
+        return contextlib.nullcontext() if self.replay_share == 1 else self.encoder.without_dropout()
+
+    def encode_texts(self, side: int, texts: Tokens, index: int) -> Tensor:
+        """Return the vectors of texts (n, d). side: 0 for queries, 1 for passages. index: chooses the dropout noise."""
+        torch.manual_seed(mix(self.seed, self.step, index, self.rank, side))
+        tower = (self.encoder.query_tower, self.encoder.passage_tower)[side]
+        count = len(texts.input_ids)
+        with self.accelerator.autocast():
+            return self.encoder.embed(tower, (texts if count else ONE_TOKEN).to(self.device))[:count]
+
+    def in_step(self, batches: Iterable[Tensor]) -> list[Tensor]:
+        """List the batches of row numbers. With sharded weights, add empty ones so that all processes have the same number."""
+        own = list(batches)
+        missing = self.largest(len(own)) - len(own) if self.sharded else 0
+        return [*own, *[torch.zeros(0, dtype=torch.long)] * missing]
+
+    def own_rows(self, rows: Tensor) -> Tensor:
+        """Return the rows of this process. ``rows`` contains the rows of one micro-batch from all processes."""
+        return rows.unflatten(0, (self.world, -1))[self.rank]
+
+    def uniform(self, index: int) -> float:
+        """Return a random number in [0, 1). The number depends only on the seed, the step and ``index``."""
+        return mix(self.seed, self.step, index) / 2**63
+
+    def backward(self, value: Tensor) -> None:
+        """Compute the gradients of ``value`` in this process. ``reduce_gradients`` later sums them over all processes."""
+        self.accelerator.backward(value)
+        self._separate.run()
+        self._casts_reusable = True
+
+    def encode_again(self, batch: MicroBatch, step: int, index: int) -> tuple[Tensor, Tensor]:
+        """Encode a micro-batch of a past step again, with the current weights and the dropout noise of that step.
+
+        index: number of the micro-batch in the step. Returns the query vectors (B, d) and the passage vectors (B, 1 + H, d) of
+        this process, without gradients. The random state does not change.
+        """
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), torch.no_grad(), self.accelerator.autocast(), self._first_pass_dropout():
+            torch.manual_seed(mix(self.seed, step, index, self.rank))
+            return self.encoder(batch.to(self.device))
+
+    def finite_weights(self) -> bool:
+        """Return whether no weight in any process is NaN or infinite."""
+        finite = all(bool(torch.isfinite(sharding.local(each)).all()) for each in self.encoder.parameters())
+        return not self.largest(int(not finite))
+
+    def not_finite(self) -> list[str]:
+        """Return the query ids of the first micro-batch with NaN or infinite embeddings. Return [] if there is none."""
+        finite = torch.stack([flag for _, flag in self._encoded]).tolist()
+        return next((names for (names, _), fine in zip(self._encoded, finite, strict=True) if not fine), [])
+
+    def drop_step(self) -> None:
+        """Discard the gradients that were computed since the last update of the weights."""
+        self.optimizer.zero_grad(set_to_none=not self.encoder.graphs)
+        self._encoded, self._separate.outputs = [], []
+
+    def gather(self, own: Tensor) -> list[Tensor]:
+        """Gather tensors from all processes. After an out-of-memory error, ``gathers`` tells how many were finished."""
+        parts = super().gather(own)
+        self.gathers += self.world > 1
+        return parts
+
+    def reduce_gradients(self) -> None:
+        """Sum the gradients over all processes. Each optimizer step does this once."""
+        if self.replay_share < 1:  # a process that replayed no text of a tower must send zeros
+            for parameter in self.parameters:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if not self.sharded:  # each backward pass over sharded weights sums their gradients
+            self.sum([p.grad for p in self.parameters if p.grad is not None])
+
+    def gradient_norms(self) -> tuple[float, float]:
+        """Return the L2 norm of the gradients of the query tower and of the passage tower, without the fp16 loss scale."""
+        self.accelerator.unscale_gradients(self.optimizer)
+        towers = (self.encoder.query_tower, self.encoder.passage_tower)
+        gradients = [[sharding.local(p.grad) for p in tower.parameters() if p.grad is not None] for tower in towers]
+        norms = torch.stack([torch.nn.utils.get_total_norm(each) for each in gradients])
+        if self.sharded:
+            self.sum([squares := norms.to(self.device).double().square()])
+            norms = squares.sqrt()
+        query, passage = norms.tolist()
+        return query, passage
+
+    def clip(self, norm: float, limit: float) -> float:
+        """Scale all gradients down if their joint L2 norm, ``norm``, is above ``limit``. Return the factor, at most 1."""
+        torch.nn.utils.clip_grads_with_norm_(self.parameters, limit, torch.tensor(norm, device=self.device))
+        return min(1.0, limit / norm) if norm else 1.0
+
+    def update(self) -> None:
+        """Update the weights and clear the gradients. With fp16, nothing is updated if a gradient overflowed."""
+        idle = [each for each in self.parameters if self.encoder.graphs and each not in self._with_gradient]
+        for parameter in idle:  # otherwise weight decay would change parameters that received no gradient
+            parameter.grad = None
+        self.optimizer.step()
+        for parameter in idle:
+            parameter.grad = torch.zeros_like(parameter)
+        self.drop_step()
+
+    def free_memory(self) -> None:
+        clear_device_cache(garbage_collection=True)
+
+    def scaler_state(self) -> dict[str, Any]:
+        return self.accelerator.scaler.state_dict() if self.accelerator.scaler is not None else {}
+
+    def loss_scale(self) -> float:
+        """Return the factor that fp16 multiplies the loss by. Return 1 if the loss is not scaled."""
+        return float(self.accelerator.scaler.get_scale()) if self.accelerator.scaler is not None else 1.0
+
+    def load_scaler_state(self, state: dict[str, Any]) -> None:
+        """Restore a state that ``scaler_state`` returned. An empty state changes nothing."""
+        if self.accelerator.scaler is not None and state:
+            self.accelerator.scaler.load_state_dict(state)
+
+    def start_trackers(self, config: dict[str, Any]) -> None:
+        given = {k: v for k, v in config.items() if v is not None}
+        folder = os.environ.get("WANDB_DIR", self.accelerator.project_dir)
+        self.accelerator.init_trackers("contaccum", config=given, init_kwargs={"wandb": {"dir": folder}})
+
+    def track(self, values: dict[str, float], step: int) -> None:
+        self.accelerator.log(values, step=step)
+
+    def close(self) -> None:
+        """End the trackers and the process group. Reset all global settings, so that another run can start in this process."""
+        torch.backends.cuda.matmul.allow_tf32 = self.tf32_before
+        if self.limited:
+            torch.cuda.set_per_process_memory_fraction(1.0, self.device.index)
+        self.accelerator.end_training()
+        # otherwise accelerate would use the same device, precision and group again
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+    def peak_memory(self) -> int:
+        """Return the peak memory in bytes, outside ``unmeasured`` blocks. GPU: allocated memory. CPU: resident memory."""
+        now = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak_resident()
+        return max(self.peak_before, now)
+
+    @contextlib.contextmanager
+    def unmeasured(self) -> Iterator[None]:
+        """Do not count the memory of the ``with`` block in ``peak_memory``."""
+        before = self.peak_memory()
+        try:
+            yield
+        finally:
+            self.reset_peak_memory()
+            self.peak_before = before
+
+    def reset_peak_memory(self) -> None:
+        """Measure the peak memory from now on."""
+        self.peak_before = 0
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            with contextlib.suppress(OSError):  # writing 5 resets VmHWM, see man proc_pid_clear_refs
+                Path("/proc/self/clear_refs").write_text("5")
+
+
+def _accelerator(device: str, precision: str, trackers: list[str], folder: str | None, wait: Any) -> Accelerator:
+    """Create the Accelerator. Raise InputError unless the launch is a single process or data-parallel."""
+    refuse_other_sharding()
+    group = InitProcessGroupKwargs(timeout=wait)
+    # InitProcessGroupKwargs has no field for a store, and accelerate rejects subclasses
+    group.to_kwargs = partial(dict, timeout=wait, **own_keys(wait))
+    problem = f"run.precision {precision} or run.trackers {trackers} is not available on this machine"
+    with library_errors(problem, ValueError, ImportError):
+        accelerator = Accelerator(
+            mixed_precision="no" if precision == "fp32" else precision,
+            cpu=encoding_device(device).type == "cpu",  # otherwise processes without a GPU form no group
+            log_with=trackers or None,
+            project_dir=folder,
+            kwargs_handlers=[group],
+            # otherwise a number in the environment divides every gradient
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        )
+    if len(accelerator.log_with) < len(trackers):  # accelerate skips trackers that are not installed
+        raise InputError(f"run.trackers is {trackers}; not all are installed. Run pip install 'contaccum[tensorboard]'")
+    if (kind := accelerator.distributed_type.value) not in PLAIN:
+        raise InputError(f"launched for {kind}, which is not supported; launch one process or data-parallel processes")
+    return accelerator
+
+
+def mix(*numbers: int) -> int:
+    """Hash several numbers to one 63-bit number, which is used as a random seed."""
+    return int.from_bytes(hashlib.sha256(",".join(map(str, numbers)).encode()).digest()[:8], "little") >> 1

@@ -1,0 +1,336 @@
+"""Functions that write files and folders atomically, read JSON files, and compute hashes of files."""
+
+import errno
+import hashlib
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import psutil
+from safetensors import SafetensorError
+
+from contaccum.errors import InputError
+from contaccum.runtime.checks import require_utf8
+
+_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<host>[0-9a-f]{8})-(?P<pid>\d+)\.(?P<kind>part|old|gone)", re.DOTALL)
+# hub:/folder is a local data set in the format of the Hub
+_URL = re.compile(r"(?!hub:)([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
+MAX_JSON = 256 << 20
+"""Maximum number of bytes of a JSON file. A file with the ids of ten million passages is smaller."""
+_MAX_DIGITS = 60  # maximum number of digits of a whole number; the state of a random generator has 39
+_LONGEST = 200  # maximum number of bytes of a name; longer names are hashed, because file systems allow 255 bytes
+
+
+def _beside(path: Path, kind: str) -> Path:
+    """Return a hidden path next to ``path`` that no other process uses on any machine."""
+    return path.with_name(f".{_short(path.name)}.{_host()}-{os.getpid()}.{kind}")
+
+
+def _short(name: str) -> str:
+    encoded = os.fsencode(name)
+    return hashlib.sha256(encoded).hexdigest() if len(encoded) > _LONGEST else name
+
+
+def _host() -> str:
+    return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
+
+
+def is_leftover(name: str) -> bool:
+    """Return whether ``name`` is the name of a temporary file or folder that a killed process left."""
+    return _LEFTOVER.fullmatch(name) is not None
+
+
+def sweep(folder: str | Path, name: str | None = None, shared: bool = False) -> None:
+    """Remove the temporary files and folders that killed processes left in ``folder``.
+
+    name: remove only those that belong to the file or folder ``name``. A folder that a killed process moved away and did not
+    replace is moved back. shared: other processes may be writing in ``folder``, so remove only the files of dead processes of
+    this machine.
+    """
+    for path in sorted(Path(folder).iterdir()):
+        found = _LEFTOVER.fullmatch(path.name)
+        if found is None or not (name is None or _short(name) == found["name"]):
+            continue
+        if shared and (found["host"] != _host() or psutil.pid_exists(int(found["pid"]))):
+            continue
+        target = path.with_name(found["name"])
+        if found["kind"] == "old" and not target.exists():
+            os.replace(path, target)
+        elif path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def remove_folder(path: Path) -> None:
+    """Delete a folder. If ``path`` is a symbolic link, delete only the link.
+
+    The folder is renamed first, so that a half-deleted folder never has this name.
+    """
+    gone = _beside(path, "gone")
+    os.replace(path, gone)
+    (Path.unlink if gone.is_symlink() else shutil.rmtree)(gone)
+
+
+def refuse_url(path: str | Path) -> None:
+    """Raise InputError if ``path`` is an address with a URL scheme, such as s3://bucket/folder or hdfs://host/folder."""
+    if found := _URL.match(os.fspath(path)):  # Path writes s3://bucket as s3:/bucket
+        scheme, rest = found.groups()
+        raise InputError(
+            f"{scheme}://{rest}: an address with the scheme {scheme} is not a local path. Mount the storage as a folder, for "
+            "example with rclone mount, and use the folder."
+        )
+
+
+def make_folder(path: Path) -> list[Path]:
+    """Create a folder and its missing parents. Return the list of new folders, outermost first.
+
+    Raises InputError if a folder cannot be created.
+    """
+    refuse_url(path)
+    missing: list[Path] = []
+    try:
+        missing = [each for each in (path, *path.parents) if not each.exists()][::-1]
+        for each in missing:
+            each.mkdir(exist_ok=True)
+            _sync(each.parent)
+        if not path.is_dir():
+            raise NotADirectoryError(None, "this is a file, not a folder")
+    except OSError as error:
+        remove_empty(missing)
+        raise InputError(f"{path}: cannot be created ({error.strerror or error})") from error
+    return missing
+
+
+def remove_empty(folders: list[Path]) -> None:
+    """Remove the empty folders in a list that ``make_folder`` returned."""
+    for each in reversed(folders):
+        with suppress(OSError):  # the folder is not empty or was not created
+            each.rmdir()
+
+
+def _sync(path: Path) -> None:
+    """Flush a file, or the list of files in a folder, to disk, so that it survives a power cut.
+
+    Inside an unfinished folder, nothing is flushed, because ``whole_folder`` flushes all files at its end. Nothing is flushed
+    on file systems that cannot flush, such as mounts of object stores.
+    """
+    if _is_unfinished(path):
+        return
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FLUSH:
+            raise
+
+
+_NO_FLUSH = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF, errno.EISDIR}
+_filling: list[Path] = []  # folders that whole_folder has yielded and not finished
+
+
+def _is_unfinished(path: Path) -> bool:
+    return any(part in (path, *path.parents) for part in _filling)
+
+
+@contextmanager
+def whole_file(path: str | Path) -> Iterator[BinaryIO]:
+    """Yield a temporary binary file. At the end of the ``with`` block, flush it to disk and rename it to ``path``.
+
+    If the block raises an error, the temporary file is removed. Raises InputError if the disk is full or the folder cannot be
+    written.
+    """
+    path = Path(path)
+    part, made = _beside(path, "part"), make_folder(path.parent)
+    try:
+        with open(part, "wb") as file:
+            yield file
+        _sync(part)
+        os.replace(part, path)
+        _sync(path.parent)
+    except OSError as error:
+        if _is_unfinished(path):
+            raise  # whole_folder then raises an error with the final name of the folder
+        raise InputError(f"{path}: cannot be written ({error.strerror or error})") from error
+    finally:
+        with suppress(NotADirectoryError):  # the parent is a file
+            part.unlink(missing_ok=True)
+        remove_empty(made)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write ``text`` to a file in UTF-8. After an error or a crash, the file has the old or the new content, never a part."""
+    with whole_file(path) as file:
+        file.write(text.encode("utf-8"))
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """Write ``value`` to a file as indented JSON, atomically as in ``write_text``.
+
+    A path in ``value`` may have bytes that are not UTF-8. They are written as JSON escape sequences.
+    """
+    with whole_file(path) as file:
+        file.write(json.dumps(value, ensure_ascii=False, indent=2).encode("utf-8", "backslashreplace") + b"\n")
+
+
+def read_json(path: str | Path, type_: Any = Any, *, version: int | None = None, max_bytes: int = MAX_JSON) -> Any:
+    """Read a JSON file and check the types of its values.
+
+    type_: any type that msgspec knows, such as a dataclass or ``dict[str, float]``. Unknown keys of a dataclass are dropped.
+    version: newest ``format_version`` of the file that this version of contaccum can read. A file without ``format_version``
+    has version 1. max_bytes: maximum size of the file. If the content is wrong, an InputError names the file, and the line or
+    the field.
+    """
+    text = read_text(path, "a JSON file", max_bytes)
+    return decode_json(text, type_, str(path), version=version)
+
+
+def read_text(path: str | Path, what: str, max_bytes: int = MAX_JSON) -> str:
+    """Read a regular file of at most ``max_bytes`` bytes as UTF-8 text.
+
+    what: kind of file that is expected, such as "a JSON file", for error messages.
+    """
+    refuse_url(path)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a FIFO without a writer would block
+        with open(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise InputError(f"{path}: not a regular file; {what} is expected")
+            if status.st_size > max_bytes:
+                raise InputError(f"{path}: has {status.st_size} bytes; {what} may have at most {max_bytes}")
+            return file.read(status.st_size).decode("utf-8")
+    except InputError:
+        raise
+    except (OSError, ValueError) as error:
+        if isinstance(error, UnicodeDecodeError):
+            raise InputError(f"{path}: byte {error.start} is not UTF-8; {what} in UTF-8 is expected") from error
+        raise InputError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
+
+
+def decode_json(text: str, type_: Any, where: str, *, version: int | None = None) -> Any:
+    """Decode JSON text and check the types of its values.
+
+    type_, version: see ``read_json``. where: name of the source of the text, for error messages.
+    """
+    try:
+        value = json.loads(text, parse_int=_integer, parse_float=_float)
+        found = value.get("format_version", 1) if version is not None and isinstance(value, dict) else 1
+        if version is not None and (not isinstance(found, int) or found > version):
+            raise InputError(
+                f"{where}: has format_version {found!r}; this version of contaccum reads up to {version}. "
+                "Use the version of contaccum that wrote the file, or a newer one."
+            )
+        return check_type(value, type_, where)
+    except InputError:
+        raise
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where}, line {error.lineno}: not JSON ({error.msg})") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where}: not usable JSON ({error})") from error
+
+
+def check_type(value: Any, type_: Any, where: str) -> Any:
+    """Convert ``value`` to ``type_``, a type that msgspec knows. Raise InputError if the value does not fit the type.
+
+    where: beginning of the error message.
+    """
+    import msgspec  # this import takes 25 ms; only commands that read JSON need it
+
+    try:
+        return value if type_ is Any else msgspec.convert(value, type_)
+    except msgspec.ValidationError as error:
+        raise InputError(f"{where}: {_type_error(str(error))}") from error
+
+
+def _integer(text: str) -> int:
+    if len(text) > _MAX_DIGITS:
+        raise ValueError(f"a number has {len(text)} digits; at most {_MAX_DIGITS} are allowed")
+    return int(text)
+
+
+def _float(text: str) -> float:
+    if math.isinf(value := float(text)):
+        raise ValueError(f"the number {text[:40]} is too large")
+    return value
+
+
+def _type_error(message: str) -> str:
+    """Turn msgspec's "Expected `int`, got `str` - at `$.a[0]`" into "a[0]: found str; int is expected"."""
+    fault, _, path = message.partition(" - at ")
+    field = path.strip("`").removeprefix("$").removeprefix(".")
+    if found := re.fullmatch("Expected `(.+)`, got `(.+)`", fault):
+        fault = f"found {found[2]}; {found[1]} is expected"
+    elif found := re.fullmatch("Object missing required field `(.+)`", fault):
+        fault = f"the field {found[1]!r} is missing"
+    return f"{field}: {fault}" if field else fault
+
+
+@contextmanager
+def whole_folder(path: str | Path) -> Iterator[Path]:
+    """Yield a temporary folder. At the end of the ``with`` block, flush it to disk and rename it to ``path``.
+
+    If the block raises an error, the temporary folder is removed. An older folder at ``path`` is deleted only after the new
+    folder has replaced it. If ``path`` is a symbolic link, the target of the link is replaced.
+    """
+    path = Path(os.path.realpath(path) if os.path.islink(path) else path)
+    part, old, made = _beside(path, "part"), _beside(path, "old"), make_folder(path.parent)
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+        _filling.append(part)
+        yield part
+        _filling.remove(part)
+        mode = part.stat().st_mode & 0o666  # follows the umask; safetensors writes files that only the owner can read
+        for each in (*sorted(part.rglob("*"), key=Path.is_dir), part):  # files before folders
+            if each.is_file():
+                with suppress(OSError):  # some mounts have no file modes
+                    each.chmod(mode)
+            _sync(each)
+        if path.exists():
+            os.replace(path, old)
+        try:
+            os.replace(part, path)
+        except OSError:
+            if old.exists():
+                os.replace(old, path)
+            raise
+        _sync(path.parent)
+    except (OSError, SafetensorError) as error:  # if the disk is full, safetensors raises SafetensorError
+        if _is_unfinished(path):
+            raise
+        raise InputError(f"{path}: cannot be written ({getattr(error, 'strerror', None) or error})") from error
+    finally:
+        with suppress(ValueError):
+            _filling.remove(part)
+        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+        remove_empty(made)
+
+
+def sha256_of(path: str | Path) -> str:
+    """Return the SHA-256 of a file as hexadecimal digits."""
+    digest = hashlib.sha256()  # Python 3.10 has no hashlib.file_digest
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def cache_folder() -> Path:
+    """Return the cache folder: $CONTACCUM_CACHE, else $XDG_CACHE_HOME/contaccum, else ~/.cache/contaccum."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = Path(os.environ.get("CONTACCUM_CACHE") or caches / "contaccum")
+    require_utf8(str(path), f"CONTACCUM_CACHE, {str(path)!a}")  # Arrow opens only files with such names
+    return path

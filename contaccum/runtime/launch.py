@@ -1,0 +1,163 @@
+"""Rank and number of processes, which a launcher sets (torchrun or accelerate launch), and signals.
+
+This module does not import torch.
+"""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from contaccum.errors import InputError, Interrupted
+
+_LAUNCH_HELP = (
+    "Start the processes with torchrun or accelerate launch. With srun set RANK, LOCAL_RANK and WORLD_SIZE from SLURM_PROCID, "
+    "SLURM_LOCALID and SLURM_NTASKS, with mpirun from OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_LOCAL_RANK and OMPI_COMM_WORLD_SIZE; "
+    "MASTER_ADDR is the host of rank 0 and MASTER_PORT a free port there"
+)
+
+
+def _variable(name: str, default: int, least: int, most: int) -> int:
+    """Return the value of an environment variable as a number.
+
+    Raises InputError if the value is not a whole number from ``least`` to ``most``.
+    """
+    text = os.environ.get(name, "").strip() or str(default)
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and least <= int(text) <= most):
+        allowed = f"a whole number from {least} to {most}" if least < most else str(least)
+        raise InputError(f"{name} is {text[:40]!r}, expected {allowed}. {_LAUNCH_HELP}")
+    return int(text)
+
+
+def process_place() -> tuple[int, int]:
+    """Return the rank of this process and the number of processes. Without a launcher: (0, 1)."""
+    world = _variable("WORLD_SIZE", 1, 1, 10**6)
+    return _variable("RANK", 0, 0, world - 1), world
+
+
+def local_place() -> tuple[int, int]:
+    """Return the rank of this process on its machine, and the number of processes there. Without a launcher: (0, 1)."""
+    rank, world = process_place()
+    here = _variable("LOCAL_WORLD_SIZE", world, 1, world)
+    return _variable("LOCAL_RANK", rank, 0, world - 1), here
+
+
+def check_launch() -> int:
+    """Return the number of processes of this launch.
+
+    Raises InputError if an environment variable of the launcher is invalid or missing.
+    """
+    local_place()
+    world = process_place()[1]
+    needed = ["RANK"] if world > 1 else []
+    if world > 1 and "OMPI_COMM_WORLD_SIZE" not in os.environ:  # MPI needs no address
+        needed += ["MASTER_ADDR", "MASTER_PORT"]
+    for name in needed:
+        if not os.environ.get(name):
+            raise InputError(f"WORLD_SIZE is {world}, but {name} is not set. {_LAUNCH_HELP}")
+    if "MASTER_PORT" in needed:
+        _variable("MASTER_PORT", 0, 1, 65535)
+    return world
+
+
+def is_main() -> bool:
+    """Return whether this is process 0, which prints results and writes files."""
+    return process_place()[0] == 0
+
+
+def refuse_launcher_options(precision: str) -> None:
+    """Raise InputError if accelerate launch was called with options that contaccum would ignore.
+
+    precision: value of `run.precision`.
+    """
+    mixed, backend = (os.environ.get(f"ACCELERATE_{name}", "no") for name in ("MIXED_PRECISION", "DYNAMO_BACKEND"))
+    if mixed.lower() not in ("no", precision):
+        raise InputError(
+            f"accelerate launch has --mixed_precision {mixed}, but run.precision is {precision}. Set run.precision, or remove "
+            "the option from the launch or from accelerate's config file."
+        )
+    if backend.lower() != "no":
+        raise InputError(
+            f"accelerate launch has --dynamo_backend {backend.lower()}, which has no effect here. Set run.compile, and remove "
+            "the option from the launch or from accelerate's config file."
+        )
+
+
+_SHARDING = {
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config",
+}
+"""Environment variables that ``accelerate launch`` sets for sharded models. Values: names of the sharding libraries."""
+
+
+def refuse_other_sharding() -> None:
+    """Raise InputError if accelerate launch was called for a sharding library, because only `run.sharding` shards a model."""
+    for variable, name in _SHARDING.items():
+        if os.environ.get(variable, "false").lower() == "true":
+            raise InputError(
+                f"accelerate launched for {name}, which has no effect here. If the model does not fit on one device, launch "
+                "with torchrun or accelerate launch --multi_gpu, and set run.sharding to fsdp."
+            )
+
+
+class StopSignals:
+    """Context manager that handles Ctrl-C and SIGTERM.
+
+    Inside a ``deferred`` block, the first signal only sets ``received`` to the number of the signal. The block can then finish
+    its work. Outside a ``deferred`` block, the first signal raises Interrupted. A second signal ends the process at once.
+
+    If there are several processes, a signal outside a ``deferred`` block also ends the process at once. A process that waits
+    for other processes inside a library could not react to Interrupted.
+    """
+
+    def __init__(self) -> None:
+        self.received = 0
+        self.before: dict[int, Any] = {}
+        self._deferred = False
+
+    def __enter__(self) -> "StopSignals":
+        if process_place()[1] == 1:
+            self._handle()
+        return self
+
+    def _handle(self) -> None:
+        if threading.current_thread() is threading.main_thread():  # in Python, only the main thread can handle signals
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.before.setdefault(number, signal.signal(number, self._note))
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Make the first signal only set ``received``, without stopping the ``with`` block.
+
+        The block must check ``received`` and stop itself.
+        """
+        self._handle()
+        self._deferred = True
+        try:
+            yield
+        finally:
+            self._deferred = False
+            if process_place()[1] > 1:
+                self._restore()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received:
+            os._exit(128 + number)
+        self.received = number
+        if not self._deferred:
+            raise Interrupted(number, f"stopped by {signal.Signals(number).name}")
+        if is_main():
+            print("stopping after this step and a checkpoint (send the signal again to stop at once)", file=sys.stderr)
+
+    def __exit__(self, *error: object) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        while self.before:
+            signal.signal(*self.before.popitem())

@@ -1,0 +1,124 @@
+"""Lock files, so that only one run uses a folder and only one process builds a cache entry.
+
+``filelock.SoftFileLock`` creates the lock file, also on NFS. The lock file has the process number, the host and the start time
+of the process that holds the lock. If a dead process of this machine holds the lock, SoftFileLock takes over the lock.
+SoftFileLock cannot see the processes of other machines and containers.
+"""
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from filelock import SoftFileLock, Timeout
+
+from contaccum.errors import InputError
+from contaccum.runtime.files import cache_folder, make_folder, remove_empty, sweep, whole_folder
+
+LOCK_FILE = "contaccum.lock"
+# increase this number if a reader changes what it reads from a file; then cached tables are built again
+READER_VERSION = 5
+_PATIENCE = 3.0  # seconds to wait; after 2 seconds, filelock takes over a lock file without a process number
+
+
+@contextmanager
+def folder_lock(folder: str | Path) -> Iterator[None]:
+    """Lock ``folder`` for this process inside the ``with`` block. Create the folder if it is missing.
+
+    If the folder was missing and is empty at the end, the folder is removed. Raises InputError if another process holds the
+    lock or if the folder cannot be written.
+    """
+    folder = Path(folder)
+    made = make_folder(folder)
+    lock = SoftFileLock(folder / LOCK_FILE)
+    try:
+        _acquire(lock, folder / LOCK_FILE)
+        try:
+            yield
+        finally:
+            lock.release()
+    finally:
+        remove_empty(made)
+
+
+@contextmanager
+def waiting_lock(path: Path, message: str = "", after: float = 10.0) -> Iterator[None]:
+    """Lock the file ``path`` for this process inside the ``with`` block. Wait while another process holds the lock.
+
+    After ``after`` seconds of waiting, print the name of the process that holds the lock, followed by ``message``.
+    """
+    lock = SoftFileLock(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=after)
+        except Timeout:
+            advice = "If that process has ended, delete the file."
+            print(f"{path}: waiting for {_holder(path)}{message}. {advice}", file=sys.stderr)
+            lock.acquire()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror or error})") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _acquire(lock: SoftFileLock, path: Path) -> None:
+    """Acquire the lock without waiting. Raise InputError if another process holds the lock."""
+    before = _holder(path) if path.exists() else ""
+    for attempt, patience in enumerate((0, _PATIENCE, 0)):
+        try:
+            lock.acquire(timeout=patience)
+        except Timeout as error:
+            if lock.pid is None and attempt == 0:
+                continue  # the file has no process number yet, or filelock removed the file of a dead process
+            if attempt == 1 and path.is_file() and not path.stat().st_size:
+                path.unlink(missing_ok=True)  # a process was killed before it wrote its number
+                continue
+            raise InputError(
+                f"{path}: {_holder(path)} is using this folder. Wait until it ends, or choose another folder. If that process "
+                "has ended, delete the file."
+            ) from error
+        except OSError as error:
+            raise InputError(f"{path}: cannot be written ({error.strerror or error})") from error
+        break
+    if before:
+        print(f"{path}: {before} has ended; this process takes over its lock", file=sys.stderr)
+
+
+def _holder(path: Path) -> str:
+    """Return the process number and the host that are in a lock file."""
+    with suppress(OSError, ValueError):
+        pid, host = path.read_text(encoding="utf-8").split()[:2]
+        return f"process {int(pid)} on host {host}"
+    return "an unknown process"
+
+
+def cached_folder(kind: str, key: object, build: Callable[[Path], None]) -> Path:
+    """Return the cache folder for ``key``. If the folder does not exist, create it and call ``build(folder)`` to fill it.
+
+    kind: name of the folder inside the cache that contains the new folder. key: any JSON value.
+    """
+    name = hashlib.sha256(json.dumps([READER_VERSION, key]).encode()).hexdigest()[:32]
+    folder = cache_folder() / kind / name
+    if not folder.is_dir():
+        with waiting_lock(cache_folder() / "locks" / f"{name}.lock"):
+            if not folder.is_dir():  # another process may have built it while this one waited
+                if folder.parent.is_dir():
+                    sweep(folder.parent, name)
+                with whole_folder(folder) as part:
+                    build(part)
+    return folder
+
+
+def file_key(path: Path) -> list[Any]:
+    """Return the path, the size and the modification time (in nanoseconds) of a file.
+
+    The result is a key for ``cached_folder``. If the content of the file changes, the key changes too.
+    """
+    status = path.stat()
+    return [str(path.resolve()), status.st_size, status.st_mtime_ns]

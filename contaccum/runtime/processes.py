@@ -1,0 +1,214 @@
+"""Processes of one launch, and the messages between them. Only this file and sharding.py import torch.distributed.
+
+A launcher (torchrun or accelerate launch) starts the processes. If one process fails, the launcher stops all processes.
+"""
+
+import contextlib
+import datetime
+import hashlib
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from contaccum.errors import InputError, Interrupted
+from contaccum.runtime.launch import process_place
+
+MESSAGE_BYTES = 25 * 2**20  # size of a message with gradients; DistributedDataParallel has the same default
+
+
+class Processes:
+    """Rank of this process, and functions to communicate with the other processes of a launch.
+
+    ``world`` is the number of processes; comments with shapes call it W.
+    """
+
+    def __init__(self, rank: int = 0, world: int = 1, local_rank: int = 0, device: torch.device | None = None) -> None:
+        """rank: 0 to world - 1. local_rank: rank on this machine. device: device for messages; the backend gloo needs the CPU."""
+        self.rank, self.world, self.local_rank = rank, world, local_rank
+        self.device = device or torch.device("cpu")
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait until all processes have called this function."""
+        if self.world > 1:
+            dist.barrier(device_ids=[self.device.index or 0] if self.device.type == "cuda" else None)
+
+    @contextlib.contextmanager
+    def main_first(self) -> Iterator[None]:
+        """Run the ``with`` block in process 0, then in the first process of every other machine, then in all other processes.
+
+        Each cache is then filled only once, whether it belongs to one machine or several machines share it.
+        """
+        turn = 0 if self.is_main else 1 if self.local_rank == 0 else 2
+        for _ in range(turn):
+            self.barrier()
+        yield
+        for _ in range(2 - turn):
+            self.barrier()
+
+    def gather(self, own: Tensor) -> list[Tensor]:
+        """Return the tensors ``own`` of all processes, in the order of the ranks. All tensors must have the same shape."""
+        if self.world == 1:
+            return [own]
+        parts = [torch.empty_like(own) for _ in range(self.world)]
+        dist.all_gather(parts, own.contiguous())
+        return parts
+
+    def all_rows(self, own: Tensor) -> Tensor:
+        """Concatenate the tensors ``own`` of all processes, in the order of the ranks.
+
+        Only the rows of this process have a gradient.
+        """
+        if self.world == 1:
+            return own
+        parts = self.gather(own.detach())
+        parts[self.rank] = own
+        return torch.cat(parts)
+
+    def gather_bytes(self, own: bytes) -> list[bytes]:
+        """Return the bytes ``own`` of all processes, in the order of the ranks. The lengths may differ."""
+        lengths = [int(part) for part in self.gather(torch.tensor(len(own), device=self.device))]
+        padded = np.zeros(max(lengths), dtype=np.uint8)
+        padded[: len(own)] = np.frombuffer(own, dtype=np.uint8)
+        parts = self.gather(torch.from_numpy(padded).to(self.device))
+        return [part[:length].cpu().numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
+
+    def from_main(self, value: str) -> str:
+        """Return ``value`` of process 0."""
+        return self.gather_bytes(value.encode())[0].decode()
+
+    def differing(self, value: str) -> str:
+        """Compare ``value`` in all processes with ``value`` in process 0.
+
+        Returns a text that names the processes with another value. The text is empty if all values are equal.
+        """
+        found = self.gather_bytes(hashlib.sha256(value.encode()).digest())
+        others = ", ".join(str(rank) for rank, digest in enumerate(found) if digest != found[0])
+        return f"processes {others} of {self.world} differ from process 0" if others else ""
+
+    def largest(self, mine: int) -> int:
+        """Return the maximum of ``mine`` over all processes."""
+        if self.world == 1:  # a single process needs no message
+            return mine
+        return max(int(part) for part in self.gather(torch.tensor(mine, device=self.device)))
+
+    def copy_from_main(self, tensors: list[Tensor]) -> None:
+        """Copy the values of the tensors from process 0 to all other processes."""
+        if self.world > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor, src=0)
+
+    def sum(self, tensors: list[Tensor]) -> None:
+        """Replace each tensor by its sum over all processes.
+
+        Each message has a fixed cost, so tensors of the same data type share messages of at most ``MESSAGE_BYTES``. A larger
+        tensor is sent by itself, without a copy.
+        """
+        if self.world == 1:
+            return
+        for group in _take_tensors(tensors, MESSAGE_BYTES):
+            message = _flatten_dense_tensors(group)  # a view, if the group is one contiguous tensor
+            dist.all_reduce(message)
+            if message.data_ptr() != group[0].data_ptr():
+                torch._foreach_copy_(group, _unflatten_dense_tensors(message, group))
+
+
+ALONE = Processes()
+
+
+def started_elsewhere(device: torch.device) -> Processes:
+    """Return the processes of a process group that another library started.
+
+    If there is no process group, return a single process.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return ALONE
+    return Processes(dist.get_rank(), dist.get_world_size(), device=device)
+
+
+def own_keys(timeout: datetime.timedelta) -> dict[str, Any]:
+    """Return arguments for ``init_process_group`` that give a new process group its own keys in the launcher's store.
+
+    Without these arguments, torch uses the same keys for every group. Then a second group would read the addresses of the
+    first group. The result is empty for a single process, if a group exists already, or if the launcher has no store (MPI).
+    """
+    if process_place()[1] == 1 or dist.is_initialized() or "MASTER_ADDR" not in os.environ:
+        return {}
+    store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+    return {"store": dist.PrefixStore(f"contaccum/group/{next(_GROUPS)}", store), "rank": rank, "world_size": world}
+
+
+_GROUPS = itertools.count()  # all processes of a launch create the same groups in the same order
+
+
+@contextlib.contextmanager
+def joined(timeout_minutes: float) -> Iterator[Processes]:
+    """Create a process group on the CPU for the ``with`` block, so that all processes of a launch can exchange results.
+
+    Without a launcher, the block gets a single process. timeout_minutes: maximum time to wait for other processes.
+    """
+    rank, world = process_place()
+    refuse_missing_processes(world)
+    if world == 1:
+        yield ALONE
+        return
+    timeout = datetime.timedelta(minutes=timeout_minutes)
+    dist.init_process_group("gloo", timeout=timeout, **own_keys(timeout))
+    yield Processes(rank, world, int(os.environ.get("LOCAL_RANK", rank)))
+    dist.destroy_process_group()  # not called after an error: otherwise the other processes would fail before this process
+
+
+def refuse_missing_processes(world: int) -> None:
+    """Raise InputError if accelerate launch was to start several processes on CPUs but started only one.
+
+    This happens without MPI, and accelerate launch does not report it. world: number of processes.
+    """
+    # accelerate launch sets the port only for several processes
+    several = "ACCELERATE_USE_CPU" in os.environ and "MASTER_PORT" in os.environ
+    if several and world == 1 and "RANK" not in os.environ:
+        raise InputError(
+            "accelerate launch started one process instead of several, because it needs MPI on CPUs. Use torchrun "
+            "--nproc_per_node N."
+        )
+
+
+def recorded(command: Callable[[], None]) -> None:
+    """Run a command. If it fails, torchrun's report shows the traceback of the process that failed first."""
+
+    def run() -> InputError | Interrupted | None:
+        try:
+            command()
+        except (InputError, Interrupted) as error:  # the user sees the message, but no traceback
+            return error
+        return None
+
+    if error := record(run)():
+        raise error
+
+
+def first_to_say(sentence: str) -> bool:
+    """Return whether this is the first process of the launch that calls this function with ``sentence``.
+
+    If the launcher has no store, every process is treated as the first.
+    """
+    _, world = process_place()
+    if world == 1:
+        return True
+    key = f"contaccum/said/{hashlib.sha256(sentence.encode()).hexdigest()}"
+    try:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(address, port, is_master=False, timeout=datetime.timedelta(seconds=10))
+        return store.add(key, 1) == 1
+    except (KeyError, RuntimeError):  # there is no store, or the process with the store has ended
+        return True

@@ -1,0 +1,173 @@
+"""Sharded encoders: each process holds a part of every weight, of its gradient and of its optimizer state (torch's FSDP2).
+
+A pass over a layer gathers the weights of this layer from all processes, uses them and frees them. So all processes take the
+same number of passes, and save and load together.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from contaccum.errors import InputError
+from contaccum.runtime.processes import Processes
+
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.bool: "BOOL"}
+"""Data types of weights, with their names in the safetensors format."""
+
+
+def shard(processes: Processes, modules: Iterable[nn.Module], dtype: torch.dtype, offload: bool = False) -> None:
+    """Divide the parameters of the modules among all processes, and move the parts to the device of each process.
+
+    modules: units that are gathered and freed as a whole, inner modules before the modules that contain them. All processes
+    get the weights of process 0. dtype: data type of the gathered weights. The parts and their gradients stay in float32.
+    offload: whether the parts and their gradients stay on the CPU.
+    """
+    if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
+        raise InputError(
+            f"run.sharding is fsdp, but torch is {torch.__version__}, which is too old for it. Upgrade torch."
+        )
+    mesh = init_device_mesh(processes.device.type, (processes.world,))
+    # autocast casts the inputs of each operation; FSDP would also cast attention masks
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    # a process without a GPU has no pinned memory
+    offload_policy = CPUOffloadPolicy(pin_memory=processes.device.type == "cuda") if offload else OffloadPolicy()
+    for module in modules:
+        own = [each for each in module.parameters() if not isinstance(each, DTensor)]
+        for parameter in own:  # one module at a time, because the device may be too small for all
+            parameter.data = parameter.data.to(processes.device)
+            if (scales := getattr(parameter, "quant_state", None)) is not None:  # of 4-bit weights; not sharded
+                scales.to(processes.device)
+        processes.copy_from_main([parameter.data for parameter in own])
+        unit = fully_shard(
+            module, mesh=mesh, reshard_after_forward=True, mp_policy=policy, offload_policy=offload_policy
+        )
+        # the loss needs the sum of the gradients, but FSDP computes their mean
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)  # gloo cannot sum and scale at once
+
+
+def saved_bytes(units: Sequence[nn.Module], processes: int, dtype: torch.dtype) -> int:
+    """Return by how many bytes sharding lowers the peak of a process in a step with AdamW. The result can be negative.
+
+    units, dtype: see ``shard``. A process keeps 1 / ``processes`` of weights, gradients and moments. In addition, for one unit at
+    a time, it holds the gathered weights, their gradients, the message with the weights of the next unit, and the message with
+    the gradients of the last one. A unit that contains other units keeps its own gathered weights and gradients meanwhile.
+    """
+    known: set[nn.Module] = set()
+    storages: set[int] = set()  # two towers can share frozen weights, but each has parts of its own
+    whole = parts = largest = outer = 0
+    for unit in units:
+        modules = [module for module in unit.modules() if module not in known]
+        own = {each for module in modules for each in module.parameters(recurse=False)}
+        trained = sum(each.numel() for each in own if each.requires_grad)
+        gathered = sum(each.numel() * min(dtype.itemsize, each.itemsize) for each in own)  # 4-bit weights stay bytes
+        whole += sum(each.nbytes for each in own if each.data_ptr() not in storages) + 12 * trained
+        parts += sum(each.nbytes for each in own) + 12 * trained  # 12 bytes: a gradient and two moments
+        if known.isdisjoint(unit.modules()):
+            largest = max(largest, 2 * gathered + (dtype.itemsize + 4) * trained)
+        else:
+            outer = max(outer, gathered + dtype.itemsize * trained)
+        known.update(modules)
+        storages.update(each.data_ptr() for each in own)
+    return whole - parts // processes - largest - outer
+
+
+class SeparateBackward:
+    """Backward passes through one output of the towers at a time.
+
+    Autograd adds up the gradient of a weight over all forward passes of a graph before FSDP can divide it among the processes.
+    In one backward pass through several forward passes, the full gradients of all layers would be in memory at once.
+    """
+
+    def __init__(self) -> None:
+        self.outputs: list[tuple[Tensor, Tensor]] = []
+
+    def cut(self, output: Tensor) -> Tensor:
+        """Return the values of ``output`` as a leaf. A backward pass stops there until ``run``."""
+        leaf = output.detach().requires_grad_()
+        self.outputs.append((output, leaf))
+        return leaf
+
+    def run(self) -> None:
+        """Continue the backward pass from all leaves. All processes call this function with the same outputs."""
+        while self.outputs:
+            output, leaf = self.outputs.pop()
+            output.backward(leaf.grad)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of a sharded tensor that this process holds. Other tensors are returned unchanged."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full(tensor: Tensor) -> Tensor:
+    """Gather a sharded tensor from all processes. Other tensors are returned unchanged."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    group = tensor.device_mesh.get_group()
+    part, size = tensor.to_local().detach(), -(-len(tensor) // group.size())
+    part = part.to(tensor.device_mesh.device_type)  # an offloaded part is on the CPU
+    padded = part.new_zeros(size, *tensor.shape[1:])  # the last processes may hold fewer rows
+    padded[: len(part)] = part
+    parts = [torch.empty_like(padded) for _ in range(group.size())]
+    dist.all_gather(parts, padded, group)
+    return torch.cat(parts)[: len(tensor)]
+
+
+def save_full(tensors: Mapping[str, Tensor], path: Path | None) -> None:
+    """Write full tensors to a safetensors file. All processes call this function with the same names.
+
+    Only one tensor is gathered at a time, so no process holds all weights. path: None in the processes that do not write.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the numbers begin at a multiple of 8 bytes
+    with open(path, "wb") if path is not None else nullcontext() as file:
+        if file is not None:
+            file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            whole = full(tensor)
+            if file is not None:
+                file.write(whole.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+def save_parts(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Write tensors to a folder with one safetensors file per process, each with the parts of its process."""
+    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    dcp.save(dict(tensors), storage_writer=writer)
+
+
+def load_parts(parameters: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    """Read the tensors NAME:KEY from the safetensors files of a folder. NAME: one of ``parameters``.
+
+    A tensor with the shape of its parameter is sharded like the parameter, and each process reads only its part. The files may
+    come from any number of processes, or from ``safetensors.torch.save_file``.
+    """
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    tensors: dict[str, Tensor] = {}
+    for name, saved in reader.read_metadata().state_dict_metadata.items():
+        parameter = parameters.get(name.rpartition(":")[0])
+        if parameter is not None and isinstance(saved, TensorStorageMetadata):
+            dtype = saved.properties.dtype
+            same = parameter.shape == saved.size
+            tensors[name] = torch.zeros_like(parameter, dtype=dtype) if same else torch.zeros(saved.size, dtype=dtype)
+    dcp.load(tensors, storage_reader=reader)
+    return tensors

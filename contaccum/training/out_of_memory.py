@@ -1,0 +1,233 @@
+"""Recover from out-of-memory errors: undo the failed step in every process, and repeat it with smaller micro-batches."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from contaccum.batch import MicroBatch, RowIds, Tokens
+from contaccum.config import TrainConfig
+from contaccum.data.batches import Batches
+from contaccum.errors import InputError
+from contaccum.methods import Method
+from contaccum.methods.bank import Bank
+from contaccum.methods.loss import InfoNCE, LossValue
+from contaccum.runtime.engine import Engine
+
+_SIGNS = (
+    "out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
+    "CUSOLVER_STATUS_ALLOC_FAILED", "PT_DEVMEM Allocation failed", "could not create a primitive",
+    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",
+)  # fmt: skip
+"""Texts that show that an error of torch or of a library is an out-of-memory error.
+
+If cuDNN has too little memory for its workspace, it may report "not supported".
+"""
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Return whether ``error`` says that memory ran out in this process.
+
+    It may be GPU memory, or host memory if the process has a limit (ulimit -v).
+    """
+    words = isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+    return isinstance(error, MemoryError) or (words and not between_processes(error))
+
+
+def between_processes(error: BaseException) -> bool:
+    """Return whether ``error`` says that NCCL had too little memory for its buffers.
+
+    NCCL then closes the group of processes, so the step cannot be repeated.
+    """
+    return isinstance(error, RuntimeError) and "NCCL" in str(error) and "out of memory" in str(error)
+
+
+_OUT_OF_MEMORY = (
+    "out of memory outside the forward and backward passes (weights, bank, optimizer or evaluation); smaller micro-batches do "
+    "not help there. Start a new run with optim.name adamw_8bit, lora.rank, model.tie_towers or a smaller model. If an "
+    "evaluation failed, continue with --resume and a smaller run.eval_batch_tokens."
+)
+_SHARDED_OUT_OF_MEMORY = (
+    "out of memory with run.sharding fsdp; the step cannot be retried, because the other processes wait for this one. "
+    "Continue with --resume, --allow_changes true and a smaller batch.micro_batch_size or run.eval_batch_tokens, or with more "
+    "processes."
+)
+_NCCL_OUT_OF_MEMORY = (
+    "out of memory in NCCL, which sends messages between GPUs; the step cannot be retried, because the connection is lost. "
+    "Continue with --resume, --allow_changes true and a smaller batch.micro_batch_size, or lower run.memory_budget, so that "
+    "NCCL has room for its buffers."
+)
+
+
+def advice(error: BaseException, config: TrainConfig) -> str:
+    """Return a sentence for an out-of-memory error that ends the run. The result is empty for other errors."""
+    if between_processes(error):
+        return _NCCL_OUT_OF_MEMORY
+    if not out_of_memory(error):
+        return ""
+    return _OUT_OF_MEMORY if config.run.sharding == "none" else _SHARDED_OUT_OF_MEMORY
+
+
+@dataclass
+class MicroBatchSize:
+    """Micro-batch size of one process, in pairs or tokens. It becomes smaller when memory runs out."""
+
+    sizes: list[int]  # the configured size, then smaller sizes in descending order
+    unit: str
+    level: int = 0
+    earlier: list[tuple[int, int]] = field(default_factory=list)
+    """Previous sizes, as tuples: (optimizer steps finished when memory ran out, size used until then)."""
+
+    def __str__(self) -> str:
+        return f"micro-batches of {self.now} {self.unit}"
+
+    @property
+    def now(self) -> int:
+        return self.sizes[self.level]
+
+    def shrink(self, step: int) -> bool:
+        """Switch to the next smaller micro-batch size. Return False if there is no smaller size.
+
+        step: number of optimizer steps taken so far.
+        """
+        if self.level + 1 == len(self.sizes):
+            return False
+        self.earlier.append((step, self.now))
+        self.level += 1
+        return True
+
+    def at(self, step: int) -> int:
+        """Return the micro-batch size of optimizer step ``step``. The first step is step 0."""
+        return next((size for end, size in self.earlier if step < end), self.now)
+
+    def state(self) -> dict[str, Any]:
+        return {"size": self.now, "before": self.earlier}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restore the state that a checkpoint contains.
+
+        If memory had run out before the checkpoint, continue with the largest size that is not above the saved size. Otherwise,
+        continue with the configured size.
+        """
+        if not state:
+            return
+        fitting = [level for level, size in enumerate(self.sizes) if size <= state["size"]]
+        self.level = min(fitting, default=len(self.sizes) - 1) if state["before"] else 0
+        self.earlier = [(end, size) for end, size in state["before"]]
+
+
+def halved(size: int, smallest: int = 1, pairs: int = 0) -> list[int]:
+    """Return ``size``, then half of it, then half of that and so on. The last size is ``smallest``.
+
+    Each half is rounded down to a divisor of ``pairs``. If ``pairs`` is 0, it is rounded down to an integer.
+    """
+    sizes = [size]
+    while sizes[-1] > smallest:
+        half = max(sizes[-1] // 2, smallest)
+        sizes.append(next(divisor for divisor in range(half, 0, -1) if pairs % divisor == 0))
+    return sizes
+
+
+def build_size(config: TrainConfig, engine: Engine, batches: Batches) -> MicroBatchSize:
+    """Build a MicroBatchSize: the configured micro-batch size, and the smaller sizes to try when memory runs out."""
+    if config.micro_batch_tokens is not None:
+        return MicroBatchSize(halved(batches.size, batches.smallest), "tokens")
+    pairs = config.batch.global_batch_size // engine.world
+    return MicroBatchSize([batches.size] if config.spec.whole else halved(batches.size, pairs=pairs), "pairs")
+
+
+def shrink(size: MicroBatchSize, config: TrainConfig, step: int, last_good: Callable[[], str]) -> str:
+    """Choose smaller micro-batches for the failed step, and return a message about it.
+
+    Raises InputError if smaller micro-batches are impossible or not allowed. step: number of optimizer steps before the failed
+    step. last_good: function that writes a checkpoint of the last good state (before the failed step), and returns a sentence
+    with the name of the checkpoint.
+    """
+    where = f"step {step + 1}: out of memory with {size}"
+    if config.spec.whole:
+        problem = f"{config.method} cannot split its step into micro-batches"
+        advice = "Use grad_cache: the same gradients in the memory of one micro-batch."
+    elif config.batch.on_out_of_memory == "stop":
+        problem = "batch.on_out_of_memory is stop"
+        advice = "To continue with smaller micro-batches, add --resume --batch.on_out_of_memory shrink."
+    elif not size.shrink(step):
+        problem = "smaller micro-batches are impossible"
+        advice = (
+            "Lower model.max_passage_length, data.hard_negatives or bank.size, or set model.gradient_checkpointing."
+        )
+    else:
+        effect = "gradients do not change" if config.spec.two_pass else "queries meet fewer in-batch negatives"
+        return f"{where}; retrying the step with {size} ({effect})"
+    raise InputError(f"{where}; {problem}; {last_good()}. {advice}")
+
+
+def undo_failed_step(engine: Engine, method: Method, micro_batches: list[MicroBatch], bank: Bank, failed: bool) -> bool:
+    """Undo the step if memory ran out in any process. Return whether the step was undone.
+
+    failed: whether memory ran out in this process. All processes call this function in each step, after the backward pass, to
+    exchange this value. If memory runs out later, in the optimizer or in an evaluation, the run ends. The run also ends if a
+    process without memory cannot send zeros to the other processes.
+    """
+    if failed and engine.world > 1:
+        engine.drop_step()
+        engine.free_memory()
+        zero = ZeroLoss(1.0)
+        method(DummyEngine(engine), micro_batches, Bank(0, engine.encoder.dim, zero.similarity, push=1), zero)
+    if not engine.largest(int(failed)):
+        return False
+    engine.drop_step()
+    engine.free_memory()
+    bank.rollback()
+    return True
+
+
+class DummyEngine:
+    """Engine that sends zeros instead of embeddings. A process uses it if its memory ran out in the middle of a step.
+
+    The other processes still wait for the rows of this process in their gathers. Gathers that this process finished before the
+    error are not repeated. No model is used.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.done = engine, engine.gathers
+        self.no_grad_group_size, self.join = engine.no_grad_group_size, engine.join
+        self.replay_share, self.replay_balance = engine.replay_share, engine.replay_balance
+        self.own_rows, self.uniform, self.in_step = engine.own_rows, engine.uniform, list
+
+    def micro_steps(self, micro_batches: list[MicroBatch]) -> Iterator[MicroBatch]:
+        yield from micro_batches
+
+    def encode(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Gather zeros instead of embeddings. Return queries (b, d) and passages (b, 1 + H, d).
+
+        b: number of pairs in all processes. H: number of hard negatives of a query.
+        """
+        b, dim = len(batch.query_ids), self.engine.encoder.dim
+        return self._gather(b, dim), self._gather(b, len(batch.passages.input_ids) // b, dim)
+
+    def encode_texts(self, side: int, texts: Tokens, index: int) -> Tensor:
+        """Return zeros (n, d), without a gather: the second pass of partial replay sends nothing to other processes."""
+        return torch.zeros(len(texts.input_ids), self.engine.encoder.dim, device=self.engine.device)
+
+    def backward(self, value: Tensor) -> None:
+        """Do nothing, because zeros need no gradient."""
+
+    def _gather(self, b: int, *shape: int) -> Tensor:
+        if self.done:
+            self.done -= 1
+            return torch.zeros(self.engine.world * b, *shape, device=self.engine.device)
+        return self.engine.all_rows(torch.zeros(b, *shape, device=self.engine.device))
+
+
+class ZeroLoss(InfoNCE):
+    """Loss function that returns 0, for the zeros of a DummyEngine.
+
+    The 0 is computed from queries and passages, so that two-pass methods can differentiate it.
+    """
+
+    def __call__(self, queries: Tensor, passages: Tensor, ids: RowIds, **bank: Any) -> LossValue:
+        zero = queries.new_zeros(())
+        return LossValue(0 * (queries.sum() + passages.sum()), zero, zero, zero)

@@ -1,0 +1,323 @@
+"""Build the parts of a training run: encoder, batches, loss, bank and optimizer."""
+
+import copy
+import importlib.util
+import math
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from contaccum.config import ENCODER_SETTINGS, OptimConfig, TrainConfig
+from contaccum.data.batches import Batches, BatchForm, BatchSource, StreamSource
+from contaccum.data.sampler import make_sampler
+from contaccum.data.stream import StreamSampler, StreamSet
+from contaccum.data.tables import JoinedTokens, TextTokens, TokenTable, build_token_table
+from contaccum.data.train_set import TrainSet
+from contaccum.encoder import (
+    SETTINGS_FILE,
+    Adapters,
+    DualEncoder,
+    EncoderSettings,
+    make_settings,
+    model_folder,
+    tiny_tower,
+)
+from contaccum.errors import InputError
+from contaccum.methods.bank import Bank, BankOptions
+from contaccum.methods.loss import InfoNCE
+from contaccum.methods.masking import Guide, PairRules
+from contaccum.methods.objective import Distillation, Matryoshka, MatryoshkaBank, Objective
+from contaccum.retrieval.query_vectors import passage_vectors, query_vectors
+from contaccum.runtime.devices import torch_dtype
+from contaccum.runtime.engine import Engine
+from contaccum.runtime.files import read_json
+
+_TOWER_SETTINGS = ("passage_name", "tie_towers", "append_eos")
+PREFETCHED_STEPS = 4
+"""Number of steps of a stream that are kept in memory in addition to the steps in the bank.
+
+These are the current step and the steps that are prepared in advance.
+"""
+
+
+def build_encoder(
+    config: TrainConfig, train_set: TrainSet | StreamSet, device: torch.device | str = "cpu"
+) -> DualEncoder:
+    """Build the encoder of a new run."""
+    model = config.model
+    if model.name != "tiny":
+        adapters = Adapters(config.lora, model.quantize) if config.lora.rank else None
+        towers = {name: getattr(model, name) for name in _TOWER_SETTINGS}
+        encoder = _load_encoder(config, model.name, device, adapters=adapters, **towers)
+        encoder.settings = _with_mixture_prefixes(config, encoder.settings)
+        return encoder
+    chosen = {name: value for name in ENCODER_SETTINGS if (value := getattr(model, name)) is not None}
+    made = _with_mixture_prefixes(config, make_settings({**chosen, "tie_towers": model.tie_towers}, "model"))
+    query = tiny_tower(
+        train_set.texts(),
+        made.pooling,
+        layers=model.tiny_layers,
+        width=model.tiny_width,
+        vocabulary=model.tiny_vocabulary,
+        max_length=max(made.max_query_length, made.max_passage_length),
+        seed=config.seed,
+    )
+    return DualEncoder(query, query if model.tie_towers else copy.deepcopy(query), made).to(device)
+
+
+def _with_mixture_prefixes(config: TrainConfig, settings: EncoderSettings) -> EncoderSettings:
+    """Return settings with the query prefix and the passage prefix that all data sets of a mixture use.
+
+    If the data sets use different prefixes, keep the prefix in ``settings``, and warn unless the config sets one of the prefixes.
+    """
+    for name in ("query_prefix", "passage_prefix"):
+        own, chosen = getattr(settings, name), getattr(config.model, name)
+        prefixes = [getattr(each, name) for each in config.data.mixture] or [None]
+        used = sorted({own if prefix is None else prefix for prefix in prefixes})
+        if len(used) == 1 and chosen is None:
+            settings = replace(settings, **{name: used[0]})
+        elif used != [own] and (chosen is None or chosen not in used):
+            found = f"data.mixture: the sets are trained with {name} {', '.join(map(repr, used))}"
+            saved = f"but the model is saved with {own!r}, which evaluation and search use"
+            warnings.warn(f"{found}, {saved}. Set model.{name} to the prefix for search.", stacklevel=2)
+    return settings
+
+
+def saved_encoder(config: TrainConfig, checkpoint: Path, device: torch.device | str) -> tuple[DualEncoder, list[str]]:
+    """Load the encoder of a checkpoint.
+
+    checkpoint: folder of the encoder. Returns the encoder, and the names of the encoder settings that changed since it was saved.
+    """
+    encoder = _load_encoder(config, checkpoint, device)
+    saved = read_json(checkpoint / SETTINGS_FILE, dict[str, Any])  # an older version saved fewer settings
+    names = [name for name in ENCODER_SETTINGS if name in saved and saved[name] != getattr(encoder.settings, name)]
+    return encoder, names
+
+
+def _load_encoder(config: TrainConfig, name: str | Path, device: torch.device | str, **options: Any) -> DualEncoder:
+    options |= {each: getattr(config.model, each) for each in (*ENCODER_SETTINGS, "trust_remote_code")}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)  # a new adapter has random weights
+        encoder = DualEncoder.load(name, device=device, **options)
+    if encoder.adapted and not config.lora.rank:
+        raise InputError(f"{name}: has an adapter, but lora.rank is 0. Set lora.rank, or merge with contaccum merge.")
+    return encoder
+
+
+def apply_switches(encoder: DualEncoder, config: TrainConfig) -> None:
+    """Apply the settings of dropout, attention, padding, quantization, gradient checkpointing and compilation to the encoder."""
+    if config.model.dropout is not None:
+        encoder.set_dropout(config.model.dropout)
+    encoder.set_attention(config.model.attention, config.model.unpad)
+    if config.model.quantize == "4bit":
+        encoder.set_compute_dtype(torch_dtype(config.run.precision))
+    if config.model.gradient_checkpointing:
+        encoder.gradient_checkpointing_enable()
+    if config.run.compile == "cuda_graphs" and encoder.device.type != "cuda":
+        raise InputError(
+            f"run.compile is cuda_graphs, but the device is {encoder.device.type}, not CUDA. Set run.compile to off."
+        )
+    if config.run.compile != "off":
+        encoder.compile_backbones(graphs=config.run.compile == "cuda_graphs")
+
+
+def build_batches(
+    config: TrainConfig, engine: Engine, encoder: DualEncoder, train_set: TrainSet | StreamSet
+) -> Batches:
+    """Build the source of the training batches.
+
+    A data set is tokenized here, before training. A stream is tokenized while training reads it.
+    """
+    data, settings = config.data, encoder.settings
+    size, rank, world = config.batch.global_batch_size, engine.rank, engine.world
+    query, passage = encoder.query_tower.tokenizer, encoder.passage_tower.tokenizer
+    padding = (query.pad_token_id, passage.pad_token_id), query.padding_side
+    form = BatchForm(config.micro_batch_size(world), config.micro_batch_tokens, *padding, rank, world)
+    if isinstance(train_set, StreamSet):
+        # keep the steps in the bank, because measuring the drift encodes them again
+        kept_steps = math.ceil(config.bank_size() / size) + PREFETCHED_STEPS
+        return StreamSource(
+            StreamSampler(train_set, config.seed, size, data.hard_negatives, data.shuffle_buffer, kept_steps),
+            TextTokens(query, settings.max_query_length, settings.query_prefix),
+            TextTokens(passage, settings.max_passage_length, settings.passage_prefix),
+            form,
+        )
+    with engine.main_first():
+        query_tokens = _tokens(train_set, "query", settings, query)
+        passage_tokens = _tokens(train_set, "passage", settings, passage)
+    order, fill, tokens = config.batch.order, data.fill_negatives, config.run.eval_batch_tokens
+    near = query_vectors(_untrained_encoder(config, engine), train_set, engine, tokens) if order == "near" else None
+    vectors = None if near is None else np.concatenate(near.shards)
+    form_of_step = size, data.hard_negatives, data.mixture_batches, fill, order, vectors
+    sampler = make_sampler(train_set, config.seed, *form_of_step)
+    return BatchSource(train_set, sampler, query_tokens, passage_tokens, form)
+
+
+def _untrained_encoder(config: TrainConfig, engine: Engine) -> DualEncoder:
+    model = config.model
+    settings = {each: getattr(model, each) for each in (*ENCODER_SETTINGS, *_TOWER_SETTINGS, "trust_remote_code")}
+    return DualEncoder.load(model.name, device=engine.device, **settings)
+
+
+def check_guide(config: TrainConfig) -> None:
+    """Raise InputError if ``loss.guide`` is neither an encoder folder nor a possible Hub name. No weights are loaded."""
+    if config.loss.guide is None:
+        return
+    try:
+        model_folder(config.loss.guide)
+    except InputError as error:
+        raise InputError(f"loss.guide: {error}") from error
+
+
+def build_rules(config: TrainConfig, engine: Engine, train_set: TrainSet | StreamSet) -> PairRules:
+    """Build the rules for the pairs that the loss leaves out. All processes must call this.
+
+    If there is a guide, it encodes the training queries and passages whose vectors are not in the cache.
+    """
+    rules, loss = _rules_without_data(config), config.loss
+    if isinstance(train_set, StreamSet):
+        return rules
+    if loss.guide is not None:
+        if loss.guide == config.model.name:
+            encoder = _untrained_encoder(config, engine)
+        else:
+            trusted = config.model.trust_remote_code
+            encoder = DualEncoder.load(loss.guide, device=engine.device, trust_remote_code=trusted)
+        tokens = config.run.eval_batch_tokens
+        guide = Guide(*(each(encoder, train_set, engine, tokens) for each in (query_vectors, passage_vectors)))
+        names = f"{guide.queries.name} {guide.passages.name}"
+        key = f"margin {loss.guide_margin} {loss.margin_strategy} guide {names}"
+        rules = replace(rules, margin=loss.guide_margin, guide=guide, key=key)
+    members = train_set.members
+    separate = [not each.in_batch_negatives for each in members]
+    if any(separate):
+        flags = np.repeat(separate, [len(each.set.queries) for each in members])
+        rules = replace(rules, separate=torch.from_numpy(flags), key=f"{rules.key} separate {separate}".strip())
+    return rules
+
+
+def _rules_without_data(config: TrainConfig) -> PairRules:
+    """Return the rules that need no training data: missing columns, and the margin of the model's own scores."""
+    loss = config.loss
+    missing, relative = config.data.fill_negatives == "none", loss.margin_strategy == "relative"
+    rules = PairRules(bool(config.data.hard_negatives) and missing, relative=relative)
+    if loss.false_negative_margin is None:
+        return rules
+    margin = loss.false_negative_margin
+    return replace(rules, margin=margin, key=f"margin {margin} {loss.margin_strategy}")
+
+
+def _tokens(
+    train_set: TrainSet, side: str, settings: EncoderSettings, tokenizer: PreTrainedTokenizerBase
+) -> TokenTable | JoinedTokens:
+    """Tokenize all queries or all passages of the training set.
+
+    side: ``query`` or ``passage``. Each data set of a mixture may have its own prefix.
+    """
+    table, columns = {"query": ("queries", ["text"]), "passage": ("passages", ["title", "text"])}[side]
+    tables = []
+    for member in train_set.members:
+        prefix = getattr(member, f"{side}_prefix")
+        options = {
+            "max_length": getattr(settings, f"max_{side}_length"),
+            "prefix": getattr(settings, f"{side}_prefix") if prefix is None else prefix,
+            "fingerprint": f"{member.set.fingerprint}/{table}",
+        }
+        tables.append(build_token_table(getattr(member.set, table), columns, tokenizer, **options))
+    return tables[0] if len(tables) == 1 else JoinedTokens(tables)
+
+
+def build_loss(config: TrainConfig, encoder: DualEncoder, rules: PairRules | None = None) -> Objective:
+    """Build the loss. Raises InputError if a Matryoshka width is not smaller than the width of the embeddings.
+
+    rules: result of ``build_rules``. Default: only the rules that need no training data.
+    """
+    loss, temperature = config.loss, config.model.temperature
+    width = max(loss.matryoshka_dims, default=0)
+    if width >= encoder.dim:
+        raise InputError(f"loss.matryoshka_dims: {width} is too large; every width must be smaller than {encoder.dim}")
+    weights = loss.matryoshka_weights or [1.0] * len(loss.matryoshka_dims)
+    matryoshka = Matryoshka(tuple(loss.matryoshka_dims), tuple(weights), encoder.settings.similarity == "cosine")
+    distillation = None
+    if loss.distillation != "none":  # not config.distils: the type checker needs the comparison
+        distillation = Distillation(loss.distillation, temperature, loss.teacher_temperature, loss.distillation_weight)
+    rules = _rules_without_data(config) if rules is None else rules
+    info_nce = InfoNCE(
+        temperature, loss.mask_false_negatives, rules=rules, hardness=loss.hardness, symmetric=loss.symmetric
+    )
+    return Objective(info_nce, matryoshka, distillation)
+
+
+def build_bank(config: TrainConfig, engine: Engine, encoder: DualEncoder, loss: Objective) -> Bank:
+    """Build the bank. If the method has no bank, build one of size 0."""
+    longest = encoder.settings.max_query_length + (1 + config.data.hard_negatives) * encoder.settings.max_passage_length
+    options = BankOptions(
+        hard_negatives=config.data.hard_negatives if config.bank.hard_negatives else 0,
+        columns_only=config.spec.bank != "pairs",
+        row_weight=config.bank.row_weight,
+        keep=config.bank.keep,
+        warmup_steps=config.bank.warmup_steps,
+        age_decay=config.bank.age_decay,
+        symmetric=config.loss.symmetric,
+    )
+    settings = config.bank_size(), encoder.dim, loss.similarity, options, loss.matryoshka
+    return MatryoshkaBank(*settings, push=config.usual_push(engine.world, longest), device=engine.device)
+
+
+def trained_parameters(encoder: DualEncoder) -> dict[str, torch.nn.Parameter]:
+    """Return the trainable parameters by name. A parameter that both towers share appears only once."""
+    return {name: parameter for name, parameter in encoder.named_parameters() if parameter.requires_grad}
+
+
+def make_optimizer(encoder: DualEncoder, config: OptimConfig) -> torch.optim.Optimizer:
+    """Build AdamW, or 8-bit AdamW if ``config.name`` is ``adamw_8bit``.
+
+    Parameters with fewer than two dimensions have no weight decay. These are biases and the parameters of normalization. 8-bit
+    AdamW stores the two moments of a parameter in 8 bits if the parameter has more than 4096 numbers. Each block of 256 numbers
+    has one scale (Dettmers et al. 2022, arXiv 2110.02861). Raises InputError if 8-bit AdamW is chosen and bitsandbytes is not
+    installed.
+    """
+    parameters = list(trained_parameters(encoder).values())
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    betas = (config.adam_beta1, config.adam_beta2)
+    settings: dict[str, Any] = {"lr": config.learning_rate, "betas": betas, "eps": config.adam_eps}
+    if config.name == "adamw":
+        return torch.optim.AdamW(groups, **settings, fused=True)
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise InputError(
+            f"optim.name: {config.name}: bitsandbytes is missing. Run pip install 'contaccum[bitsandbytes]'."
+        )
+    from bitsandbytes.optim import AdamW8bit
+
+    return AdamW8bit(groups, **settings)
+
+
+def warmup_steps(config: OptimConfig, total: int) -> int:
+    """Return the number of warm-up steps, from the configured number or share of the ``total`` steps."""
+    return config.warmup_steps or 0 if config.warmup_ratio is None else math.ceil(config.warmup_ratio * total)
+
+
+def learning_rate_factor(step: int, total: int, warmup: int, schedule: str) -> float:
+    """Return the learning rate of one optimizer step, divided by the highest learning rate.
+
+    step: number of the step; the first step is 0. total: number of steps of the run. The rate increases linearly in the first
+    ``warmup`` steps. After them, ``schedule`` decides: ``linear`` and ``cosine`` decrease the rate to 0 at step ``total``, and
+    ``constant`` keeps it.
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, total - warmup)
+    return {"linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2, "constant": 1.0}[schedule]
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate

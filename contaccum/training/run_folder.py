@@ -1,0 +1,304 @@
+"""Folder of a training run: its lock, settings and checkpoints, and the check for changes before a run resumes.
+
+checkpoints/step-00000100/
+    model/                both encoder folders, as DualEncoder.save writes them
+    optimizer.safetensors state of the optimizer (moments of AdamW) by parameter name
+    optimizer/            instead of this file, with run.sharding: one file per process, with the parts that it holds
+    bank.safetensors      embeddings, ids and cached log-sum-exps of the bank
+    state.json            step, hashes of data and encoder, plain numbers of the bank, loss scale, best dev score
+    manifest.json         size and SHA-256 of every other file
+
+A checkpoint appears under its name only when it is complete. It is loaded only if every hash is correct. No random state is
+saved, because the order of the data, the sampling and the dropout depend only on (seed, step).
+"""
+
+import hashlib
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TypedDict
+
+import yaml
+
+from contaccum.config import ENCODER_SETTINGS, TrainConfig, settings_with
+from contaccum.config.file import CONFIG_VERSION, check_version
+from contaccum.config.spellings import without_removed
+from contaccum.data.retrieval_set import RetrievalSet, same_content
+from contaccum.data.stream import StreamSet
+from contaccum.data.tables import tokenizer_hash
+from contaccum.data.train_set import TrainSet
+from contaccum.encoder import SETTINGS_FILE, DualEncoder, model_folder
+from contaccum.errors import InputError
+from contaccum.runtime.engine import Engine
+from contaccum.runtime.files import (
+    is_leftover,
+    read_json,
+    read_text,
+    sha256_of,
+    sweep,
+)
+from contaccum.runtime.launch import is_main
+from contaccum.runtime.locks import LOCK_FILE, folder_lock
+
+CONFIG_FILE = "config.yaml"
+DEV_METRICS_FILE = "dev_metrics.json"  # metrics of the best evaluation on dev
+MANIFEST = "manifest.json"
+STATE_VERSION = (
+    1  # newest version of state.json that this code can read; a file without ``format_version`` has version 1
+)
+MAX_CONFIG = 2**20  # maximum number of bytes of a config.yaml
+LINKS = ("checkpoints", "model")
+"""Names of the folders in a run's folder that may be symbolic links, for example to another disk."""
+
+
+@contextmanager
+def claimed_folder(config: TrainConfig) -> Iterator[None]:
+    """Check the output folder and lock it during the ``with`` block.
+
+    Without ``resume``, the folder must be empty or not exist. With ``resume``, it may contain a run with the same settings.
+    Only the main process takes the lock and removes the temporary files of a killed run.
+    """
+    run = Path(config.output_dir)
+    where = f"output_dir {run}"
+    for path in (run, *(run / name for name in LINKS)):
+        if path.is_symlink() and not path.is_dir():
+            raise InputError(
+                f"{path}: this link points to {os.readlink(path)}, where no folder exists. Create it, or remove the link."
+            )
+    if run.exists() and not run.is_dir():
+        raise InputError(f"{where}: this is a file. Choose a folder.")
+    model = run / "model"  # if model/ is a link, saving replaces the folder that it points to
+    if model.is_symlink() and any(model.iterdir()) and not (model / SETTINGS_FILE).is_file():
+        raise InputError(f"{model}: this link points to {os.readlink(model)}, which is not empty. Link an empty one.")
+    with folder_lock(run) if is_main() else nullcontext():
+        found, has_config = list(run.iterdir() if run.is_dir() else ()), (run / CONFIG_FILE).is_file()
+        if has_config and not config.resume:
+            raise InputError(f"{where}: contains a run. Add --resume to continue it, or choose another output_dir.")
+        if not has_config and not all(_is_unused(path) for path in found):
+            fault = f"no {CONFIG_FILE} found, so there is no run to resume in this folder"
+            raise InputError(f"{where}: {fault if config.resume else 'not empty. Choose an empty folder'}.")
+        if has_config:
+            changes = config_differences(read_config(run), asdict(config))
+            refuse_changes(f"{where}: the settings of this run changed", changes, config.allow_changes)
+        if is_main():
+            _remove_leftovers(run)
+        yield
+
+
+def _is_unused(path: Path) -> bool:
+    """Return whether a new run may start in a folder that contains ``path``."""
+    linked = path.is_symlink() and path.name in LINKS and not any(path.iterdir())
+    return linked or path.name == LOCK_FILE or is_leftover(path.name)
+
+
+def _remove_leftovers(run: Path) -> None:
+    for folder in (run, run / "checkpoints"):
+        if folder.is_dir():
+            sweep(folder)
+    if (run / "model").is_symlink():  # temporary files are next to the folder that the link points to
+        model = Path(os.path.realpath(run / "model"))
+        sweep(model.parent, model.name, shared=True)
+
+
+def require_lock(run: Path) -> None:
+    """Raise InputError if the folder of the run was renamed or deleted after ``claimed_folder`` locked it."""
+    if not (run / LOCK_FILE).exists():
+        raise InputError(
+            f"{run}: this folder was renamed or deleted during the run. If it still exists, continue with --resume and its new "
+            "name."
+        )
+
+
+def refuse_changes(where: str, changes: list[str], allowed: bool) -> None:
+    """Raise InputError with a list of all changes since the run started. If changes are allowed, only print the list."""
+    listed = "; ".join(changes)
+    if changes and not allowed:
+        raise InputError(f"{where}: {listed}. Undo these changes, or allow them with --allow_changes true.")
+    if changes and is_main():
+        print(f"{where} (allowed): {listed}", file=sys.stderr)
+
+
+def refuse_other_checkpoint(config: TrainConfig) -> None:
+    """Raise InputError if a changed setting makes the checkpoints of the run unusable."""
+    settings, fixed = flat(asdict(config)), [*settings_with(resume="never")]
+    # None means the value in the folder of the initial encoder, but a resumed run would use the value in the checkpoint
+    fixed += [f"model.{name}" for name in ENCODER_SETTINGS if settings[f"model.{name}"] is None]
+    changed = _changed(flat(read_config(Path(config.output_dir))), settings)
+    if changes := [change for name, change in changed.items() if name in fixed]:
+        raise InputError(
+            f"output_dir {config.output_dir}: the checkpoints need these settings unchanged: {'; '.join(changes)}. Undo the "
+            "changes, or start a new run; --allow_changes does not allow them."
+        )
+
+
+def run_identity(
+    config: TrainConfig, engine: Engine, encoder: DualEncoder, train_set: TrainSet | StreamSet, dev: RetrievalSet | None
+) -> dict[str, Any]:
+    """Return the values that must be the same when a run resumes.
+
+    These are the number of processes, and hashes of the data, the tokenizers and the encoder folders. Tokenizers are loaded
+    from the checkpoint, so their hash changes only if the tokenizer library changes. A resumed run does not read the encoder
+    folder. It is hashed because config.yaml contains its name.
+    """
+    towers, model = (encoder.query_tower, encoder.passage_tower), config.model
+    return {
+        "world": engine.world,
+        "data": train_set.fingerprint,
+        "tokenizer": [tokenizer_hash(tower.tokenizer) for tower in towers],
+        "encoder": [_files_hash(Path(name)) for name in (model.name, model.passage_name) if name],
+        **({"guide": _files_hash(Path(model_folder(config.loss.guide)))} if config.loss.guide else {}),
+        **({f"split {config.data.dev_split} of {config.data.dev}": dev.fingerprint()} if dev else {}),
+    }
+
+
+def _files_hash(folder: Path) -> str | None:
+    """Return one hash of all files in a folder. Return None if the folder does not exist, as for a Hub name."""
+    lines = [f"{name} {sha256_of(path)}" for name, path in files_in(folder).items()]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest() if folder.is_dir() else None
+
+
+def files_in(folder: Path) -> dict[str, Path]:
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path for path in paths}
+
+
+def identity_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Compare two results of ``run_identity``. Return a text ``name was x and is y`` for each value that differs.
+
+    Keys that only one result has are not compared: older checkpoints have fewer keys, and a run may resume with another dev set.
+    A deleted encoder folder is not a difference.
+    """
+    ignored = {"encoder"} if None in new["encoder"] else set()
+    ignored |= {name for name in old if isinstance(old[name], str) and same_content(old[name], str(new.get(name)))}
+    return [change for name, change in _changed(old, new).items() if name in (old.keys() & new.keys()) - ignored]
+
+
+def config_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Return a text ``name was x and is y`` for each changed setting, except settings that any resume may change."""
+    free = settings_with(resume="free")
+    return [change for name, change in _changed(with_defaults(flat(old)), flat(new)).items() if name not in free]
+
+
+def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """Add the default values of settings that are missing in a flat config, because an older version wrote it."""
+    return flat(asdict(TrainConfig())) | config
+
+
+def _changed(old: dict[str, Any], new: dict[str, Any]) -> dict[str, str]:
+    return {
+        name: f"{name} was {old.get(name)} and is {new.get(name)}"
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name)
+    }
+
+
+def read_config(run: Path, name: str = CONFIG_FILE) -> dict[str, Any]:
+    """Read the settings of a run from the file ``name`` in its folder. Return them as nested mappings."""
+    path = run / name
+    try:
+        values = yaml.safe_load(read_text(path, "the settings of a run", MAX_CONFIG))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: cannot be read as YAML ({' '.join(str(error).split())})") from error
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: contains {type(values).__name__}; it must map the settings of a run to their values")
+    check_version(values.pop("format_version", CONFIG_VERSION), str(path))
+    return without_removed(values)
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Convert nested mappings into one flat mapping. Its keys are names such as ``group.field``."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
+
+
+@dataclass
+class State:
+    """Content of state.json. If a key is missing, because an older version wrote the file, it gets the default value."""
+
+    step: int
+    bank: dict[str, Any]
+    format_version: int = STATE_VERSION
+    identity: dict[str, Any] = field(default_factory=dict)  # empty: nothing is compared
+    best: dict[str, Any] = field(default_factory=dict)  # empty: the next evaluation counts as the best
+    evaluated: int = 0  # 0: the step is evaluated again if an evaluation is due
+    skipped: int = 0
+    scaler: dict[str, Any] = field(default_factory=dict)  # empty: fp16 starts with a new loss scale
+    micro_batch: dict[str, Any] = field(default_factory=dict)  # empty: the configured size is used
+    without_gradient: list[str] = field(default_factory=list)
+
+
+class WrittenFile(TypedDict):
+    """Entry in the manifest of a checkpoint: size in bytes and SHA-256 of one file."""
+
+    size: int
+    sha256: str
+
+
+class Checkpoint(NamedTuple):
+    """Checkpoint that is complete and whose hashes are correct."""
+
+    folder: Path
+    state: dict[str, Any]
+
+
+def newest_checkpoint(run: Path) -> Checkpoint | None:
+    """Return the newest complete and undamaged checkpoint of a run, or None. Print which ones are ignored and why."""
+    folders = all_checkpoints(run)
+    for path in sorted((run / "checkpoints").glob("*")) if is_main() else ():
+        if path not in folders:
+            print(f"{path}: ignored, because it is not the folder of a checkpoint", file=sys.stderr)
+    for folder in folders:
+        fault = _fault(folder)
+        if fault is None:
+            return Checkpoint(folder, asdict(read_json(folder / "state.json", State, version=STATE_VERSION)))
+        if is_main():
+            print(f"{folder}: this checkpoint is ignored: {fault}", file=sys.stderr)
+    return None
+
+
+def all_checkpoints(run: Path) -> list[Path]:
+    """Return the folders of all checkpoints of a run, the newest first. Damaged checkpoints are included."""
+    found = (run / "checkpoints").glob("step-*")
+    folders = [path for path in found if re.fullmatch(r"step-\d{8,}", path.name) and path.is_dir()]
+    return sorted(folders, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+
+
+def _fault(folder: Path) -> str | None:
+    """Return the reason why a checkpoint cannot be used. Return None if it can be used."""
+    if not (folder / MANIFEST).is_file():
+        return f"{MANIFEST} is missing"
+    try:
+        manifest, files = read_json(folder / MANIFEST, dict[str, WrittenFile]), files_in(folder)
+        for name, expected in manifest.items():
+            path = files.pop(name, None)  # never open a name from the manifest: it could point outside the folder
+            if path is None:
+                return f"{name} is missing"
+            if path.stat().st_size != expected["size"]:
+                return f"{name} has {path.stat().st_size} bytes instead of {expected['size']}"
+            if sha256_of(path) != expected["sha256"]:
+                return f"{name} is damaged: its SHA-256 is not the one in {MANIFEST}"
+    except InputError as error:
+        return str(error)
+    except OSError as error:  # for example a bad sector, or a file of another user
+        return f"{error.filename or 'a file'} cannot be read ({error.strerror or error})"
+    return next((f"{MANIFEST} does not list {name}" for name in files if name != MANIFEST), None)
+
+
+def next_steps(config: TrainConfig, model: Path) -> list[str]:
+    """Return lines for the end of a run: its best dev metric, if it has a dev set, and the next command.
+
+    model: folder of the trained model.
+    """
+    lines, name, train = [], config.run.metric, config.data.train or "DATA"
+    scores = Path(config.output_dir) / DEV_METRICS_FILE
+    if config.data.dev is not None and scores.is_file():
+        lines.append(f"best dev {name}: {read_json(scores)['mean'][name]:.4f}")
+    data = train if (Path(train) / "qrels" / "test.tsv").is_file() else "DATA"
+    return [*lines, f"next: contaccum evaluate --model {shlex.quote(str(model))} --data {shlex.quote(data)}"]

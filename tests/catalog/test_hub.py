@@ -1,0 +1,191 @@
+"""Data sets by name, with a folder in the place of the Hub: ``datasets`` loads both the same way."""
+
+import json
+from datetime import datetime
+from pathlib import Path
+
+import datasets
+import huggingface_hub
+import pytest
+from datasets import Dataset
+from opened import open_retrieval_set, open_train_set
+from tiny_data import lines, write, write_gzip
+
+from contaccum import catalog, evaluate
+from contaccum.catalog import fetch
+from contaccum.catalog.hub import HubName
+from contaccum.config import DataConfig
+from contaccum.data.commands import check, convert
+from contaccum.data.dataset import open_training
+from contaccum.errors import InputError
+
+
+@pytest.fixture
+def name(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub-cache")
+    write(tmp_path / "set" / "train.jsonl", lines({"query": "a", "pos": ["x"], "neg": ["y"]}))
+    write(tmp_path / "set" / "test.jsonl", lines({"query": "b", "pos": ["z"], "neg": ["y"]}))
+    return f"hub:{tmp_path / 'set'}"
+
+
+def test_every_door_opens_a_set_by_name(name, tmp_path):
+    assert open_train_set(name, hard_negatives=1).passages["text"][:] == ["x", "y"]
+    assert open_retrieval_set(name, "test").queries == {"unnamed-query-1": "b"}
+    assert check(name)["examples"] == 1
+    assert check(name)["path"] == name
+    convert(name, tmp_path / "out", "dpr", split="test")
+    assert open_train_set(tmp_path / "out").queries["text"][:] == ["b"]
+
+
+def test_a_changed_set_is_written_anew(name, tmp_path):
+    before = fetch(name, "train")
+    assert fetch(name, "train") == before
+    write(tmp_path / "set" / "train.jsonl", lines({"query": "changed", "pos": ["x"], "neg": ["y"]}))
+    assert open_train_set(name).queries["text"][:] == ["changed"]
+
+
+def test_a_path_that_is_no_name_stays_as_it_is(tmp_path, monkeypatch):
+    assert fetch(tmp_path) == tmp_path
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scifact").mkdir()
+    assert fetch("scifact") == Path("scifact")
+    for absent in ("./scifact2", "/no/such/place", "train.json"):
+        assert fetch(absent) == Path(absent)
+    with pytest.raises(InputError, match="scifact2: no folder or data set has this name"):
+        fetch("scifact2")
+
+
+@pytest.fixture
+def triplets(tmp_path, name):
+    """Columns as sentence-transformers has them, in Parquet."""
+    rows = {
+        "anchor": ["a", "b", "c"],
+        "positive": ["x", "y", "z"],
+        "negative_1": ["n", "", "m"],
+        "negative_2": ["o", None, "m"],
+        "list": [["x", "y"], ["y"], []],
+        "number": [1, 2, 3],
+        "real": [0.5, 0.5, 0.5],
+    }
+    (tmp_path / "triplets").mkdir()
+    Dataset.from_dict(rows).to_parquet(tmp_path / "triplets" / "train.parquet")
+    return f"hub:{tmp_path / 'triplets'}"
+
+
+def test_columns_of_other_names_are_mapped(triplets):
+    found = open_train_set(f"{triplets}?query=anchor&pos=positive&neg=negative_1,negative_2", hard_negatives=1)
+    assert found.queries["text"][:] == ["a", "b", "c"]
+    texts = found.passages["text"][:]
+    assert [[texts[row] for row in found.positives.row(n)] for n in range(3)] == [["x"], ["y"], ["z"]]
+    assert [[texts[row] for row in found.negatives.row(n)] for n in range(3)] == [["n", "o"], [], ["m"]]
+    with pytest.warns(UserWarning, match="1 queries without a positive are skipped"):
+        lists = open_retrieval_set(f"{triplets}::train?query=anchor&pos=list&query_id=number", "no such split")
+    assert {key: len(grades) for key, grades in lists.qrels.items()} == {"1": 2, "2": 1}
+
+
+@pytest.mark.parametrize(
+    ("mapping", "sentence"),
+    [
+        ("?query=anchor", "expected hub:owner/name"),
+        ("?query=anchor&pos=absent", "column 'absent' not found; found anchor, positive"),
+        (
+            "?query=anchor&answer=positive",
+            "found 'answer=positive'; expected FIELD=COLUMN, where FIELD is one of query, pos, neg",
+        ),
+        ("?query=list&pos=positive", "row 1: found 2 values for query; expected exactly one"),
+        ("?query=anchor&pos=real", "row 1: column 'real' is a float; expected a text or a list of texts"),
+        ("::dev?query=anchor&pos=positive", "split 'dev' not found; found train"),
+    ],
+)
+def test_a_mapping_that_cannot_be_is_refused_in_one_sentence(mapping, sentence, triplets):
+    with pytest.raises(InputError) as caught:
+        open_train_set(triplets + mapping)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_columns_that_no_reader_asks_for_may_hold_anything(name, tmp_path, streaming):
+    when = datetime(2026, 1, 2)
+    passages = [[{"docid": "1", "text": "x", "seen": when}], [{"docid": "2", "text": "y", "seen": when}]]
+    rows = {"query": ["a", "b"], "positive_passages": passages, "seen": [when, when], "picture": [b"\x00", b"\xff"]}
+    (tmp_path / "dated").mkdir()
+    Dataset.from_dict({**rows, "query_id": ["q", "r"]}).to_parquet(tmp_path / "dated" / "train.parquet")
+    found = open_training(DataConfig(train=f"hub:{tmp_path / 'dated'}", streaming=streaming))
+    assert sorted(found.texts()) == ["", "", "a", "b", "x", "y"]
+    (tmp_path / "bad").mkdir()
+    Dataset.from_dict({**rows, "query_id": [when, when]}).to_parquet(tmp_path / "bad" / "train.parquet")
+    with pytest.raises(InputError, match=r"bad, row 1: .*datetime.*; only texts and numbers are allowed"):
+        open_training(DataConfig(train=f"hub:{tmp_path / 'bad'}", streaming=streaming)).texts()
+
+
+def test_a_name_is_taken_apart():
+    name = HubName.of("hub:owner/set@abc:part:dev?query=q&pos=a,b")
+    assert (name.repository, name.revision, name.configuration, name.split) == ("owner/set", "abc", "part", "dev")
+    assert name.columns == {"query": ["q"], "pos": ["a", "b"]}
+    assert HubName.of("hub:owner/set::dev").configuration is None
+
+
+def retrieval(folder: Path, judged: str, splits: dict[str, str], score: bool) -> Path:
+    """A set of corpus, queries and judgements, as the Hub has them: Parquet files and a README that names them."""
+    corpus = {"_id": ["p0", "p1"], "text": ["a fox", "an owl"], **({"title": ["T", ""]} if score else {})}
+    rows = {
+        "corpus": corpus,
+        "queries": {"_id": ["q0", "q1"], "text": ["which fox", "which owl"]},
+        judged: {"query-id": ["q0", "q1"], "corpus-id": ["p0", "p1"], **({"score": [2, 1]} if score else {})},
+    }
+    lines = ["---", "configs:"]
+    for part, columns in rows.items():
+        (folder / part).mkdir(parents=True)
+        Dataset.from_dict(columns).to_parquet(folder / part / "rows.parquet")
+        lines += [
+            f"- config_name: {part}",
+            "  data_files:",
+            f"  - split: {splits[part]}",
+            f"    path: {part}/rows.parquet",
+        ]
+    (folder / "README.md").write_text("\n".join([*lines, "---", ""]))
+    return folder
+
+
+def test_nanobeir_and_mteb_sets_are_beir_folders(tmp_path, name, monkeypatch):
+    nano = retrieval(tmp_path / "nano", "qrels", dict.fromkeys(("corpus", "queries", "qrels"), "NanoSciFact"), False)
+    mteb = retrieval(tmp_path / "mteb", "default", {"corpus": "corpus", "queries": "queries", "default": "test"}, True)
+    monkeypatch.setattr(catalog, "NANO_REPOSITORY", f"hub:{nano}")
+    for text, grade, title in (("nanobeir/scifact", 1, ""), (f"hub:{mteb}", 2, "T")):
+        found = open_retrieval_set(text, "test")
+        assert found.qrels == {"q0": {"p0": grade}, "q1": {"p1": 1}}
+        assert found.queries == {"q0": "which fox", "q1": "which owl"}
+        assert found.corpus[0] == {"id": "p0", "title": title, "text": "a fox"}
+    assert evaluate("bm25", "nanobeir/scifact")["mean"]["ndcg@10"] == 1.0
+    assert open_train_set(f"hub:{mteb}", "test").queries["text"][:] == ["which fox", "which owl"]
+    with pytest.raises(InputError, match="nanobeir/scifakt: no NanoBEIR set has this name; expected nanobeir/ and"):
+        open_retrieval_set("nanobeir/scifakt")
+
+
+def test_an_unknown_split_or_set_is_refused_in_one_sentence(name, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    for path, split in ((name, "dev"), ("hub:nobody/nothing", "train")):
+        with pytest.raises(InputError) as caught:
+            open_train_set(path, split)
+        assert path in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+DATED = [{"query_id": f"2020-01-0{day}", "query": f"2021-02-0{day}", "pos": [f"2022-03-0{day}"]} for day in (1, 2)]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "json"])
+def test_texts_like_dates_stay_strings(form, tmp_path):
+    folder = tmp_path / "dated"
+    if form == "json":
+        write(folder / "train.json", json.dumps(DATED))
+    else:
+        (write if form == "jsonl" else write_gzip)(folder / f"train.{form}", lines(*DATED))
+    for streaming in (False, True):
+        found = open_training(DataConfig(train=f"hub:{folder}", streaming=streaming))
+        assert sorted(text for text in found.texts() if text) == sorted(
+            text for record in DATED for text in (record["query"], *record["pos"])
+        )
+    assert [query["id"] for query in open_train_set(f"hub:{folder}").queries] == ["2020-01-01", "2020-01-02"]

@@ -1,0 +1,535 @@
+"""MTEB's and MIRACL's sets by name, from a local server with the Hub's addresses; no network."""
+
+import datetime
+import gzip
+import json
+import random
+from pathlib import Path
+
+import datasets
+import huggingface_hub
+import pytest
+from datasets import Dataset, load_dataset
+from disks import small_disk
+from hub_server import HubServer
+from opened import open_retrieval_set, open_train_set
+from tiny_data import lines, write, write_gzip
+
+from contaccum import evaluate
+from contaccum.catalog import fetch
+from contaccum.catalog.pinned import CORPUS, JUDGED, KNOWN, SURPRISE, Repository, tasks
+from contaccum.catalog.rows import beir_from_rows, numbered
+from contaccum.config import DataConfig
+from contaccum.data.commands import check
+from contaccum.data.dataset import open_training
+from contaccum.errors import InputError
+from contaccum.runtime.files import whole_folder
+
+SCIFACT = tasks()["scifact"].repository
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("HF_TOKEN", "hf_mine")
+    server = HubServer(tmp_path / "served")
+    constants = huggingface_hub.constants
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", server.url)
+    template = f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(
+        datasets.config, "HUB_DATASETS_URL", f"{server.url}/datasets/{{repo_id}}/resolve/{{revision}}/{{path}}"
+    )
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    plug(monkeypatch, True)
+    yield server
+    server.close()
+
+
+def plug(monkeypatch, connected: bool) -> None:
+    """Allow requests to the Hub, or refuse them without sending a packet."""
+    for constants in (huggingface_hub.constants, datasets.config):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", not connected)
+
+
+def copy(repository: Repository) -> Path:
+    """Copy a repository to the Hub's cache, as ``hf download`` does."""
+    return Path(huggingface_hub.snapshot_download(repository.name, repo_type="dataset", revision=repository.commit))
+
+
+def left(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def scifact(hub: HubServer, corpus: str = "c.jsonl") -> Path:
+    root = hub.folder / SCIFACT.name
+    card(root, {
+        "default": {"test": ("test.jsonl", QRELS)},
+        "corpus": {"c": (corpus, CORPUS_ROWS)},
+        "queries": {"q": ("q.jsonl", QUERIES)},
+    })  # fmt: skip
+    return root
+
+
+def test_files_are_downloaded_once_at_the_pinned_commit_with_the_token(hub, monkeypatch):
+    write(scifact(hub) / "other.jsonl", "not needed")
+    folder = fetch("mteb/SciFact")
+    assert sorted(hub.asked) == ["README.md", "c.jsonl", "q.jsonl", "test.jsonl"]
+    assert (hub.commits, hub.tokens) == ({SCIFACT.commit}, {"Bearer hf_mine"})
+    monkeypatch.setenv("CONTACCUM_CACHE", str(hub.folder.parent / "other"))
+    assert (fetch("mteb/SciFact") / "corpus.jsonl").read_bytes() == (folder / "corpus.jsonl").read_bytes()
+    assert len(hub.asked) == 4
+
+
+def test_a_broken_download_is_continued(hub, monkeypatch):
+    root = scifact(hub, "c.jsonl.gz")
+    text = random.Random(0).randbytes(4000).hex()
+    write_gzip(root / "c.jsonl.gz", lines({"_id": "p0", "text": text}, {"_id": "p1", "text": "an owl"}))
+    monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 16)
+    hub.cut["c.jsonl.gz"] = 400
+    assert json.loads((fetch("mteb/SciFact") / "corpus.jsonl").read_text().splitlines()[0])["text"] == text
+    assert "c.jsonl.gz@400" in hub.asked
+
+
+def test_a_listed_path_outside_the_folder_is_refused(hub, tmp_path):
+    miracl("yo", hub.folder / JUDGED.name, hub.folder / CORPUS.name, ("dev",))
+    evil = "miracl-corpus-v1.0-yo/docs-2/../../../../../../evil.jsonl.gz"
+    hub.extra = [{"type": "file", "path": evil, "size": 1, "oid": "0" * 40}]
+    with pytest.raises(InputError, match="miracl/miracl-corpus: cannot be downloaded from the Hub"):
+        fetch("miracl/yo")
+    assert not list(tmp_path.rglob("evil*"))
+
+
+def test_a_complete_copy_in_the_hubs_cache_needs_no_network(hub, monkeypatch):
+    scifact(hub, "c-00000-of-00001.parquet")
+    copy(SCIFACT)
+    plug(monkeypatch, False)
+    assert open_retrieval_set("mteb/SciFact", "test").qrels == {"q0": {"p0": 2}, "q1": {"p1": 1}}
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_without_a_network_a_missing_or_partial_copy_is_refused_in_one_sentence(partial, hub, monkeypatch, tmp_path):
+    root = scifact(hub)
+    if partial:
+        (copy(SCIFACT) / "c.jsonl").unlink()
+    plug(monkeypatch, False)
+    with pytest.raises(InputError, match=r"mteb/.*cannot be .* the Hub") as caught:
+        fetch("mteb/SciFact")
+    assert f"hf download --repo-type dataset {SCIFACT.name} --revision {SCIFACT.commit}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "cache" / "mteb").exists()
+    assert root.is_dir()
+
+
+def miracl(language: str, judged: Path, corpus: Path, splits: tuple[str, ...]) -> None:
+    """A language in MIRACL's own files: two passages in each of two parts, and for each split one query."""
+    root = f"miracl-v1.0-{language}"
+    for number, split in enumerate(splits):
+        write(judged / root / "topics" / f"topics.{root}-{split}.tsv", f'{split}\twhich "fox" {number}\n')
+        qrels = f"{split} Q0 {number}#0 1\n{split} Q0 {number}#1 0\n"
+        write(judged / root / "qrels" / f"qrels.{root}-{split}.tsv", qrels)
+    write(judged / root / "topics" / f"topics.{root}-test-b.tsv", "t\tnever judged\n")
+    for part in (0, 1):
+        rows = [{"docid": f"{part}#{n}", "title": f"T{part}", "text": f"fox {part} {n}"} for n in (0, 1)]
+        write_gzip(corpus / f"miracl-corpus-v1.0-{language}" / f"docs-{part}.jsonl.gz", lines(*rows))
+
+
+def test_a_miracl_language_is_a_beir_folder_of_its_judged_splits(hub, monkeypatch):
+    miracl("sw", hub.folder / JUDGED.name, hub.folder / CORPUS.name, ("train", "dev"))
+    miracl("yo", hub.folder / JUDGED.name, hub.folder / CORPUS.name, ("dev",))
+    found = open_retrieval_set("miracl/sw", "dev")
+    assert hub.commits == {JUDGED.commit, CORPUS.commit}
+    assert not any("yo" in path or "test-b" in path for path in hub.asked)
+    assert (found.queries, found.qrels) == ({"dev": 'which "fox" 1'}, {"dev": {"1#0": 1, "1#1": 0}})
+    assert [found.corpus["id"][:], found.corpus[0]["title"]] == [["0#0", "0#1", "1#0", "1#1"], "T0"]
+    train = open_train_set("miracl/sw", hard_negatives=1)
+    assert (train.queries["text"][:], train.passages["text"][:]) == (['which "fox" 0'], ["fox 0 0", "fox 0 1"])
+    plug(monkeypatch, False)  # a prepared set needs no Hub
+    assert fetch("miracl/sw", "dev") == fetch("miracl/sw", "train")
+    assert evaluate("bm25", "miracl/sw", split="dev")["mean"]["recall@100"] == 1.0
+    with pytest.raises(InputError, match="split 'test' not found; found dev, train"):
+        open_retrieval_set("miracl/sw", "test")
+    with pytest.raises(
+        InputError, match=r"miracl/miracl: cannot be downloaded.*hf download --repo-type dataset miracl/miracl"
+    ):
+        open_train_set("miracl/yo")
+    plug(monkeypatch, True)
+    with pytest.raises(InputError, match="split 'train' not found; found dev"):
+        open_train_set("miracl/yo")
+
+
+def test_miracl_has_eighteen_languages_and_no_others(hub):
+    assert len(set(KNOWN + SURPRISE)) == 18
+    with pytest.raises(
+        InputError, match="miracl/xx: not a MIRACL language; expected miracl/ and one of ar, bn, de, en, "
+    ):
+        fetch("miracl/xx")
+    assert not hub.commits
+
+
+@pytest.mark.parametrize("missing", ["docs-0.jsonl.gz", "qrels.miracl-v1.0-de-dev.tsv"])
+def test_a_missing_miracl_file_is_named(missing, hub, monkeypatch):
+    miracl("de", hub.folder / JUDGED.name, hub.folder / CORPUS.name, ("dev",))
+    away = next(hub.folder.rglob(missing))
+    kept = away.rename(hub.folder / missing)
+    with pytest.raises(InputError, match=rf"{missing} .*not found"):
+        fetch("miracl/de")
+    kept.rename(away)
+
+
+def test_miracl_is_read_from_a_copy_in_the_hubs_cache(hub, monkeypatch):
+    miracl("de", hub.folder / JUDGED.name, hub.folder / CORPUS.name, ("dev",))
+    copy(JUDGED)
+    corpus = copy(CORPUS)
+    plug(monkeypatch, False)
+    part = corpus / "miracl-corpus-v1.0-de" / "docs-1.jsonl.gz"
+    away = part.rename(corpus / "away")
+    with pytest.raises(InputError, match=r"miracl/miracl-corpus: cannot be downloaded from the Hub.*hf download"):
+        fetch("miracl/de")
+    away.rename(part)
+    assert open_retrieval_set("miracl/de", "dev").qrels == {"dev": {"0#0": 1, "0#1": 0}}
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "sentence"),
+    [
+        ("topics/topics.miracl-v1.0-de-dev.tsv", "no tab\n", ":1: found 'no tab'; expected a query id, a tab"),
+        ("qrels/qrels.miracl-v1.0-de-dev.tsv", "q Q0 p x\n", ":1: the grade is 'x'"),
+    ],
+)
+def test_a_broken_miracl_line_is_named_and_nothing_is_kept(file, content, sentence, hub, tmp_path):
+    miracl("de", hub.folder / JUDGED.name, hub.folder / CORPUS.name, ("dev",))
+    write(hub.folder / JUDGED.name / "miracl-v1.0-de" / file, content)
+    with pytest.raises(InputError, match=f"{file}{sentence}"):
+        fetch("miracl/de")
+    assert not (tmp_path / "cache" / "miracl").exists()
+
+
+Parts = dict[str, dict[str, tuple[str, dict[str, list]]]]
+"""By configuration and split the path of a file and its columns."""
+
+
+def card(root: Path, parts: Parts) -> None:
+    """A repository of the Hub: files in the form that their names end in, and a README that names them."""
+    head = ["---", "configs:"]
+    for name, splits in parts.items():
+        head += [f"- config_name: {name}", "  data_files:"]
+        for split, (path, columns) in splits.items():
+            head += [f"  - split: {split}", f"    path: {path.replace('-00000-of-00001', '-*')}"]
+            rows = Dataset.from_dict(columns)
+            if path.endswith(".parquet"):
+                (root / path).parent.mkdir(parents=True, exist_ok=True)
+                rows.to_parquet(root / path)
+            elif path.endswith(".csv"):
+                rows.to_csv(write(root / path, ""))
+            else:
+                text = lines(*rows).encode()
+                write(root / path, gzip.compress(text) if path.endswith(".gz") else text)
+    write(root / "README.md", "\n".join([*head, "---", "# A card", ""]))
+
+
+QRELS = {"query-id": ["q0", "q1"], "corpus-id": ["p0", "p1"], "score": [2.0, 1.0]}
+CORPUS_ROWS = {"_id": ["p0", "p1"], "title": ["T", ""], "text": ["a fox", "an owl"]}
+QUERIES = {"_id": ["q0", "q1"], "text": ["which fox", "which owl"]}
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", "-00000-of-00001.parquet"])
+def test_an_mteb_task_is_a_beir_folder_of_all_its_splits(ending, hub, monkeypatch):
+    one = {key: values[:1] for key, values in QRELS.items()}
+    card(hub.folder / "mteb" / "nfcorpus", {
+        "default": {"train": (f"qrels/train{ending}", one), "test": (f"qrels/test{ending}", QRELS)},
+        "corpus": {"corpus": (f"corpus{ending}", CORPUS_ROWS)},
+        "queries": {"queries": (f"queries{ending}", QUERIES)},
+        "top_ranked": {"test": (f"top_ranked{ending}", {"query-id": ["q0"]})},
+    })  # fmt: skip
+    found = open_retrieval_set("mteb/NFCorpus", "test")
+    assert found.qrels == {"q0": {"p0": 2}, "q1": {"p1": 1}}
+    assert found.corpus[0] == {"id": "p0", "title": "T", "text": "a fox"}
+    assert hub.commits == {tasks()["nfcorpus"].repository.commit}
+    assert not any("top_ranked" in path for path in hub.asked)
+    plug(monkeypatch, False)
+    assert open_train_set("mteb/nfcorpus", "train").queries["text"][:] == ["which fox"]
+    assert check("mteb/NFCorpus", split="test")["queries"] == 2
+    assert evaluate("bm25", "mteb/NFCorpus")["mean"]["ndcg@10"] == 1.0
+
+
+def test_a_subset_is_fetched_alone_and_splits_with_a_corpus_each_are_kept_apart(hub):
+    corpora = {split: {"id": ["p0"], "text": [f"{split} fox"]} for split in ("dev", "test")}
+    parts: Parts = {}
+    for language in ("ar", "de"):
+        rows = {
+            "corpus": corpora,
+            "queries": {split: {"id": ["q0"], "text": [f"{split} {language}?"]} for split in ("dev", "test")},
+            "qrels": {split: {"query-id": ["q0"], "corpus-id": ["p0"], "score": [1]} for split in ("dev", "test")},
+        }
+        for part, splits in rows.items():
+            name = f"{language}-{part}"
+            parts[name] = {split: (f"{name}/{split}-00000-of-00001.parquet", found) for split, found in splits.items()}
+    card(hub.folder / "mteb" / "MultiLongDocRetrieval", parts)
+    for split in ("dev", "test"):
+        found = open_retrieval_set("mteb/MultiLongDocRetrieval/de", split)
+        assert (found.corpus["text"][:], found.queries) == ([f"{split} fox"], {"q0": f"{split} de?"})
+        assert not any(path.startswith("ar-") for path in hub.asked)
+        assert any("/test" in path for path in hub.asked) == (split == "test")
+    with pytest.raises(InputError, match="split 'train' not found; found dev, test"):
+        fetch("mteb/MultiLongDocRetrieval/de", "train")
+
+
+def test_queries_of_several_splits_over_one_corpus_are_written_once(hub):
+    qrels = {"query-id": ["q0"], "corpus-id": ["p0"], "score": [1]}
+    queries = {"train": QUERIES, "test": {key: values[:1] for key, values in QUERIES.items()}}
+    card(hub.folder / "mteb" / "scifact", {
+        "qrels": {split: (f"qrels/{split}.jsonl", qrels) for split in ("train", "dev", "test")},
+        "corpus": {"corpus": ("corpus.jsonl", CORPUS_ROWS)},
+        "queries": {split: (f"queries/{split}.jsonl", columns) for split, columns in queries.items()},
+    })  # fmt: skip
+    folder = fetch("mteb/SciFact", "train")
+    assert left(folder) == ["corpus.jsonl", "qrels/test.tsv", "qrels/train.tsv", "queries.jsonl"]  # dev has no queries
+    assert [json.loads(line)["_id"] for line in (folder / "queries.jsonl").read_text().splitlines()] == ["q0", "q1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        (
+            "NFCorpsu",
+            "no MTEB retrieval task has this name; similar names are NFCorpus",
+        ),
+        ("zzzzzz", "has this name$"),
+        ("NFCorpus/de", "mteb/NFCorpus/de: not a data set; expected mteb/NFCorpus$"),
+        ("MIRACLRetrieval", "expected mteb/MIRACLRetrieval/ and one of ar, bn, de, en"),
+    ],
+)
+def test_names_that_are_no_task_or_subset(name, sentence, hub):
+    with pytest.raises(InputError, match=sentence):
+        fetch(f"mteb/{name}")
+    assert not hub.commits
+
+
+def test_every_task_in_the_list_has_a_repository_and_a_commit():
+    assert len(tasks()) > 300
+    for task in tasks().values():
+        assert task.repository.name.count("/") == 1
+        assert set(task.repository.commit) <= set("0123456789abcdef")
+    assert tasks()["miraclretrieval"].subsets[:3] == ("ar", "bn", "de")
+
+
+def judging(*passages: str) -> dict[str, list]:
+    return {"query-id": ["q0"] * len(passages), "corpus-id": [*passages], "score": [1] * len(passages)}
+
+
+@pytest.mark.parametrize(
+    ("more", "passage", "query"),
+    [
+        ((), "of qrels", "of queries"),  # control: with nothing to choose from
+        (("default",), "of default", "of queries"),
+        (("query",), "of qrels", "of query"),
+        (("default", "query"), "of default", "of query"),
+    ],
+)
+def test_configurations_are_chosen_as_mteb_chooses_them(more, passage, query, hub, monkeypatch):
+    """As its loader (mteb 2.26.24) is written: default before qrels, and a configuration query before queries."""
+    names = ("qrels", "default", "queries", "query")
+    rows = {
+        **{name: judging(f"of {name}") for name in names[:2]},
+        **{name: {"_id": ["q0"], "text": [f"of {name}"]} for name in names[2:]},
+        "corpus": {"_id": [f"of {name}" for name in names[:2]], "text": ["a fox", "an owl"]},
+    }
+    root = hub.folder / "mteb" / "scifact"
+    card(root, {name: {"test": (f"{name}.jsonl", rows[name])} for name in ("qrels", "queries", "corpus", *more)})
+    for name in ("mteb/SciFact", f"hub:{root}"):
+        found = open_retrieval_set(name, "test")
+        assert (found.qrels, found.queries) == ({"q0": {passage: 1}}, {"q0": query})
+
+
+def test_a_subset_has_its_own_judgements_and_the_queries_of_the_only_query(hub):
+    parts: Parts = {name: {"test": (f"{name}.jsonl", judging(name))} for name in ("de-qrels", "de-default", "default")}
+    parts["de-corpus"] = {"test": ("corpus.jsonl", {"_id": ["de-qrels", "x"], "text": ["a fox", "an owl"]})}
+    for name in ("de-queries", "query"):
+        parts[name] = {"test": (f"{name}.jsonl", {"_id": ["q0"], "text": [name]})}
+    card(hub.folder / "mteb" / "MultiLongDocRetrieval", parts)
+    found = open_retrieval_set("mteb/MultiLongDocRetrieval/de", "test")
+    assert (found.qrels, found.queries) == ({"q0": {"de-qrels": 1}}, {"q0": "query"})
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".json"])
+def test_hub_and_mteb_read_the_same_strings_from_texts_like_dates(ending, hub):
+    root = hub.folder / SCIFACT.name
+    card(root, {
+        "default": {"test": (f"test{ending}", {"query-id": ["2020-02-02"], "corpus-id": ["2020-01-01"], "score": [1]})},
+        "corpus": {"c": (f"c{ending}", {"_id": ["2020-01-01"], "text": ["1999-12-31"]})},
+        "queries": {"q": (f"q{ending}", {"_id": ["2020-02-02"], "text": ["2021-03-03"]})},
+    })  # fmt: skip
+    for name in ("mteb/SciFact", f"hub:{SCIFACT.name}@{SCIFACT.commit}", f"hub:{root}"):
+        found = open_retrieval_set(name, "test")
+        assert found.qrels == {"2020-02-02": {"2020-01-01": 1}}
+        assert found.queries == {"2020-02-02": "2021-03-03"}
+        assert found.corpus[0] == {"id": "2020-01-01", "title": "", "text": "1999-12-31"}
+    other = load_dataset("json", data_files=str(root / f"c{ending}"), split="train", streaming=True)  # negative control
+    assert next(iter(other))["_id"] == datetime.datetime(2020, 1, 1)
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", "-00000-of-00001.parquet", ".csv"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_examples_of_the_hub_are_read_whole_and_streamed(ending, streaming, hub):
+    rows = {"query": ["2020-01-01", "b"], "positive": ["2021-01-01", "x"]}
+    card(hub.folder / "owner" / "set", {"default": {"train": (f"train{ending}", rows)}})
+    name = f"hub:owner/set@{'c' * 40}?query=query&pos=positive"
+    found = open_training(DataConfig(train=name, streaming=streaming))
+    assert sorted(text for text in found.texts() if text) == ["2020-01-01", "2021-01-01", "b", "x"]
+    assert hub.commits == {"c" * 40}
+
+
+@pytest.mark.parametrize("name", ["hub:owner/nothing", "hub:nobody/set"])
+def test_an_unknown_name_on_the_hub_is_refused_in_one_sentence(name, hub):
+    (hub.folder / "owner").mkdir(parents=True)
+    with pytest.raises(InputError, match=f"{name}: cannot be loaded from the Hub") as caught:
+        fetch(name)
+    assert "\n" not in str(caught.value)
+
+
+def one(file: str, **columns: object) -> dict[str, tuple[str, dict[str, list]]]:
+    """A split of one row."""
+    return {"test": (file, {name.replace("_id_", "-id"): [value] for name, value in columns.items()})}
+
+
+def graded(score: object) -> Parts:
+    return {"default": one("test.jsonl", query_id_="q0", corpus_id_="p0", score=score)}
+
+
+GRADE = "must be an integer from -99999 to 99999"
+BROKEN: list[tuple[Parts, str]] = [
+    (graded(None), rf"test.jsonl:1: the grade is 'null'; it {GRADE}"),
+    (graded(0.7), rf"test.jsonl:1: the grade is '0.7'; it {GRADE}"),
+    (graded("x"), rf"test.jsonl:1: the grade is 'x'; it {GRADE}"),
+    (graded([1]), rf"test.jsonl:1: the grade is '\[1\]'; it {GRADE}"),
+    (
+        {"default": one("test-00000-of-00001.parquet", query_id_="q0", corpus_id_="p0", score=0.7)},
+        rf"test-00000-of-00001.parquet, row 1: the grade is '0.7'; it {GRADE}",
+    ),
+    (
+        {"default": one("test.jsonl", query_id_=None, corpus_id_="p0")},
+        ":1: field 'query-id' is null; it must be an id",
+    ),
+    ({"default": one("test.jsonl", query_id_="q0")}, ":1: field 'corpus-id' is missing"),
+    (
+        {"queries": one("q.jsonl", _id=None, text="x")},
+        "mteb/SciFact: .*q.jsonl:1: field '_id' is null; it must be an id",
+    ),
+    ({"queries": one("q.jsonl", id=1.5, text="x")}, "q.jsonl:1: field 'id' is the number 1.5; it must be an id"),
+    (
+        {"queries": one("q-00000-of-00001.parquet", _id=b"q", text="x")},
+        "row 1: field '_id' is a bytes; it must be",
+    ),
+    (
+        {"queries": {split: (f"{split}.jsonl", QUERIES) for split in ("dev", "train")}},
+        "no split has both queries and judgements. Splits with only queries: dev, train. Splits with only judgements: test.",
+    ),
+    ({"corpus": {"c": ("c.jsonl", CORPUS_ROWS)}}, "configuration 'queries' not found; found corpus"),
+    ({"corpus": {"c": ("c.bin", CORPUS_ROWS)}}, "mteb/SciFact: cannot be loaded from the Hub"),
+    (
+        {"corpus": {"c": ("c.jsonl", {"_id": ["p0"]})}},
+        r"mteb/SciFact: .*/c.jsonl:1: field 'text' is missing \(found '_id'\); it must be a string",
+    ),
+    (
+        {"corpus": {"c": ("c.jsonl", {"_id": ["p0"], "text": [["x"]]})}},
+        "c.jsonl:1: field 'text' is a list; it must be a string",
+    ),
+]
+
+
+@pytest.mark.parametrize(("parts", "sentence"), BROKEN)
+def test_a_repository_in_another_layout_is_refused_in_one_sentence(parts, sentence, hub, tmp_path):
+    if "not found" not in sentence:
+        sound = {"corpus": ("c.jsonl", CORPUS_ROWS), "queries": ("q.jsonl", QUERIES), "default": ("test.jsonl", QRELS)}
+        parts = {**{name: {"test": file} for name, file in sound.items()}, **parts}
+    card(hub.folder / "mteb" / "scifact", parts)
+    with pytest.raises(InputError, match=sentence) as caught:
+        fetch("mteb/SciFact")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "cache" / "mteb").exists()
+
+
+def spoiled(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes(byte ^ 255 for byte in content[middle : middle + 20]) + content[middle + 20 :]
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "sentence"),
+    [
+        ("c.jsonl.gz", lambda content: content[: len(content) // 2], "the gzip stream is damaged or truncated"),
+        ("c.jsonl.gz", spoiled, "the gzip stream is damaged or truncated"),
+        ("c.jsonl", lambda content: content[:-5], r":2: not JSON \(.*\); each line must be a row"),
+        ("c.jsonl", lambda content: b"null\n", ":1: found null; it must be a row"),
+        ("c-00000-of-00001.parquet", lambda content: content[:-5], r"cannot be read after row 0 .* probably damaged"),
+        ("c.csv.gz", lambda content: gzip.compress(b"_id,text\np,x\n")[:-4], r"cannot be read after row [01] \(.*end"),
+        ("c.csv.gz", lambda content: b"_id,text", r"cannot be read after row 0 \(Not a gzipped file"),
+        ("c.tsv", lambda content: b"", r"cannot be read after row 0 \(No columns"),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_is_named_and_nothing_is_kept(file, damage, sentence, hub, tmp_path):
+    root = hub.folder / "mteb" / "scifact"
+    card(root, {
+        "default": {"test": ("test.jsonl", QRELS)},
+        "corpus": {"c": (file, CORPUS_ROWS)},
+        "queries": {"q": ("q.jsonl", QUERIES)},
+    })  # fmt: skip
+    (root / file).write_bytes(damage((root / file).read_bytes()))
+    with pytest.raises(InputError, match=f"mteb/SciFact: .*{file}(:|,)? ?{sentence}") as caught:
+        fetch("mteb/SciFact")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "cache" / "mteb").exists()
+
+
+def test_rows_of_a_set_of_the_hub_are_named_by_their_configuration(hub, monkeypatch):
+    card(hub.folder / "set", {
+        "qrels": {"test": ("test.jsonl", QRELS)},
+        "corpus": {"c": ("c.jsonl", CORPUS_ROWS)},
+        "queries": {"q": ("q.jsonl", {"_id": ["q0", None], "text": ["x", "y"]})},
+    })  # fmt: skip
+    with pytest.raises(InputError, match=r"^hub:.*/set: .*q.jsonl:2: field '_id' is null; it must be an id \("):
+        fetch(f"hub:{hub.folder / 'set'}")
+
+
+def test_a_full_disk_is_told_as_one(tmp_path):
+    rows = [{"_id": "p", "query-id": "q", "corpus-id": "p", "text": "x" * (1 << 17)}]
+    with (
+        small_disk(tmp_path / "disk", 1 << 16) as disk,
+        pytest.raises(InputError, match=r"set: cannot be written \(No space left on device\)"),
+        whole_folder(disk / "set") as part,
+    ):
+        beir_from_rows(
+            part, "name", *(numbered(Path("rows"), rows) for _ in range(2)), {"test": numbered(Path("rows"), rows)}
+        )
+
+
+HEAD = "configs:\n- config_name: {}\n  data_files:"
+
+
+@pytest.mark.parametrize(
+    ("head", "sentence"),
+    [
+        ("license: mit", "mteb/SciFact: configuration 'corpus' not found; found default"),
+        ("configs: [a: b: c", r"README.md: its metadata cannot be read \(while parsing a flow sequence"),
+        ("- a", "README.md: its metadata cannot be read"),
+        ("configs: 5", "Expected configs to be a list"),
+        ("[" * 3000, "README.md: its metadata cannot be read"),
+        (HEAD.format("[corpus]") + " x.jsonl", "unhashable"),
+        *((HEAD.format("corpus") + each, "mteb/SciFact: cannot be loaded from the Hub") for each in (
+            " {}", "", " 5", " [5]", " [[x]]", " {test: []}", " {test: {a: b}}", "\n  - split: test",
+            "\n  - path: x.jsonl", "\n  - split: [a]\n    path: x.jsonl", "\n  - split: ../a\n    path: x.jsonl",
+        )),
+        (HEAD.format("corpus") + "\n" + "  - split: a\n    path: x.jsonl\n" * 2, "Some splits are duplicated"),
+    ],
+)  # fmt: skip
+def test_a_card_in_another_layout_is_refused(head, sentence, hub):
+    rest = "- config_name: queries\n  data_files: x.jsonl\n- config_name: default\n  data_files: x.jsonl\n"
+    whole = f"{head}\n{rest if head.startswith('configs:' + chr(10)) else ''}"
+    write(hub.folder / "mteb" / "scifact" / "README.md", f"---\n{whole}---\n")
+    write(hub.folder / "mteb" / "scifact" / "x.jsonl", "{}\n")
+    with pytest.raises(InputError, match=sentence) as caught:
+        fetch("mteb/SciFact")
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,72 @@
+"""Partition by tokens against every possible partition of the sorted pairs, in one process and several."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from contaccum.data.batches import partition_by_pairs, partition_by_tokens
+
+
+def cost(queries, passages) -> int:
+    """Return the padded tokens of one process's micro-batch."""
+    return len(queries) * int(queries.max() + passages.shape[1] * passages.max())
+
+
+def lengths(pairs: int, hard: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(seed)
+    return random.integers(3, 20, pairs), random.integers(3, 60, (pairs, 1 + hard))
+
+
+@pytest.mark.parametrize("hard", [0, 2])
+@pytest.mark.parametrize("seed", range(5))
+def test_partition_has_fewest_micro_batches_and_smallest_largest(hard, seed):
+    queries, passages = lengths(10, hard, seed)
+    budget = 3 * (20 + 60 * (1 + hard))
+    cut = partition_by_tokens(queries, passages, budget, world=1)
+    found = [cost(queries[part], passages[part]) for part in cut]
+    assert max(found) <= budget
+    assert sorted(np.concatenate(cut)) == list(range(10))
+    order = sorted(range(10), key=lambda n: (-passages[n].max(), -queries[n]))
+    assert np.concatenate(cut).tolist() == order
+    tried = []
+    for count in range(len(cut)):  # every way to set this many bounds
+        for bounds in combinations(range(1, 10), count):
+            parts = np.split(np.array(order), bounds)
+            tried.append((len(parts), max(cost(queries[part], passages[part]) for part in parts)))
+    assert min(found for found in tried if found[1] <= budget) == (len(cut), max(found))
+
+
+def test_processes_get_equally_many_pairs_of_similar_length():
+    queries, passages = lengths(24, 1, 0)
+    budget = 500
+    cut = partition_by_tokens(queries, passages, budget, world=2)
+    assert sorted(np.concatenate(cut)) == list(range(24))
+    for part in cut:
+        first, second = np.split(part, 2)
+        for own in (first, second):
+            assert cost(queries[own], passages[own]) <= budget
+        # neighbours in the sorted order: process 1's pair is the next shorter one
+        assert (passages[first].max(1) >= passages[second].max(1)).all()
+        assert (passages[first].max(1)[1:] <= passages[second].max(1)[:-1]).all()
+
+
+def test_partition_of_equal_lengths_equals_partition_by_pairs():
+    """Without padding, both partitions have the same size."""
+    queries, passages = np.full(16, 8), np.full((16, 1), 24)
+    cut = partition_by_tokens(queries, passages, 4 * 32, world=1)
+    assert [part.tolist() for part in cut] == [part.tolist() for part in partition_by_pairs(16, 4, 1)]
+    assert [len(part) for part in partition_by_tokens(queries, passages, 4 * 32 - 1, world=1)] == [3, 3, 3, 3, 3, 1]
+
+
+def test_one_pair_may_fill_a_micro_batch():
+    queries, passages = np.array([4, 4, 4]), np.array([[96], [5], [6]])
+    assert [part.tolist() for part in partition_by_tokens(queries, passages, 100, world=1)] == [[0], [2, 1]]
+    with pytest.raises(AssertionError):
+        partition_by_tokens(queries, passages, 99, world=1)
+
+
+def test_a_step_of_65536_pairs_is_partitioned_in_seconds():
+    queries, passages = lengths(65536, 0, 0)
+    cut = partition_by_tokens(queries, passages, 640, world=1)
+    assert sum(map(len, cut)) == 65536

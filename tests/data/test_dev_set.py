@@ -1,0 +1,80 @@
+"""Small dev sets: what is sampled, what is kept, and that no query is in two parts."""
+
+import json
+
+import pytest
+
+from contaccum.data.dataset import open_dataset
+from contaccum.data.dev_set import hold_out, write_dev_set
+from contaccum.errors import InputError
+
+
+def _lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Forty queries with two positives and one passage of grade 0 each, and 200 passages that nobody judged."""
+    data = tmp_path / "beir"
+    (data / "qrels").mkdir(parents=True)
+    passages = [f"p{n}" for n in range(120)] + [f"o{n}" for n in range(200)]
+    (data / "corpus.jsonl").write_text(
+        "".join(json.dumps({"_id": p, "title": f"t {p}", "text": f"text {p}"}) + "\n" for p in passages)
+    )
+    texts = [f"Question {n // 2 if n < 10 else n}" for n in range(40)]  # the first ten are five pairs
+    (data / "queries.jsonl").write_text(
+        "".join(json.dumps({"_id": f"q{n}", "text": t}) + "\n" for n, t in enumerate(texts))
+    )
+    rows = [f"q{n}\tp{3 * n + i}\t{(2, 1, 0)[i]}\n" for n in range(40) for i in range(3)]
+    (data / "qrels" / "train.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(rows))
+    return data
+
+
+def test_a_dev_set_has_its_judged_passages_and_a_sample_of_the_others(folder, tmp_path):
+    write_dev_set(open_dataset(folder, "train").retrieval_set, tmp_path / "dev", 6, 50, seed=1)
+    found = open_dataset(tmp_path / "dev", "dev").retrieval_set
+    whole = open_dataset(folder, "train").retrieval_set
+    assert len(found.queries) == 6
+    assert found.queries == {name: whole.queries[name] for name in found.queries}
+    assert found.qrels == {name: whole.qrels[name] for name in found.queries}
+    assert len(found.corpus) == 50
+    assert {p for judged in found.qrels.values() for p in judged} <= set(found.corpus["id"])
+
+
+def test_all_judged_passages_are_kept_even_if_they_are_more_than_asked_for(folder, tmp_path):
+    write_dev_set(open_dataset(folder, "train").retrieval_set, tmp_path / "dev", 100, 5, seed=1)
+    assert sorted(open_dataset(tmp_path / "dev", "dev").retrieval_set.corpus["id"]) == sorted(
+        f"p{n}" for n in range(120)
+    )
+
+
+def test_held_out_queries_leave_the_training_queries(folder, tmp_path):
+    hold_out(open_dataset(folder, "train"), tmp_path / "data", 300, 60, seed=3)
+    dev = open_dataset(tmp_path / "data" / "dev", "dev").retrieval_set
+    train = list(open_dataset(tmp_path / "data" / "train", "train").examples())
+    kept = {example.query.id: example for example in train}
+    assert 1 <= len(dev.queries) <= 4  # a tenth of 40
+    assert kept.keys() | dev.queries.keys() == {f"q{n}" for n in range(40)}
+    assert not kept.keys() & dev.queries.keys()
+    assert not {example.query.text for example in train} & set(dev.queries.values())
+    assert {p.id for p in kept["q39"].positives} == {"p117", "p118"} if "q39" in kept else True
+    assert all(len(example.negatives) == 1 for example in train)
+    assert len(_lines(tmp_path / "data" / "train" / "corpus.jsonl")) == 320
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(folder, tmp_path):
+    def content(name, seed):
+        hold_out(open_dataset(folder, "train"), tmp_path / name, 300, 60, seed)
+        return [path.read_bytes() for path in sorted((tmp_path / name).rglob("*.*sonl"))]
+
+    assert content("a", 3) == content("b", 3)
+    assert content("a2", 3) != content("c", 4)
+
+
+def test_too_few_training_queries_are_refused(folder, tmp_path):
+    lines = (folder / "qrels" / "train.tsv").read_text().splitlines()[: 1 + 3 * 9]
+    (folder / "qrels" / "train.tsv").write_text("\n".join(lines) + "\n")
+    with pytest.raises(InputError, match=r"has 9 training queries; holding out .* at least 10 .*Set data\.dev\."):
+        hold_out(open_dataset(folder, "train"), tmp_path / "data", 300, 60, seed=3)
+    assert not (tmp_path / "data").exists()

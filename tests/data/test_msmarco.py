@@ -1,0 +1,125 @@
+"""MS MARCO's raw files: collection.tsv and queries.tsv, without a header and without quoting."""
+
+import gzip
+from pathlib import Path
+
+import pytest
+from opened import open_corpus, open_queries, open_retrieval_set
+
+from contaccum.cli import main
+from contaccum.data.commands import check
+from contaccum.errors import InputError
+from contaccum.formats.readers import kind_of_data
+
+PASSAGES = {
+    "0": 'The "Manhattan Project", a fox\'s den',
+    "7067032": '"quoted whole"',
+    "12": "a lazy dog, who sleeps",
+    "5": "zwölf 🦊 fox",
+}
+QUERIES = {"121352": "define fox", "634306": 'dog\'s "sleep" time?'}
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path / "cache"))
+    Path("d/qrels").mkdir(parents=True)
+    for folder in (".", "d"):
+        (Path(folder) / "collection.tsv").write_text(lines(PASSAGES))
+        (Path(folder) / "queries.tsv").write_text(lines(QUERIES))
+    Path("d/qrels/dev.tsv").write_text("121352 0 5 1\n634306 0 12 1\n")  # the form of qrels.dev.small.tsv
+
+
+def lines(texts: dict[str, str]) -> str:
+    return "".join(f"{key}\t{text}\n" for key, text in texts.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "kind"),
+    [
+        ("collection.tsv", lines(PASSAGES), "corpus"),
+        ("passages.tsv", lines(PASSAGES), "corpus"),
+        ("queries.tsv", lines(QUERIES), "queries"),
+        ("queries.dev.small.tsv", lines(QUERIES), "queries"),
+        ("msmarco-test2019-queries.tsv", lines(QUERIES), "queries"),
+        ("queries.tsv.gz", lines(QUERIES), "queries"),
+        ("psgs.tsv", "id\ttext\ttitle\n1\tx\ty\n", "corpus"),
+        ("qa.csv", "who was it?\t['a']\n", "questions"),
+        ("qa.csv", "who\t['a']\n", "questions"),
+        ("qa.csv", 'who\t"[""a""]"\n', "questions"),
+        ("queries.csv", "who was it?\t['a']\n", "questions"),
+    ],
+)
+def test_tables_of_two_columns_are_told_apart(name, content, kind, tmp_path):
+    path = tmp_path / "other" / name
+    path.parent.mkdir()
+    path.write_bytes(gzip.compress(content.encode()) if name.endswith(".gz") else content.encode())
+    assert kind_of_data(path) == kind
+    assert check(path)["kind"] == kind
+
+
+def test_texts_are_read_as_they_are():
+    corpus = open_corpus("collection.tsv")
+    assert dict(zip(corpus["id"], corpus["text"], strict=True)) == PASSAGES
+    assert set(corpus["title"]) == {""}
+    assert open_queries("queries.tsv") == QUERIES
+
+
+def test_a_folder_of_raw_files_is_a_data_set(capsys):
+    judged = open_retrieval_set("d", "dev")
+    assert judged.queries == QUERIES
+    assert judged.qrels == {"121352": {"5": 1}, "634306": {"12": 1}}
+    assert main(["evaluate", "--model", "bm25", "--data", "d", "--split", "dev"]) == 0
+    assert main(["search", "--model", "bm25", "--data", "collection.tsv", "--query", "a lazy dog", "--k", "1"]) == 0
+    assert "sleeps" in capsys.readouterr().out
+    assert main(["data", "convert", "d", "pairs.jsonl", "--to", "jsonl", "--split", "dev"]) == 0
+    assert (
+        main(
+            [
+                "mine",
+                "--model",
+                "bm25",
+                "--data",
+                "pairs.jsonl",
+                "--corpus",
+                "collection.tsv",
+                "--output",
+                "mined.jsonl",
+            ]
+        )
+        == 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "sentence"),
+    [
+        ("collection.tsv", "13", ":5: found 1 columns; each line must have an id without spaces, a tab and a text"),
+        ("collection.tsv", "13\tx\ty", ":5: found 3 columns"),
+        ("collection.tsv", "\tx", ":5: the id is ''"),
+        ("collection.tsv", "1 3\tx", ":5: the id is '1 3'"),
+        ("collection.tsv", "0\tx", ":5: duplicate passage id '0' (first at line 1)"),
+        ("collection.tsv", "13\t ", ":5: passage '13' has an empty text"),
+        ("queries.tsv", "13\t ", ":3: the text of query '13' is empty"),
+        ("queries.tsv", "121352\tx", ":3: duplicate query id '121352' (first at line 1)"),
+        ("queries.tsv", "13\ta\0b", ":3: found a NUL byte"),
+    ],
+)
+def test_a_bad_line_is_located_or_skipped(file, line, sentence):
+    with open(file, "a") as written:
+        written.write(f"{line}\n")
+    read = open_corpus if file == "collection.tsv" else open_queries
+    with pytest.raises(InputError) as caught:
+        read(file)
+    assert file + sentence in str(caught.value)
+    with pytest.warns(UserWarning, match="1 invalid record is skipped"):
+        found = read(file, max_bad_records=1)
+    assert len(found) == (4 if file == "collection.tsv" else 2)
+
+
+@pytest.mark.parametrize("header", ["pid\tpassage", "docid\ttext", "id\ttext"])
+def test_a_header_is_no_passage(header):
+    Path("collection.tsv").write_text(f"{header}\n{lines(PASSAGES)}")
+    with pytest.raises(InputError, match=r"collection.tsv:1: found the header .* Delete the line"):
+        open_corpus("collection.tsv")

@@ -1,0 +1,51 @@
+"""Option tables of the pages for users of other libraries."""
+
+import re
+from dataclasses import fields, is_dataclass
+
+import pytest
+from documented import ROOT
+
+from contaccum.cli.commands import COMMANDS
+from contaccum.config import METHOD_SPECS, TrainConfig
+from contaccum.config.spellings import unknown
+
+PAGES = sorted((ROOT / "docs" / "how-to").glob("from-*.md"))
+GROUPS = {field.name: getattr(TrainConfig(), field.name) for field in fields(TrainConfig)}
+SETTINGS = {f"{group}.{f.name}" for group, value in GROUPS.items() if is_dataclass(value) for f in fields(value)}
+
+
+def options(text: str) -> list[tuple[list[str], list[str]]]:
+    """The rows of a page's option table: names of the other library, names of contaccum."""
+    _, _, after = text.partition("| contaccum |\n")
+    rows = re.findall(r"^\| (.+) \| (.+) \|$", after.partition("\n\n")[0], re.M)
+    return [(re.findall(r"`([^`]+)`", theirs), re.findall(r"`([^`]+)`", ours)) for theirs, ours in rows]
+
+
+def wrong_names(text: str) -> list[str]:
+    """Names of contaccum in the option table that do not exist."""
+    known = SETTINGS | {f"method {name}" for name in METHOD_SPECS}
+    names = [name for _, ours in options(text) for name in ours]
+    commands = {f"contaccum {name}" for name in COMMANDS}
+    return [
+        name for name in names
+        if name not in known and " ".join(name.split()[:2]) not in commands and not name.startswith(".")
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_setting_of_a_table_exists(page):
+    text = page.read_text()
+    assert len(options(text)) >= 9
+    assert wrong_names(text) == []
+    assert wrong_names(text.replace("`batch.global_batch_size`", "`batch.globl_size`")) != []  # negative control
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_tables_agree_with_the_hints_of_the_command_line(page):
+    """Except for the batch size: the hint is for a plain loss, the pages cache gradients."""
+    known = SETTINGS | {"method"}
+    for theirs, ours in options(page.read_text()):
+        hint = re.match(r"; use (\S+) with", unknown(theirs[0], "1", known) if theirs else "")
+        if hint and theirs[0] != "per_device_train_batch_size":
+            assert hint[1] in " ".join(ours), theirs[0]

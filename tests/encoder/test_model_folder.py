@@ -1,0 +1,107 @@
+"""Names of models: folders of runs and models, Hub names, and names that cannot be a model."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import train_config, write_beir
+from tiny_families import family_folder
+
+from contaccum import DualEncoder, train
+from contaccum.cli import main
+from contaccum.encoder import model_folder
+from contaccum.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> tuple[Path, Path]:
+    """Data set and training run."""
+    folder = tmp_path_factory.mktemp("run")
+    data = write_beir(folder / "data")
+    train(train_config(data, folder / "run", **{"optim.max_steps": 2}))
+    return data, folder / "run"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "evaluate --model {run} --data {data} --output {out}/metrics.json",
+        "encode --model {run} --kind passage --input {data}/corpus.jsonl --output {out}/shards",
+        "search --model {run} --data {data} --output {out}/run.trec",
+        "mine --model {run} --data {data} --split train --output {out}/mined.jsonl",
+        "train --model.name {run} --data.train {data} --output_dir {out}/again --method in_batch --optim.max_steps 1 "
+        "--batch.global_batch_size 4 --batch.micro_batch_size 4 --model.max_query_length 8 --model.max_passage_length 8",
+        "push {run} somebody/name --dry_run",
+    ],
+)
+def test_commands_accept_a_run_as_its_model(command, trained, tmp_path, capsys):
+    data, run = trained
+    outputs = []
+    for name in (run, run / "model"):
+        out = tmp_path / name.name
+        out.mkdir()
+        assert main(command.format(run=name, data=data, out=out).split()) == 0, capsys.readouterr().err
+        outputs.append(
+            {
+                file.relative_to(out): file.read_bytes()
+                for file in out.rglob("*.npy" if "shards" in command else "*.trec")
+            }
+        )
+    assert outputs[0] == outputs[1]
+
+
+def test_a_run_is_loaded_as_its_model(trained, tmp_path):
+    _, run = trained
+    vectors = [DualEncoder.load(name).encode_queries(["wide valley"]) for name in (run, run / "model", f"{run}/")]
+    np.testing.assert_array_equal(vectors[0], vectors[1])
+    np.testing.assert_array_equal(vectors[0], vectors[2])
+    other = DualEncoder.load(run, query_prefix="other ").encode_queries(["wide valley"])
+    assert not np.array_equal(vectors[0], other)
+    two = DualEncoder.load(family_folder("bert", tmp_path / "bert"), max_query_length=8, max_passage_length=8)
+    two.save(tmp_path / "model")  # a folder named model is not a run
+    assert model_folder(tmp_path / "model") == str(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("runs/no/such", "no such folder; expected the folder of a model or of a run, or a Hub name"),
+        ("./nothing", "no such folder"),
+        ("~/runs/x", "no such folder"),
+        ("/nowhere/model", "no such folder"),
+        ("../up", "no such folder"),
+        ("runs/x/", "no such folder"),
+        ("a b", "no such folder"),
+        ("x" * 400, "no such folder"),
+        ("nul\0", "no such folder"),
+        ("", "no such folder"),
+        ("file", "this is not a folder"),
+        ("run", "this run has no model/ yet, because its training is not finished"),
+        ("s3://bucket/model", "an address with the scheme s3 is not a local path. Mount the storage"),
+        ("hdfs://host:9000/m", "scheme hdfs is not a local path"),
+        ("gs:/bucket/m", "gs://bucket/m: an address"),
+        ("file:///models/m", "scheme file is not a local path"),
+    ],
+)
+def test_names_that_are_no_model_are_refused(name, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("{}")
+    Path("run").mkdir()
+    Path("run", "config.yaml").write_text("method: in_batch\n")
+    with pytest.raises(InputError) as error:
+        DualEncoder.load(name)
+    assert words in str(error.value)
+    assert "Repo id" not in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_hub_names_are_not_changed():
+    for name in ("bert-base-uncased", "BAAI/bge-m3", "owner/name.v1_2-x"):
+        assert model_folder(name) == name
+
+
+def test_an_unfinished_run_with_a_plain_model_beside_its_config_is_a_model(tmp_path):
+    folder = family_folder("bert", tmp_path / "bert")
+    (folder / "config.yaml").write_text(json.dumps({"a": 1}))
+    assert model_folder(folder) == str(folder)

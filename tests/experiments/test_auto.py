@@ -1,0 +1,202 @@
+"""`contaccum auto`: its limits, its plan, its verdict, and a whole call that is killed twice."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers import train_config, write_beir
+
+from contaccum.cli import main
+from contaccum.config.experiments import AutoConfig
+from contaccum.errors import InputError
+from contaccum.evaluation.significance import compare
+from contaccum.experiments import auto
+from contaccum.experiments.budget import parse_time
+from contaccum.experiments.tuning import rung_shares, survivors
+
+SECONDS = {"dev": 2.0, "run": 3.0, "cont_accum": 0.01, "cont_cache": 0.01, "grad_cache": 0.012}
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("30m", 1800), ("1.5h", 5400), ("2h", 7200)])
+def test_times_have_a_unit(text, seconds):
+    assert parse_time(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "30", "m", "-1m", "0s", "nanm", "infh", "1e300h", "30 minutes", "0x10s"])
+def test_other_times_are_refused(text):
+    with pytest.raises(InputError, match=r"--time is .*such as 30m"):
+        parse_time(text)
+
+
+@pytest.mark.parametrize(
+    ("trained", "word"),
+    [
+        ((0.9, 0.8, 0.9, 0.85), "keep it"),
+        ((0.1, 0.2, 0.1, 0.15), "worse, do not use it"),
+        ((0.9, 0.1, 0.5, 0.5), "no difference"),
+    ],
+)
+def test_the_verdict_follows_the_interval(trained, word):
+    def scores(values):
+        return {0: {f"q{n}": {"ndcg@10": value} for n, value in enumerate(values)}}
+
+    assert word in auto.verdict(compare(scores(trained), scores((0.5, 0.5, 0.5, 0.5)), "ndcg@10"), "ndcg@10")
+
+
+@pytest.fixture
+def planned(tmp_path):
+    """Function from a time to the plan of tuning with known seconds."""
+    data = write_beir(tmp_path / "data")
+
+    def plan(limit: str):
+        config = train_config(data, tmp_path / "auto")
+        made = auto.Auto(lambda changes: config, AutoConfig(memory="8GB", time=limit))
+        made.state.seconds = SECONDS
+        return made, *made._tuning_plan()
+
+    return plan
+
+
+def cost(made, candidates, budget):
+    """Seconds of tuning: every run trains for its share of the budget and evaluates once on dev."""
+    left, seconds = len(candidates), 0.0
+    for share in rung_shares(len(candidates), None):
+        seconds += left * (budget * share + made.state.seconds["run"])
+        left = survivors(left)
+    return seconds
+
+
+@pytest.mark.parametrize("limit", ["5m", "15m", "2h"])
+def test_tuning_costs_at_most_a_fifth_of_the_time(planned, limit):
+    made, candidates, budget = planned(limit)
+    assert len(candidates) > 1
+    assert cost(made, candidates, budget) <= 0.2 * made.total * 1.001
+
+
+def test_more_time_tries_more_combinations(planned):
+    few, many = (len(planned(limit)[1]) for limit in ("3m", "2h"))
+    assert few < many == len(planned("2h")[0]._candidates())
+
+
+def test_without_time_for_tuning_the_first_combination_is_used(planned):
+    made, candidates, _ = planned("20s")
+    assert candidates == made._candidates()[:1]
+
+
+def test_tuning_ends_when_its_time_is_over(planned):
+    made, candidates, budget = planned("15m")
+    made.state.tuning = 0.2 * made.total
+    made._tune(candidates, budget)
+    assert made.state.chosen == dict(candidates[0])
+    assert not (made.output / "tune").exists()
+
+
+def test_a_tuning_run_has_at_most_20_epochs(planned):
+    made, candidates, _ = planned("15m")
+    assert [made._most_steps(each) for each in candidates[:1]] == [20 * made._queries // 16]
+
+
+@pytest.mark.filterwarnings("ignore:.*1 queries are skipped")
+def test_training_queries_are_counted_as_training_reads_them(tmp_path):
+    data = write_beir(tmp_path / "data")
+    lines = (data / "queries.jsonl").read_text().splitlines(keepends=True)
+    (data / "queries.jsonl").write_text("".join([*lines, lines[0]]))
+    config = train_config(data, tmp_path / "auto", **{"data.repair": True})
+    once = train_config(write_beir(tmp_path / "once"), tmp_path / "auto")
+    counts = [
+        auto.Auto(lambda _, each=each: each, AutoConfig(memory="8GB", time="1h"))._queries for each in (config, once)
+    ]
+    assert counts[0] == counts[1] > 0
+
+
+def test_every_combination_has_a_micro_batch_that_divides_its_batch(tmp_path):
+    config = train_config(write_beir(tmp_path / "data"), tmp_path / "auto")
+
+    def configure(changes):
+        sizes = {name: int(changes.get(f"batch.{name}", 8)) for name in ("global_batch_size", "micro_batch_size")}
+        return replace(config, batch=replace(config.batch, **sizes))
+
+    made = auto.Auto(configure, AutoConfig(memory="8GB", time="1h"))
+    made.state.sizes = {"cont_accum": 32, "cont_cache": 8, "grad_cache": 64}
+    for candidate in made._candidates():
+        batch = made.config("x", dict(candidate)).batch
+        assert batch.global_batch_size % batch.micro_batch_size == 0
+        assert batch.micro_batch_size <= made.state.sizes[dict(candidate)["method"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--time", "soon"], "--time is 'soon'"),
+        (["--time", "60s", "--memory", "lots"], "--memory is 'lots'"),
+        (["--time", "60s", "--optim.learning_rat", "1"], "optim.learning_rate"),
+        (["--memory", "8GB"], "time"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path, capsys, arguments, sentence):
+    data = write_beir(tmp_path / "data")
+    base = ["--data.train", str(data), "--model.name", "tiny", "--output_dir", str(tmp_path / "auto")]
+    memory = [] if "--memory" in arguments else ["--memory", "8GB"]
+    try:
+        code = main(["auto", *base, *memory, *arguments])
+    except SystemExit as stopped:
+        code = stopped.code
+    assert code == 2
+    assert sentence in capsys.readouterr().err
+    assert not (tmp_path / "auto").exists()
+
+
+@pytest.mark.acceptance
+def test_a_call_that_is_killed_twice_ends_with_a_better_model(tmp_path):
+    """The demo set without its dev split; killed in tuning and in training; time kept to a tenth."""
+    assert main(["data", "demo", str(tmp_path / "demo")]) == 0
+    (tmp_path / "demo" / "qrels" / "dev.tsv").unlink()
+    call = [
+        sys.executable,
+        "-m",
+        "contaccum",
+        "auto",
+        "--memory",
+        "8GB",
+        "--time",
+        "150s",
+        "--output_dir",
+        str(tmp_path / "auto"),
+    ]
+    call += ["--data.train", str(tmp_path / "demo"), "--model.name", "tiny", "--model.temperature", "0.05"]
+    call += ["--optim.learning_rate", "1e-3", "--run.device", "cpu", "--model.max_passage_length", "64"]
+    environment = {**os.environ, "CONTACCUM_CACHE": str(tmp_path / "cache")}
+    state = tmp_path / "auto" / "auto.json"
+    ends = {
+        "tuning": lambda: len(list((tmp_path / "auto" / "tune").glob("*/tuned.json"))) >= 2,
+        "training": lambda: any((tmp_path / "auto" / "train" / "checkpoints").glob("step-*")),
+    }
+    for reached in ends.values():
+        with subprocess.Popen(call, env=environment, stderr=subprocess.DEVNULL) as running:
+            while not reached():
+                assert running.poll() is None
+                time.sleep(0.1)
+            running.send_signal(signal.SIGKILL)
+        before = json.loads(state.read_text())
+    done = subprocess.run(call, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "over the untrained model: keep it" in done.stdout
+    after = json.loads(state.read_text())
+    assert (after["chosen"], after["steps"]) == (before["chosen"], before["steps"])
+    assert (tmp_path / "auto" / "report.html").is_file()
+    test_queries = {
+        line.split("\t")[0] for line in (tmp_path / "demo" / "qrels" / "test.tsv").read_text().splitlines()[1:]
+    }
+    metrics = json.loads((tmp_path / "auto" / "train" / "metrics.json").read_text())
+    assert metrics["per_query"].keys() == test_queries
+    for part in ("train", "dev"):
+        text = (Path(tmp_path / "auto" / "data" / part / "qrels") / f"{part}.tsv").read_text()
+        assert not test_queries & {line.split("\t")[0] for line in text.splitlines()[1:]}
+    again = subprocess.run(call, env=environment, capture_output=True, text=True, check=False)
+    assert again.stdout.splitlines()[:-1] == done.stdout.splitlines()[:-1]  # all but the time

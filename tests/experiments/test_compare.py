@@ -1,0 +1,550 @@
+"""`contaccum compare` with real processes on a small data set."""
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from forked import python
+from helpers import train_config, weights, write_beir
+
+from contaccum.cli import main
+from contaccum.config import MixtureConfig, to_yaml
+from contaccum.config.experiments import CompareConfig
+from contaccum.experiments.jobs import baseline_identity
+from contaccum.experiments.settings import read_tune, read_values, settings
+from contaccum.runtime.files import read_json
+from contaccum.training.log import read_log
+
+pytestmark = [
+    pytest.mark.filterwarnings("default:.*1 invalid record is skipped"),
+    pytest.mark.usefixtures("forked_workers"),
+]
+
+FILE = "examples.jsonl"
+NEW_PYTHON = sys.executable
+"""For processes that are killed: SIGKILL ends a forked process a moment after its client."""
+
+
+@pytest.fixture(scope="module")
+def study_folder(tmp_path_factory):
+    """Data with a bad record, a config, and a finished comparison of two methods, two bank sizes and two baselines."""
+    folder = tmp_path_factory.mktemp("compare")
+    data = write_beir(folder / "data")
+    with (data / "corpus.jsonl").open("a") as corpus:
+        corpus.write('{"_id": "p40", "text": \n')
+    changes = {
+        "optim.max_steps": 3,
+        "run.save_steps": 0,
+        "data.dev": str(data),
+        "data.max_bad_records": 1,
+        "run.eval_steps": 1,
+        "run.drift_steps": 1,
+    }
+    (folder / "config.yaml").write_text(to_yaml(train_config(data, folder / "unused", **changes)))
+    call = [*command(folder, folder / "study"), "--seeds", "1", "--vary", "bank.size=16,24", "--parallel", "2"]
+    environment = {**os.environ, "CONTACCUM_CACHE": str(folder / "cache")}
+    done = subprocess.run(call, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{folder / 'study' / 'report.html'}\n"
+    return folder
+
+
+def command(folder: Path, output: Path) -> list[str]:
+    methods = ["--methods", "grad_accum,cont_accum", "--output_dir", str(output)]
+    return [python(), "-m", "contaccum", "compare", "--config", str(folder / "config.yaml"), *methods]
+
+
+def call(capsys, folder: Path, *arguments: object) -> tuple[int, str]:
+    code = main(["compare", "--config", str(folder / "config.yaml"), *map(str, arguments)])
+    return code, capsys.readouterr().err
+
+
+def folders(study: Path) -> list[str]:
+    return sorted(path.name for path in (study / "runs").iterdir())
+
+
+def stamps(study: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in (study / "runs").rglob("*") if path.is_file()}
+
+
+def test_every_combination_is_trained_and_evaluated_once(study_folder):
+    """grad_accum uses no bank, so it runs once and not once per bank size."""
+    study = study_folder / "study"
+    trained = ["cont_accum-size=16-seed0", "cont_accum-size=24-seed0", "grad_accum-seed0"]
+    assert folders(study) == sorted([*trained, "bm25", "untrained"])
+    for name in folders(study):
+        metrics = read_json(study / "runs" / name / "metrics.json")
+        assert len(metrics["per_query"]) == 10
+        assert (metrics["data"], metrics["split"]) == (str(study_folder / "data"), "test")
+        assert metrics["left_out"] == {"corpus.jsonl": 1}
+    assert len(read_log(study / "runs" / "cont_accum-size=16-seed0")) == 6
+
+
+def test_finished_comparison_runs_nothing_again(study_folder, capsys):
+    study = study_folder / "study"
+    before = stamps(study)
+    arguments = ["--methods", "grad_accum,cont_accum", "--seeds", 1, "--vary", "bank.size=16,24", "--output_dir", study]
+    code, said = call(capsys, study_folder, *arguments)
+    assert (code, len(said.splitlines())) == (0, 1)
+    assert "1 invalid record is skipped" in said
+    assert stamps(study) == before
+
+
+@pytest.mark.parametrize(
+    ("file", "before", "after"),
+    [("qrels/test.tsv", "\t1\n", "\t2\n"), ("corpus.jsonl", '"text": "', '"text": "other ')],
+)
+def test_edited_test_data_is_noticed(file, before, after, study_folder, capsys):
+    study, path = study_folder / "study", study_folder / "data" / file
+    arguments = ["--methods", "grad_accum,cont_accum", "--seeds", 1, "--vary", "bank.size=16,24", "--output_dir", study]
+    unchanged = stamps(study)
+    content, status = path.read_text(), path.stat()
+    path.write_text(content.replace(before, after, 1))
+    code, said = call(capsys, study_folder, *arguments)
+    path.write_text(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert code == 2
+    assert "metrics.json: the test data changed after this evaluation. Undo the change" in said
+    assert call(capsys, study_folder, *arguments)[0] == 0  # negative control
+    assert stamps(study) == unchanged
+
+
+def test_metrics_of_earlier_versions_are_used_without_a_hash(study_folder, capsys):
+    study = study_folder / "study"
+    metrics = study / "runs" / "bm25" / "metrics.json"
+    content = read_json(metrics)
+    metrics.write_text(json.dumps({name: content[name] for name in content if name != "test_content"}))
+    arguments = ["--methods", "grad_accum,cont_accum", "--seeds", 1, "--vary", "bank.size=16,24", "--output_dir", study]
+    assert call(capsys, study_folder, *arguments)[0] == 0
+    metrics.write_text(json.dumps(content))
+
+
+def test_folder_with_other_settings_is_refused(study_folder, capsys):
+    arguments = ["--methods", "grad_accum", "--seeds", 1, "--output_dir", study_folder / "study"]
+    code, said = call(capsys, study_folder, *arguments, "--optim.max_steps", 4)
+    assert code == 2
+    assert "grad_accum-seed0: this run was made with other settings" in said
+    assert "optim.max_steps was 3 and is 4" in said
+    code, said = call(capsys, study_folder, *arguments, "--test_split", "dev")
+    assert code == 2
+    assert "computed with split test, not dev" in said
+    code, said = call(capsys, study_folder, *arguments, "--model.tiny_width", 64, "--methods", "in_batch")
+    assert code == 2
+    assert "computed with settings" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--methods", "grad_acum"], "--methods: 'grad_acum' is unknown"),
+        (["--vary", "bank.sise=1,2"], "--vary: 'bank.sise=1,2'"),
+        (["--vary", "run.save_steps=1,2"], "is not a setting that changes the trained model"),
+        (["--vary", "bank.size="], "expected GROUP.FIELD=v1,v2"),
+        (["--vary", "bank.size=16,many"], "cont_accum-size=many: bank.size is 'many', expected a whole number"),
+        (["--vary", "bank.size=2"], "cont_accum-size=2: bank.size is 2 rows, but"),
+        (["--vary", "optim.learning_rate=1e-3,0.001"], "equal settings; give every value once"),
+        (["--tune", "optim.learning_rate=1e-3,0.001"], "equal settings; give every value once"),
+        (["--data.train", "./absent", "--test", FILE], "absent: no such"),
+        (["--data.dev", "./absent"], "absent: no such"),
+        (["--seeds", 0], "--seeds is 0, expected at least 1"),
+        (["--budget", "12"], "--budget is '12'; it must be a number above 0"),
+        (["--budget", "40f"], "one step of cont_accum costs"),
+        (["--budget", "96f", "--optim.warmup_steps", 2], "Use optim.warmup_ratio"),
+        (["--rungs", 0], "--rungs is 0"),
+        (["--tune", "bank.size=2,3"], "no combination of the tuned values is valid"),
+        (["--tune", "bank.size=16", "--tune", "bank.size=24"], "each setting only once"),
+        (["--settings", "absent.yaml"], "absent.yaml: cannot be read"),
+        (["--settings", FILE, "--methods", "grad_accum"], "cannot be used with --methods or --vary"),
+        (["--baselines", "bm26"], "--baselines: 'bm26' is unknown"),
+        (["--against", "in_batch"], "--against is 'in_batch'; choose from cont_accum"),
+        (["--test_split", "final"], "final"),
+        (["--tune", "optim.learning_rate=1e-3", "--vary", "optim.learning_rate=1e-3"], "given to --vary and --tune"),
+        (["--tune", "optim.learning_rate=1e-3,2e-3", "--test_split", "dev"], "data.dev is the test data"),
+        (["--tune", "optim.learning_rate=1e-3,2e-3", "--data.dev", FILE, "--test", FILE], "data.dev is the test data"),
+        (
+            ["--tune", "optim.learning_rate=1e-3,2e-3", "--data.dev", "null", "--run.eval_steps", 0],
+            "data.dev: not set",
+        ),
+    ],
+)
+def test_wrong_options_are_refused_before_the_first_run(
+    study_folder, tmp_path, capsys, monkeypatch, arguments, sentence
+):
+    example = {"query": "where is the red fox", "pos": ["a red fox lives here"], "neg": ["a blue cat lives there"]}
+    (tmp_path / FILE).write_text(json.dumps(example) + "\n")
+    monkeypatch.chdir(tmp_path)
+    code, said = call(capsys, study_folder, "--output_dir", tmp_path / "new", *arguments)
+    assert code == 2
+    assert sentence in said
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.acceptance
+def test_killed_comparison_continues_with_the_missing_runs(study_folder, tmp_path):
+    """Workers of a killed comparison save and exit; the next one waits for them and keeps finished runs."""
+    study = tmp_path / "study"
+    long = [
+        "--seeds",
+        "2",
+        "--baselines",
+        "none",
+        "--optim.max_steps",
+        "30",
+        "--run.save_steps",
+        "2",
+        "--data.dev",
+        "null",
+    ]
+    long += ["--run.eval_steps", "0"]
+    first = subprocess.Popen(
+        [NEW_PYTHON, *command(study_folder, study)[1:], *long], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
+    second = study / "runs" / "grad_accum-seed1"
+    while not (second / "log.jsonl").exists() or len(read_log(second)) < 2:
+        assert first.poll() is None
+        time.sleep(0.02)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    finished = study / "runs" / "grad_accum-seed0"
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
+    done = subprocess.run([*command(study_folder, study), *long], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"\[\d/3\] (\S+): done", done.stderr) == [
+        "grad_accum-seed1",
+        "cont_accum-seed0",
+        "cont_accum-seed1",
+    ]
+    assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
+    assert "resuming at step" in (study / "jobs" / "grad_accum-seed1.log").read_text()
+    assert [line["step"] for line in read_log(second)] == list(range(1, 31))
+    assert len({json.dumps(weights(study / "runs" / name)) for name in folders(study)}) == 4
+
+
+@pytest.mark.acceptance
+def test_signal_stops_the_runs_with_a_message(study_folder, tmp_path):
+    study = tmp_path / "study"
+    long = [
+        "--seeds",
+        "1",
+        "--optim.max_steps",
+        "4000",
+        "--run.save_steps",
+        "0",
+        "--data.dev",
+        "null",
+        "--run.eval_steps",
+        "0",
+    ]
+    process = subprocess.Popen([*command(study_folder, study), *long], stderr=subprocess.PIPE, text=True)
+    run = study / "runs" / "grad_accum-seed0"
+    while not (run / "log.jsonl").exists() or len(read_log(run)) < 2:
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate()
+    assert process.returncode == 143
+    assert "run the same command again" in said
+    assert len(list((run / "checkpoints").iterdir())) == 1
+
+
+@pytest.mark.acceptance
+def test_failed_run_is_named_and_the_others_are_reported(study_folder, tmp_path, capsys):
+    study = tmp_path / "study"
+    arguments = ["--methods", "grad_accum", "--seeds", 1, "--baselines", "none", "--output_dir", study]
+    varied = ["--vary", "optim.learning_rate=1e-3,1e9", "--optim.schedule", "constant", "--run.drift_steps", 0]
+    code, said = call(capsys, study_folder, *arguments, *varied)
+    assert code == 1
+    assert "1 runs failed. The first is grad_accum-learning_rate=1e9-seed0 (exit code 2" in said
+    assert "contains NaN, infinity" in said
+    page = (study / "report.md").read_text()
+    assert "Failed runs, not in the tables: grad_accum-learning_rate=1e9-seed0" in page
+    assert (study / "runs" / "grad_accum-learning_rate=1e-3-seed0" / "metrics.json").exists()
+
+
+@pytest.mark.acceptance
+def test_learning_rate_is_chosen_on_dev_and_never_on_test(study_folder, tmp_path, capsys):
+    study = tmp_path / "study"
+    rates = ["--tune", "optim.learning_rate=1e-9,3e-3"]
+    arguments = ["--methods", "grad_accum,cont_accum", "--seeds", 2, "--baselines", "none", "--output_dir", study]
+    code, said = call(capsys, study_folder, *arguments, *rates, "--optim.max_steps", 12)
+    assert code == 0, said
+    for method in ("grad_accum", "cont_accum"):
+        scores = {
+            rate: read_json(study / "runs" / f"{method}-learning_rate={rate}-seed0" / "tuned.json")["score"]
+            for rate in ("1e-9", "3e-3")
+        }
+        chosen = max(scores, key=scores.get)
+        other = next(rate for rate in scores if rate != chosen)
+        for seed in (0, 1):
+            assert (study / "runs" / f"{method}-learning_rate={chosen}-seed{seed}" / "metrics.json").exists()
+        lost = study / "runs" / f"{method}-learning_rate={other}-seed0"
+        assert not (lost / "metrics.json").exists()
+        assert not (study / "runs" / f"{method}-learning_rate={other}-seed1").exists()
+        rows = [line[1:] for line in tuning_table(study) if line[0] == method]
+        assert rows == [[rate, f"{score:.4f}", "chosen" if rate == chosen else ""] for rate, score in scores.items()]
+    before = stamps(study)
+    assert call(capsys, study_folder, *arguments, *rates, "--optim.max_steps", 12)[0] == 0
+    assert stamps(study) == before
+
+
+def tuning_table(study: Path) -> list[list[str]]:
+    """Return the rows of the table that has every combination's score on dev."""
+    table = (study / "report.md").read_text().split("## Tuning")[1].split("\n\n")[2]
+    return [[cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines()][2:]
+
+
+BUDGET = [
+    "--budget",
+    "192f",
+    "--seeds",
+    "1",
+    "--baselines",
+    "none",
+    "--methods",
+    "grad_cache",
+    "--keep_weights",
+    "false",
+]
+TUNED = ["--tune", "optim.learning_rate=1e-9,3e-3", "--tune", "batch.global_batch_size=4,16", "--run.eval_steps", "0"]
+
+
+@pytest.fixture(scope="module")
+def tuned_study(study_folder):
+    """A finished comparison that tuned four combinations in two rungs."""
+    done = subprocess.run(
+        [*command(study_folder, study_folder / "tuned"), *BUDGET, *TUNED], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return study_folder / "tuned"
+
+
+@pytest.mark.acceptance
+def test_runs_get_the_steps_that_the_budget_pays_for(tuned_study):
+    """192 forward passes pay for 192 / (4 * 4) = 12 steps of 4 pairs and 3 of 16; a third of it for 4 and 1."""
+    names = [
+        f"grad_cache-learning_rate={rate}-global_batch_size={n}-seed0" for rate in ("1e-9", "3e-3") for n in (4, 16)
+    ]
+    for name, count in zip(names, (4, 1, 4, 1), strict=True):
+        run = tuned_study / "tuning" / f"{name}-1of3"
+        rates = [line["learning_rate"] for line in read_log(run) if "loss" in line]
+        assert len(rates) == count
+        assert rates[-1] == pytest.approx(rates[0] / count)  # the linear schedule ends with this run
+        assert not (run / "model").exists()
+    found = read_json(tuned_study / "compare.json")
+    (tuned,) = found["tuned"]
+    assert tuned["cost_in_full_runs"] == pytest.approx(4 / 3 + 2)
+    assert [sorted(one["dev"]) for one in tuned["candidates"]] == [["1", "1/3"]] * 4
+    finalists = [one for one in tuned["candidates"] if one["dev"]["1"] is not None]
+    assert len(finalists) == 2
+    best = max(finalists, key=lambda one: one["dev"]["1"])
+    assert tuned["chosen"] == best["values"]
+    assert set(tuned["at_the_edge"]) == set(best["values"])
+    (row,) = found["results"]
+    n = int(best["values"]["batch.global_batch_size"])
+    assert (row["setting"], row["steps"], row["forward_passes"]) == ("grad_cache", 192 // (4 * n), 192)
+    assert not list(tuned_study.glob("runs/*/model")) + list(tuned_study.glob("runs/*/checkpoints"))
+    assert "## At equal budget" in (tuned_study / "report.md").read_text()
+
+
+@pytest.mark.acceptance
+def test_killed_tuning_continues_with_the_same_choice(study_folder, tuned_study, tmp_path):
+    study = tmp_path / "study"
+    first = subprocess.Popen(
+        [NEW_PYTHON, *command(study_folder, study)[1:], *BUDGET, *TUNED],
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+    while len(list(study.glob("tuning/*/tuned.json"))) < 2:
+        assert first.poll() is None
+        time.sleep(0.02)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    done = subprocess.run([*command(study_folder, study), *BUDGET, *TUNED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "[1/2]" in done.stderr  # the two finished runs of the first rung are not repeated
+    found, expected = (read_json(each / "compare.json") for each in (study, tuned_study))
+    assert found["tuned"] == expected["tuned"]
+    assert found["results"][0]["mean"] == expected["results"][0]["mean"]
+    # negative control: another score changes the choice
+    loser = next(
+        each for each in study.glob("runs/*/tuned.json") if each.parent.name not in found["results"][0]["runs"]
+    )
+    loser.write_text('{"metric": "ndcg@10", "score": 2.0}')
+    done = subprocess.run([*command(study_folder, study), *BUDGET, *TUNED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert read_json(study / "compare.json")["tuned"][0]["chosen"] != expected["tuned"][0]["chosen"]
+
+
+@pytest.mark.acceptance
+def test_budget_in_seconds_is_measured_once(study_folder, tmp_path, capsys):
+    arguments = [
+        "--output_dir",
+        tmp_path,
+        "--methods",
+        "grad_accum",
+        "--seeds",
+        1,
+        "--baselines",
+        "none",
+        "--data.dev",
+        "null",
+    ]
+    assert call(capsys, study_folder, *arguments, "--budget", "1s", "--run.eval_steps", 0)[0] == 0
+    (seconds,) = read_json(tmp_path / "step_times.json").values()
+    (row,) = read_json(tmp_path / "compare.json")["results"]
+    assert row["steps"] == int(1 / seconds)
+    assert "## At equal training time" in (tmp_path / "report.md").read_text()
+    before = stamps(tmp_path)
+    assert call(capsys, study_folder, *arguments, "--budget", "1s", "--run.eval_steps", 0)[0] == 0
+    assert stamps(tmp_path) == before
+
+
+def test_old_spelling_of_a_tuned_learning_rate_works_with_a_warning():
+    options = CompareConfig(tune_learning_rate="1e-4,1e-3")
+    with pytest.warns(UserWarning, match=r"deprecated; use --tune optim.learning_rate=v1,v2 --rungs 1"):
+        assert read_tune(options) == (1, {"optim.learning_rate": ["1e-4", "1e-3"]})
+    assert read_tune(CompareConfig(tune=("optim.learning_rate=1",), rungs=2)) == (2, {"optim.learning_rate": ["1"]})
+
+
+def test_launch_in_several_processes_is_refused(study_folder, tmp_path, capsys, monkeypatch):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's
+    place = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    code, said = call(capsys, study_folder, "--output_dir", tmp_path / "new")
+    assert (code, "compare: launched in 2 processes" in said) == (2, True)
+    assert main(["verify", "--config", str(study_folder / "config.yaml")]) == 2
+    assert "verify: launched in 2 processes" in capsys.readouterr().err
+
+
+def test_methods_vary_only_over_settings_that_they_use():
+    assert read_values("--vary", ("loss.matryoshka_dims=[64,32],[],[16]",)) == {
+        "loss.matryoshka_dims": ["[64,32]", "[]", "[16]"]
+    }
+    varied = read_values("--vary", ("bank.size=1,2", "batch.micro_batch_size=4,8", "optim.learning_rate=1,2"))
+    names = [one.label for one in settings(["in_batch", "grad_cache"], varied, {})]
+    assert names == [
+        "in_batch-learning_rate=1", "in_batch-learning_rate=2",
+        *(f"grad_cache-micro_batch_size={b}-learning_rate={rate}" for b in (4, 8) for rate in (1, 2)),
+    ]  # fmt: skip
+    assert len(settings(["cont_cache"], varied, {})) == 8
+
+
+def test_baselines_of_different_data_have_different_identities():
+    """The encoder `tiny` builds its vocabulary from the training texts, including all sets of a mixture."""
+
+    def made(*sets: tuple[str, str], train: str = "") -> dict:
+        config = train_config(Path(train), Path("out"))
+        config.data.train = train
+        config.data.mixture = [MixtureConfig(train=name, split=split) for name, split in sets]
+        return baseline_identity("untrained", config)
+
+    both = made(("a", "train"), ("b", "train"))
+    assert both == made(("a", "train"), ("b", "train"))
+    others = [
+        made(("a", "train")),
+        made(("a", "train"), ("b", "dev")),
+        made(("b", "train"), ("a", "train")),
+        made(train="a"),
+    ]
+    assert all(both != other for other in others)
+    assert json.loads(json.dumps(both)) == both  # as read back from the file
+    assert "data.mixture" not in made(train="a")["settings"]
+
+
+def test_report_figures_equal_those_in_the_run_files(study_folder):
+    study = study_folder / "study"
+    rows = {row["run"]: row for row in csv.DictReader((study / "runs.csv").open())}
+    assert set(rows) == set(folders(study))
+    run = study / "runs" / "cont_accum-size=24-seed0"
+    value = read_json(run / "metrics.json")["mean"]["ndcg@10"]
+    assert float(rows[run.name]["ndcg@10"]) == value
+    assert rows["cont_accum-size=24-seed0"]["bank.size"] == "24"
+    text = (study / "report.md").read_text()
+    line = next(line for line in text.splitlines() if line.startswith("| cont_accum size=24"))
+    cells = [cell.strip() for cell in line.strip("| ").split("|")]
+    seconds = sum(line["seconds"] for line in read_log(run) if "loss" in line)
+    assert cells[1:5] == [f"{value:.4f}", "-", "1", f"{seconds:.1f}"]
+    tests = list(csv.DictReader((study / "tests.csv").open()))
+    assert {row["against"] for row in tests} == {"grad_accum"}
+    assert [row["setting"] for row in tests] == ["cont_accum size=16", "cont_accum size=24", "bm25", "untrained"]
+    for heading in (
+        "Result",
+        "Quality at equal N = 16",
+        "At equal peak memory",
+        "At equal training time",
+        "Settings that differ",
+    ):
+        assert f"## {heading}" in text
+    assert {path.stem for path in (study / "plots").iterdir()} == {
+        "metric-time", "dev-time", "metric-memory", "metric-bank", "loss", "grad-ratio", "grad-norms", "bank-age", "bank-drift",
+        "drift-age",
+    }  # fmt: skip
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in (study / "plots").iterdir())
+
+
+class Page(HTMLParser):
+    """Ids, addresses and open elements of a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids, self.addresses, self.tags = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.ids += [value for name, value in attrs if name == "id"]
+        self.addresses += [value for name, value in attrs if name in ("src", "href", "xlink:href", "data", "action")]
+
+
+def test_page_is_self_contained(study_folder):
+    text = (study_folder / "study" / "report.html").read_text()
+    page = Page()
+    page.feed(text)
+    assert page.tags.count("svg") == page.tags.count("figcaption") == 10
+    assert len(page.ids) == len(set(page.ids))
+    assert all(address.startswith("#") and address[1:] in page.ids for address in page.addresses)
+    assert not {"script", "link", "iframe", "img", "object"} & set(page.tags)
+    assert "prefers-color-scheme: dark" in text
+    assert "currentColor" in text
+    assert "#0a0b0c" not in text
+    assert re.search(r"url\((?!#)", text) is None
+
+
+def test_page_escapes_names(study_folder, tmp_path, capsys):
+    """A folder name that looks like HTML is shown as text."""
+    run = tmp_path / "<b>bold&amp;"
+    run.mkdir()
+    (run / "metrics.json").write_text((study_folder / "study" / "runs" / "bm25" / "metrics.json").read_text())
+    other = study_folder / "study" / "runs" / "cont_accum-size=16-seed0"
+    page = tmp_path / "page.html"
+    assert main(["report", str(run), str(other), "--html", str(page)]) == 0
+    assert "<b>" not in page.read_text()
+    assert "&lt;b&gt;bold&amp;amp;" in page.read_text()
+
+
+def test_report_tests_runs_against_a_reference_run(study_folder, tmp_path, capsys):
+    runs = [str(path) for path in sorted((study_folder / "study" / "runs").iterdir())]
+    bm25 = str(study_folder / "study" / "runs" / "bm25")
+    assert main(["report", *runs, "--against", bm25]) == 0
+    out = capsys.readouterr().out
+    tested = [[cell.strip() for cell in line.strip("| ").split("|")] for line in out.split("\n\n")[1].splitlines()]
+    assert tested[0][:3] == ["setting", "against", "difference"]
+    assert [row[:2] for row in tested[2:]] == [
+        [label, "bm25"] for label in ("cont_accum size=16", "cont_accum size=24", "grad_accum", "untrained")
+    ]
+    means = {run: read_json(Path(run) / "metrics.json")["mean"]["ndcg@10"] for run in runs}
+    plain = next(value for run, value in means.items() if "size=16" in run) - means[bm25]
+    assert float(tested[2][2]) == pytest.approx(plain, abs=5e-5)
+    files = [str(Path(run) / "metrics.json") for run in runs[:2]]
+    assert main(["report", *files, "--against", files[1]]) == 0
+    assert main(["report", *runs, "--against", str(tmp_path)]) == 2
+    assert "which is not one of the runs" in capsys.readouterr().err

@@ -1,0 +1,192 @@
+"""`contaccum plan`: lines through synthetic and real peaks, index sizes against faiss's own files, and the command."""
+
+import json
+from dataclasses import replace
+
+import faiss
+import numpy as np
+import pytest
+import torch
+from disks import small_disk
+from helpers import train_config, write_beir
+
+from contaccum.batch import RowIds
+from contaccum.cli import main
+from contaccum.config import TrainConfig
+from contaccum.errors import InputError
+from contaccum.experiments import plan
+from contaccum.experiments.measure import Measurement, Probe
+from contaccum.experiments.page import duration, gigabytes
+from contaccum.experiments.plan import index_costs, lists_for, render
+from contaccum.experiments.sizes import largest, predict
+from contaccum.runtime.sharding import saved_bytes
+
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
+
+def curve(size: int) -> float:
+    """Peak that grows faster than a line."""
+    return 1000 + 50 * size + size**2
+
+
+def test_prediction_lies_on_lines_through_the_measured_peaks():
+    peaks = {2: 100.0, 4: 200.0, 8: 600.0}
+    assert [predict(peaks, size) for size in (1, 2, 3, 6, 8, 16)] == [50, 100, 150, 400, 600, 1400]
+    assert predict({2: 200.0, 4: 100.0}, 8) == 100  # noise: a larger step never needs less
+
+
+def test_the_largest_size_is_measured_and_the_prediction_corrected():
+    """The line through 2 and 4 predicts that 64 fits; the measurement says no."""
+    budget, peaks, asked = 4000.0, {2: curve(2), 4: curve(4)}, []
+
+    def measure(size: int) -> float:
+        asked.append(size)
+        return curve(size)
+
+    size, error = largest(peaks, [1, 2, 4, 8, 16, 32, 64, 128], budget, measure)
+    assert (size, asked) == (32, [32])
+    assert error == pytest.approx((curve(4) + 28 * (curve(4) - curve(2)) / 2) / curve(32) - 1)
+    size, _ = largest({2: curve(2), 4: curve(4)}, range(1, 200), budget, measure)
+    assert curve(size) <= budget < curve(size + 2)
+    unchecked, _ = largest({2: curve(2), 4: curve(4)}, range(1, 200), budget, lambda size: None)
+    assert curve(unchecked) > budget  # negative control: without measuring the prediction is wrong
+
+
+def test_no_size_fits_below_the_smallest_peak():
+    assert largest({2: 100.0, 4: 200.0}, [1, 2, 4], 10.0, curve) == (None, 0.0)
+    assert largest({2: 100.0, 4: 200.0}, [64], 300.0, curve) == (None, 0.0)
+
+
+def test_gpu_context_is_reported_with_the_budget_that_training_needs():
+    config = TrainConfig(method="cont_accum", output_dir="run")
+    found = Measurement(8, 3e9, 0.01, 1000, 500_000_000, 0.5, 100.0, 1e-9, 64, 1000)
+    assert found.epoch(250) == pytest.approx(4 * 0.5)
+    shown = render({"cont_accum": found}, config, 4_000_000_000)
+    assert "set run.memory_budget to 3500000000" in shown
+    assert "expandable_segments:True" in shown
+    assert "memory_budget" not in render({"cont_accum": replace(found, context=0)}, config, 4_000_000_000)
+
+
+@pytest.mark.parametrize("number", [0, 1, pytest.param(2, marks=pytest.mark.acceptance), 3])  # 2 trains for minutes
+def test_index_sizes_equal_those_of_faiss(number):
+    """Sizes of the files that faiss writes, within 2 %."""
+    rows, dim = 4_000, 64
+    cost = index_costs(rows, dim)[number]
+    random = np.random.default_rng(0)
+    vectors = random.standard_normal((rows, dim), dtype=np.float32)
+    index = faiss.index_factory(dim, cost.factory, faiss.METRIC_INNER_PRODUCT)
+    index.train(vectors)
+    index.add(vectors)
+    assert cost.bytes == pytest.approx(len(faiss.serialize_index(index)), rel=0.02)
+
+
+def test_lists_are_a_power_of_two_near_four_square_roots():
+    assert lists_for(1_000_000) == 2048
+    assert lists_for(21_015_324) == 16_384
+
+
+def test_durations_and_sizes_are_readable():
+    assert [duration(s) for s in (0.25, 59, 61, 3661, 90000)] == ["0.25 s", "59 s", "1 min 1 s", "1 h 1 min", "1 d 1 h"]
+    assert gigabytes(1.5e9) == "1.50 GB"
+
+
+DEMO = ["--config", "configs/demo.yaml", "--model.tiny_vocabulary", "300", "--batch.micro_batch_size", "4"]
+
+
+def test_plan_command_measures_and_writes_json(tmp_path, capsys):
+    output = tmp_path / "plan.json"
+    extra = ["--methods", "cont_accum", "--memory", "4GB", "--corpus_size", "1000000", "--output", str(output)]
+    extra += ["--processes", "2"]
+    assert main(["plan", *DEMO, *extra]) == 0
+    shown = capsys.readouterr().out
+    assert "| cont_accum |" in shown
+    assert "| IVF2048,Flat |" in shown
+    assert "trained weights | run.sharding" in shown
+    none, fsdp = json.loads(output.read_text())["sharding"]
+    assert none["micro_batch_size"] == fsdp["micro_batch_size"] == 64  # half of the 128 pairs for each of two processes
+    assert (none["sharding"], fsdp["sharding"]) == ("none", "fsdp")
+    made = json.loads(output.read_text())["methods"][0]
+    assert made["micro_batch_size"] in (4, 8, 16, 32, 64, 128)
+    assert 1e8 < made["peak"] <= 4e9
+    assert abs(made["error"]) < 0.2
+    assert made["largest_bank"] > 10_000
+
+
+def test_saved_bytes_are_those_of_a_step_with_adamw():
+    """Two layers of 10 x 10 weights in a module with 5 of its own; by hand, in numbers of 4 bytes, for 5 processes."""
+    outer = torch.nn.Sequential(*(torch.nn.Linear(10, 10, bias=False) for _ in range(2)))
+    outer.own = torch.nn.Parameter(torch.zeros(5))
+    units = [*list(outer), outer]
+    # 205 weights with gradients and two moments, of which 4/5 are saved; then 4 x 100 of a layer and 2 x 5 are gathered
+    assert saved_bytes(units, 5, torch.float32) == 4 * (4 * 205 * 4 // 5 - 4 * 100 - 2 * 5)
+    # bfloat16: weights twice and a gradient in 2 bytes, and a message of gradients in 4; 2 x 5 in 2 bytes
+    assert saved_bytes(units, 5, torch.bfloat16) == 4 * 4 * 205 * 4 // 5 - (3 * 2 + 4) * 100 - 2 * 2 * 5
+    outer.requires_grad_(False)  # as with LoRA: no gradients and no moments
+    assert saved_bytes(units, 5, torch.float32) == 4 * (205 * 4 // 5 - 2 * 100 - 5)
+    shared = torch.nn.Linear(10, 10, bias=False)
+    shared.weight = outer[0].weight
+    # two towers that share frozen weights: sharded, each has parts of its own
+    assert saved_bytes([outer[0], shared], 5, torch.float32) == 4 * (100 - 2 * 20 - 2 * 100)
+    shared.weight = torch.nn.Parameter(torch.zeros(50, dtype=torch.uint8), requires_grad=False)  # 4-bit weights
+    assert saved_bytes([shared], 5, torch.float32) == 50 - 10 - 2 * 50
+
+
+def test_variants_that_cannot_be_measured_are_named(monkeypatch):
+    """Here: all weights do not fit, adapters do."""
+
+    def ask(config: TrainConfig, **request) -> dict:
+        if not config.lora.rank:
+            raise InputError("too large")
+        return {kind: {"size": 8, "peak": 1e9, "error": 0.0, "measured": 8} for kind in ("none", "fsdp")}
+
+    monkeypatch.setattr(plan, "ask", ask)
+    config = TrainConfig(method="grad_cache", output_dir="run")
+    config.data.train = config.model.name = "a folder"
+    found = plan.plan_sharding(config, 2_000_000_000, 2)
+    assert [(each.weights, each.sharding, each.micro_batch_size) for each in found] == [
+        ("all", "none", None), ("LoRA of rank 16", "none", 8), ("LoRA of rank 16", "fsdp", 8),
+    ]  # fmt: skip
+    shown = plan.render_sharding(found, 2_000_000_000, 2)
+    assert "| grad_cache | LoRA of rank 16 | fsdp         | 8         | 1.00 GB |" in shown
+    assert "trained weights all: not measured. too large" in shown
+
+
+def test_on_a_gpu_the_first_measured_push_opens_blocks_of_every_level(tmp_path):
+    """A step that opens blocks needs the most memory there. The bank is on the meta device; on a CPU no block is opened."""
+    changes = {"bank.size": 600, "data.hard_negatives": 0, "batch.micro_batch_size": 4}
+    probe = Probe(train_config(write_beir(tmp_path / "data"), tmp_path / "run", "cont_accum", **changes))
+    before = probe._full_bank(4, 600).sums.open
+    assert before == [0, 0]
+    probe.engine.device = torch.device("meta")
+    bank = probe._full_bank(4, 600)
+    assert bank.sums.open[0] > 0  # the push opens another block of the coarsest level, and so of every level
+    vectors = torch.empty(4, probe.encoder.dim, device="meta")
+    bank.push(vectors, vectors.unsqueeze(1), RowIds(torch.arange(4).unsqueeze(1), torch.arange(4).unsqueeze(1)))
+    assert bank.sums.open == before
+
+
+def test_a_full_disk_ends_the_plan_in_one_sentence(tmp_path, capsys, monkeypatch):
+    with small_disk(tmp_path / "disk") as disk:
+        monkeypatch.setenv("CONTACCUM_CACHE", str(disk / "cache"))
+        (disk / "filler").write_bytes(bytes((1 << 20) - (1 << 15)))
+        assert main(["plan", *DEMO, "--methods", "grad_accum", "--memory", "4GB"]) == 2
+    said = capsys.readouterr().err
+    assert "No space left on device" in said.strip().splitlines()[-1]
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--memory", "much"], "--memory is 'much', expected a number above 0"),
+        (["--memory", "4GB", "--methods", "dpr"], "--methods: 'dpr' is unknown"),
+        (["--memory", "4GB", "--corpus_size", "0"], "--corpus_size is 0"),
+        (["--memory", "4GB", "--processes", "1"], "--processes is 1"),
+        (["--memory", "4GB", "--processes", "2", "--run.compile", "default"], "run.sharding is fsdp, which needs off"),
+        (["--memory", "4GB", "--methods", "grad_accum", "--data.train", "nowhere"], "nowhere"),
+    ],
+)
+def test_wrong_options_are_named(options, words, capsys):
+    assert main(["plan", *DEMO, *options]) == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert words in said[-1]

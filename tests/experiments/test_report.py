@@ -1,0 +1,316 @@
+"""Figures of the report's tables, from small hand-written logs."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from helpers import train_config
+
+from contaccum.config import to_yaml
+from contaccum.errors import InputError
+from contaccum.experiments.page import STYLE, curves, draw_all
+from contaccum.experiments.report import (
+    console_report,
+    constant_age,
+    equal_memory,
+    equal_time,
+    quality,
+    runs_table,
+    score_at,
+    verdict,
+)
+from contaccum.experiments.run_records import best_of_runs, differences, group_runs, load_run_record
+
+
+def folder(
+    path: Path, method: str, seconds: list[float], score: float = 0.25, evaluations=None, every=1, **changes
+) -> Path:
+    """A run of len(seconds) logged steps, ``every`` steps apart, with dev scores by step."""
+    path.mkdir()
+    (path / "config.yaml").write_text(to_yaml(train_config(Path("data"), path, method, **changes)))
+    per_query = {f"q{i}": {"ndcg@10": score + (0.1 if i % 2 else -0.1) * (i % 3)} for i in range(12)}
+    mean = {"ndcg@10": sum(values["ndcg@10"] for values in per_query.values()) / 12, "recall@100": 0.5}
+    (path / "metrics.json").write_text(json.dumps({"mean": mean, "per_query": per_query}))
+    lines = []
+    for n, value in enumerate(seconds):
+        step = (n + 1) * every
+        lines.append(
+            {
+                "step": step, "loss": 1.0 + n, "bank_fill": 4 * n, "seconds": value, "waited": 0.75 if n else 9.0,
+                "pairs_per_second": 16 / value, "negatives": 7.0, "peak_memory": 2**20 * (n + 1),
+                "grad_norm_ratio": None if n == 1 else 2.0 + n,
+            }
+        )  # fmt: skip
+        if evaluations and step in evaluations:
+            lines.append({"step": step, "dev": {"ndcg@10": evaluations[step]}})
+    (path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def cells(markdown: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in markdown.splitlines()]
+
+
+def test_medians_exclude_the_first_step(tmp_path):
+    run = load_run_record(folder(tmp_path / "run", "cont_accum", [9.0, 2.0, 4.0, 1.0], evaluations={1: 0.2}))
+    row = runs_table([run], "ndcg@10").rows[0]
+    assert row == ["run", "cont_accum", "16", "4", "12", "0.2500", "2.000", "8.0", "4", "32.1", "4.50", "7.0"]
+    assert run.train_seconds == 16.0
+    assert run.peak_memory == 4 * 2**20
+    assert run.waited == 3 * 0.75 / 7.0
+
+
+def test_token_budget_appears_in_the_table(tmp_path):
+    changes = {"batch.micro_batch_tokens": 2560}
+    for name, method, shown in (("a", "grad_cache", "2560 tokens"), ("b", "in_batch", "16")):
+        run = load_run_record(folder(tmp_path / name, method, [1.0], **changes))
+        assert runs_table([run], "ndcg@10").rows[0][3] == shown
+
+
+def test_in_batch_shows_the_global_batch_as_its_micro_batch(tmp_path):
+    run = load_run_record(folder(tmp_path / "run", "in_batch", [1.0]))
+    assert runs_table([run], "recall@100").rows[0][3] == "16"
+
+
+def test_log_line_covers_the_steps_since_the_previous_line(tmp_path):
+    run = load_run_record(folder(tmp_path / "run", "grad_accum", [1.0, 2.0], every=5))
+    assert run.times == {5: 5.0, 10: 15.0}
+
+
+def test_runs_without_log_or_metrics_have_empty_cells(tmp_path):
+    trained = folder(tmp_path / "a", "grad_cache", [1.0, 1.0])
+    (trained / "metrics.json").unlink()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "metrics.json").write_text(json.dumps({"mean": {"top20": 0.75}}))
+    table = console_report([str(trained), str(tmp_path / "b")], "top20", None, None, wide=True)
+    lines = cells(table)
+    assert lines[0][5] == "top20"
+    assert lines[3][5] == "-"
+    assert lines[2] == ["b", "-", "-", "-", "-", "0.7500", "-", "-", "-", "-", "-", "-"]
+    assert len({len(line) for line in table.splitlines()}) == 1
+
+
+def test_console_shows_seven_columns_and_the_best_run_first(tmp_path):
+    runs = [str(folder(tmp_path / name, "grad_cache", [1.0, 1.0], score)) for name, score in (("a", 0.2), ("b", 0.4))]
+    lines = cells(console_report(runs, "ndcg@10", None, None))
+    assert lines[0] == ["run", "method", "ndcg@10", "s/step", "peak MiB", "grad ratio", "negatives"]
+    assert [line[0] for line in lines[2:]] == ["b", "a"]
+    assert lines[2] == ["b", "grad_cache", "0.4000", "1.000", "2", "-", "7.0"]
+    wide = cells(console_report(runs, "ndcg@10", None, None, wide=True))
+    assert [column for column in wide[0] if column not in lines[0]] == ["N", "B", "bank", "pairs/s", "wait %"]
+
+
+def study(tmp_path: Path):
+    """Two seeds of grad_cache and of cont_accum with two bank sizes; the smaller bank is faster and scores lower."""
+    for seed in (0, 1):
+        folder(tmp_path / f"g{seed}", "grad_cache", [3.0] * 4, 0.50 + 0.02 * seed, {2: 0.3, 4: 0.5}, seed=seed)
+        for size, score in ((16, 0.40), (24, 0.60)):
+            changes = {"seed": seed, "bank.size": size}
+            evaluations = {1: 0.1, 2: 0.2 + seed / 10, 4: 0.6}
+            folder(
+                tmp_path / f"c{size}-{seed}", "cont_accum", [size / 8] * 4, score + 0.01 * seed, evaluations, **changes
+            )
+    return [load_run_record(path) for path in sorted(tmp_path.iterdir())]
+
+
+def test_runs_that_differ_only_in_the_seed_form_one_group(tmp_path):
+    groups = group_runs(study(tmp_path))
+    assert [(group.label, len(group.runs)) for group in groups] == [
+        ("cont_accum size=16", 2), ("cont_accum size=24", 2), ("grad_cache", 2),
+    ]  # fmt: skip
+    again = group_runs([*groups[2].runs, groups[2].runs[0]])  # a repeated seed is no second seed
+    assert [len(group.runs) for group in again] == [2, 1]
+
+
+def test_mean_deviation_and_reference_equal_hand_computed_values(tmp_path):
+    """Standard deviations of two values are their difference over the square root of 2."""
+    groups = group_runs(study(tmp_path))
+    rows = quality(groups, "ndcg@10").rows
+    assert [row[:5] for row in rows] == [
+        ["cont_accum size=24", "0.6050", "0.0071", "2", "12.0"],
+        ["grad_cache", "0.5100", "0.0141", "2", "12.0"],
+        ["cont_accum size=16", "0.4050", "0.0071", "2", "8.0"],
+    ]
+    runs = {run.folder for group in groups if group.method == "cont_accum" for run in group.runs}
+    found = differences(groups, "ndcg@10", best_of_runs(runs, "ndcg@10"))
+    assert {one.reference.label for one in found} == {"cont_accum size=24"}  # the best of the method's settings
+    assert [round(one.found.difference, 4) for one in found] == [-0.2, -0.095]
+    assert all(one.p_permutation >= one.found.p_permutation for one in found)
+    assert found[0].p_permutation == pytest.approx(min(1.0, 2 * found[0].found.p_permutation))
+
+
+def test_equal_time_uses_the_last_evaluation_before_the_fastest_run_ends(tmp_path):
+    """The fastest setting takes 8 s. At 3 s per step the others end step 2 by then, with scores 0.3, and 0.2 and 0.3."""
+    runs = study(tmp_path)
+    seconds, table = equal_time(group_runs(runs), "ndcg@10")
+    assert seconds == 8.0
+    assert table.rows == [
+        ["cont_accum size=16", "0.6000", "0.0000", "2", "4", "8.0"],
+        ["grad_cache", "0.3000", "0.0000", "2", "2", "12.0"],
+        ["cont_accum size=24", "0.2500", "0.0707", "2", "2", "12.0"],
+    ]
+    assert score_at(runs[0], 1.9, "ndcg@10") is None
+    assert score_at(runs[0], 2.0, "ndcg@10") == (1, 0.1)
+
+
+def test_equal_memory_classes_equal_hand_computed_ones(tmp_path):
+    """Peaks of 100, 104 and 106 MiB: the first two are within 5 % of 100."""
+    for name, method, peak, score in (
+        ("a", "in_batch", 106, 0.9),
+        ("b", "grad_accum", 100, 0.3),
+        ("c", "grad_cache", 104, 0.4),
+    ):
+        run = folder(tmp_path / name, method, [1.0], score)
+        line = json.loads((run / "log.jsonl").read_text())
+        (run / "log.jsonl").write_text(json.dumps({**line, "peak_memory": peak * 2**20}) + "\n")
+    rows = equal_memory(group_runs([load_run_record(tmp_path / name) for name in "abc"]), "ndcg@10").rows
+    assert [row[:4] for row in rows] == [
+        ["100 to 105", "grad_cache", "16", "104"], ["100 to 105", "grad_accum", "16", "100"],
+        ["106 to 111", "in_batch", "16", "106"],
+    ]  # fmt: skip
+
+
+def test_each_global_batch_size_has_its_own_reference(tmp_path):
+    for name, method, size, score in (("a", "grad_cache", 16, 0.5), ("b", "grad_accum", 16, 0.4), ("c", "grad_cache", 32, 0.8),
+                                      ("d", "grad_accum", 32, 0.3)):  # fmt: skip
+        folder(tmp_path / name, method, [1.0], score, **{"batch.global_batch_size": size})
+    groups = group_runs([load_run_record(tmp_path / name) for name in "abcd"])
+    choose = best_of_runs(
+        {run.folder for group in groups if group.method == "grad_cache" for run in group.runs}, "ndcg@10"
+    )
+    found = differences(groups, "ndcg@10", choose)
+    assert [(one.group.runs[0].name, one.reference.runs[0].name) for one in found] == [("b", "a"), ("d", "c")]
+    across = differences(groups, "ndcg@10", choose, equal_batch=False)  # as at equal budget: one reference for all
+    assert len({one.reference.label for one in across}) == 1
+    assert len(across) == 3
+
+
+def test_long_curves_are_averaged_over_neighbouring_steps(tmp_path):
+    groups = group_runs([load_run_record(folder(tmp_path / "run", "grad_accum", [1.0] * 700))])
+    steps, mean, low, high = curves(groups[0], "loss")
+    assert (steps[0], mean[0]) == (2, 2)  # steps 1, 2, 3 have losses 1, 2, 3
+    assert len(steps) == 234
+    assert (low == mean).all()
+    assert (mean == high).all()
+    assert {plot.name for plot in draw_all(groups, "ndcg@10")} == {"metric-time", "metric-memory", "loss", "grad-ratio"}
+
+
+def test_tex_characters_in_the_name_of_a_run_are_drawn_as_they_are(tmp_path, monkeypatch):
+    names = ["$_{", "run $x^$ \\frac{"]
+    groups = []
+    for number, name in enumerate(names):
+        groups += group_runs([load_run_record(folder(tmp_path / name, "grad_accum", [1.0] * 3, seed=number))])
+        groups[-1].label = name
+    assert all(plot.png.startswith(b"\x89PNG") for plot in draw_all(groups, "ndcg@10"))
+    monkeypatch.setitem(STYLE, "text.parse_math", True)
+    with pytest.raises(ValueError, match="Exception: Expected"):  # negative control
+        draw_all(groups, "ndcg@10")
+
+
+def test_report_without_matplotlib_names_the_extra_to_install(tmp_path, monkeypatch):
+    run = folder(tmp_path / "run", "grad_accum", [1.0])
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    with pytest.raises(InputError, match=r"pip install 'contaccum\[study\]'"):
+        console_report([str(run)], "ndcg@10", None, str(tmp_path / "page.html"))
+    assert not (tmp_path / "page.html").exists()
+    assert "grad_accum" in console_report([str(run)], "ndcg@10", None, None)
+
+
+def test_missing_files_and_metrics_are_named(tmp_path):
+    with pytest.raises(InputError, match=r"no config\.yaml and no metrics\.json"):
+        load_run_record(tmp_path)
+    run = folder(tmp_path / "run", "cont_accum", [1.0])
+    with pytest.raises(InputError, match=r"no metric 'top20'; expected one of ndcg@10, recall@100"):
+        console_report([str(run)], "top20", None, None)
+    file = run / "metrics.json"
+    with pytest.raises(InputError, match=rf"^{re.escape(str(file))}: no metric 'ndcg@7'; expected one of ndcg@10"):
+        console_report([str(file)], "ndcg@7", None, None)
+
+
+LINE = {"step": 1, "loss": 1.0, "bank_fill": 0, "seconds": 1.0, "waited": 0.0, "peak_memory": 1}
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("metrics.json", "[1]", "found array; object is expected"),
+        ("metrics.json", "{}", "the field 'mean' is missing"),
+        ("metrics.json", '{"mean": {"ndcg@10": "high"}}', r"mean\[\.\.\.\]: found str; float is expected"),
+        ("metrics.json", '{"mean": {"ndcg@10": NaN}}', "mean: a value is not finite"),
+        ("metrics.json", '{"mean": {"ndcg@10": 1}, "per_query": [1]}', "per_query: found array; object is expected"),
+        ("metrics.json", '{"mean": {"ndcg@10": 1}, "per_query": {"q": 5}}', "found int; object is expected"),
+        ("metrics.json", '{"mean"', "line 1"),
+        ("log.jsonl", {**LINE, "seconds": "long"}, "TypeError"),
+        ("log.jsonl", {**LINE, "seconds": 0}, "ZeroDivisionError"),
+        ("log.jsonl", {"step": 1, "loss": 1.0}, "KeyError: 'waited'"),
+        ("log.jsonl", {**LINE, "negatives": [7]}, "TypeError"),
+        ("log.jsonl", {**LINE, "drift": [{"age": 1}]}, "KeyError: 'passage'"),
+        ("log.jsonl", {**LINE, "drift": 5}, "TypeError"),
+        ("log.jsonl", {**LINE, "drift": [{"age": 1, "query": None, "passage": None}]}, "TypeError"),
+        ("log.jsonl", {"step": 1, "dev": [0.5]}, "AttributeError"),
+        ("config.yaml", "method: best", "KeyError: 'best'"),
+        ("config.yaml", "method: grad_accum", "KeyError: 'bank.size'"),
+        ("config.yaml", "[1]", "contains list"),
+        ("environment.json", "[1]", "found array; object is expected"),
+        ("environment.json", "{", "line 1"),
+    ],
+)  # fmt: skip
+def test_unusable_run_file_is_named_in_one_sentence(tmp_path, file, content, words):
+    run = folder(tmp_path / "run", "cont_accum", [1.0])
+    assert load_run_record(run).metrics  # valid before it is changed
+    (run / file).write_text(content if isinstance(content, str) else json.dumps(content) + "\n")
+    with pytest.raises(InputError, match=words) as caught:
+        load_run_record(run)
+    assert str(caught.value).startswith(str(run / file))
+
+
+@pytest.mark.parametrize("file", ["metrics.json", "log.jsonl", "environment.json", "config.yaml"])
+@pytest.mark.parametrize("target", ["/dev/zero", "missing"])
+def test_file_of_a_run_that_is_no_regular_file_is_refused(tmp_path, file, target):
+    run = folder(tmp_path / "run", "cont_accum", [1.0])
+    (run / file).unlink(missing_ok=True)
+    (run / file).symlink_to(target)
+    with pytest.raises(InputError, match=f"^{re.escape(str(run / file))}: not a regular file"):
+        load_run_record(run)
+
+
+def test_link_to_a_regular_file_is_read(tmp_path):
+    run = folder(tmp_path / "run", "cont_accum", [1.0])
+    (run / "metrics.json").rename(tmp_path / "elsewhere.json")
+    (run / "metrics.json").symlink_to(tmp_path / "elsewhere.json")
+    assert load_run_record(run).score("recall@100") == 0.5
+
+
+def test_verdict_names_the_best_setting_and_what_differs_from_the_reference(tmp_path):
+    groups = group_runs(study(tmp_path))
+    first, warning = verdict(groups, "ndcg@10", [])[0].split(": ")
+    assert first == "cont_accum size=24 has the highest ndcg@10"
+    assert "No significance test was made" in warning
+    found = differences(groups, "ndcg@10", lambda _: groups[0])
+    for p, side in (
+        (0.04, "better" if found[0].found.difference > 0 else "worse"),
+        (0.06, "not significantly different"),
+    ):
+        _, words = verdict(groups, "ndcg@10", [found[0]._replace(p_permutation=p, p_both=p)])
+        assert words == (
+            f"Compared with {groups[0].label} over queries and seeds (corrected p below 0.05): {side}: {found[0].group.label}."
+        )
+    assert "over queries (" in verdict(groups, "ndcg@10", [found[0]._replace(p_both=None)])[1]
+
+
+def test_constant_age_is_a_sentence_and_no_plot(tmp_path):
+    run = folder(tmp_path / "run", "cont_accum", [1.0, 1.0])
+    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    for oldest, sentence in ((1, "Age of all rows in the bank at the start of a step: 1 optimizer steps"), (2, None)):
+        aged = [{**line, "bank_age_mean": 1.0, "bank_age_max": oldest} for line in lines]
+        (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in aged))
+        groups = group_runs([load_run_record(run)])
+        assert (constant_age(groups) or "").startswith(sentence) if sentence else constant_age(groups) is None
+        assert ("bank-age" in {plot.name for plot in draw_all(groups, "ndcg@10")}) == (sentence is None)
+
+
+def test_log_axes_have_plain_numbers(tmp_path):
+    plots = {plot.name: plot.svg for plot in draw_all(group_runs(study(tmp_path)), "ndcg@10")}
+    assert {"grad-ratio", "metric-bank"} <= plots.keys()
+    assert not [name for name, svg in plots.items() if "mathdefault" in svg]

@@ -1,0 +1,192 @@
+"""Scripts of docs/results/study.md: reduced data, changed methods, packed runs, and equality of the page's tables."""
+
+import gzip
+import json
+import sys
+from pathlib import Path
+
+import cut
+import heads
+import numpy as np
+import pack
+import pytest
+import tables
+import torch
+import yaml
+from helpers import make_bank, train_config, write_beir
+from ideas import Idea, Variant
+
+from contaccum.batch import MicroBatch, RowIds, Tokens
+from contaccum.config import validate
+from contaccum.experiments.budget import limited, parse_budget
+from contaccum.experiments.settings import read_settings
+from contaccum.experiments.tuning import rung_shares
+from contaccum.methods import METHODS
+from contaccum.methods.loss import InfoNCE
+
+ROOT = Path(__file__).parent.parent.parent
+DIM, B, M = 8, 4, 20
+SAME = 2e-5
+
+
+def call(monkeypatch, main, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["script", *map(str, arguments)])
+    main()
+
+
+def steps(count: int = 6, micro_batches: int = 3) -> list[list[MicroBatch]]:
+    """Return steps of pairs of 30 texts per tower, with repeated passages and some second known positives."""
+    random = np.random.default_rng(0)
+
+    def tokens(numbers: np.ndarray) -> Tokens:
+        ids = torch.from_numpy(numbers).reshape(-1, 1)
+        return Tokens(ids, torch.ones_like(ids))
+
+    def batch() -> MicroBatch:
+        queries, passages = random.integers(30, size=B), random.integers(30, size=(B, 1))
+        known = np.concatenate([passages, random.integers(-1, 30, size=(B, 1))], axis=1)
+        ids = RowIds(torch.from_numpy(passages), torch.from_numpy(known))
+        return MicroBatch(tokens(queries), tokens(passages), ids, [""] * B)
+
+    return [[batch() for _ in range(micro_batches)] for _ in range(count)]
+
+
+def gradients(method, **options) -> torch.Tensor:
+    """Return the gradients of all weights at every step of plain gradient descent."""
+    torch.manual_seed(0)
+    towers = heads.Towers(DIM, 0.1)
+    vectors = tuple(torch.nn.functional.normalize(torch.randn(30, DIM), dim=1) for _ in range(2))
+    engine, loss = heads.Engine(towers, vectors, 0), InfoNCE(0.2)
+    bank = make_bank(M, DIM, loss, push=B, **options)
+    optimizer, found = torch.optim.SGD(towers.parameters(), lr=3.0), []
+    for number, batches in enumerate(steps()):
+        engine.step = number
+        method(engine, batches, bank, loss)
+        found.append(torch.cat([p.grad.flatten() for p in towers.parameters()]))
+        optimizer.step()
+        optimizer.zero_grad()
+        bank.end_step()
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize(
+    ("idea", "options"), [(Idea(), {}), (Idea(), {"row_weight": "current"}), (Idea(decay=0.7), {"age_decay": 0.7})]
+)
+def test_default_idea_equals_cont_accum(idea, options):
+    ours = gradients(METHODS["cont_accum"], **options)
+    theirs = gradients(Variant(idea, M, options.get("row_weight", "all")))
+    assert (ours - theirs).abs().max() < SAME * ours.abs().max()
+
+
+@pytest.mark.parametrize("name", heads.IDEAS)
+def test_each_idea_changes_the_gradients(name):
+    plain = gradients(METHODS["cont_accum"])
+    assert (gradients(Variant(heads.IDEAS[name], M)) - plain).abs().max() > 1e-3 * plain.abs().max()
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    """Reduced set of 40 passages and queries, with ten dev and test queries."""
+    call(monkeypatch, cut.main, write_beir(tmp_path / "whole"), tmp_path / "small", "--sample", 5)
+    return tmp_path / "small"
+
+
+def lines(file: Path) -> list[str]:
+    return file.read_text().splitlines()
+
+
+def test_reduced_set_has_the_judged_passages_and_the_sample(data, tmp_path, monkeypatch):
+    judged = {line.split("\t")[1] for line in lines(data / "test" / "qrels" / "test.tsv")[1:]}
+    passages = {json.loads(line)["_id"] for line in lines(data / "test" / "corpus.jsonl")}
+    assert judged <= passages
+    assert len(passages) == len(judged) + 5
+    assert len(lines(data / "train" / "corpus.jsonl")) == 40
+    call(monkeypatch, cut.main, tmp_path / "whole", tmp_path / "held", "--held_out", 7, "--sample", -1)
+    asked = [
+        {line.split("\t")[0] for line in lines(tmp_path / "held" / s / "qrels" / f"{s}.tsv")[1:]}
+        for s in ("train", "dev")
+    ]
+    assert len(asked[1]) == 7
+    assert not asked[0] & asked[1]
+    assert len(lines(tmp_path / "held" / "dev" / "corpus.jsonl")) == 40
+
+
+def test_reduced_set_of_dpr_files_has_their_questions(tmp_path, monkeypatch):
+    rows = [f"{n}\tthe text of {n}\ttitle {n}" for n in range(1, 9)]
+    (tmp_path / "psgs_w100.tsv").write_text("\n".join(["id\ttext\ttitle", *rows]) + "\n")
+    for part, numbers in (("train", range(1, 7)), ("dev", (7, 8))):
+        asked = [{"question": f"what is {n}", "positive_ctxs": [{"passage_id": n}]} for n in numbers]
+        (tmp_path / f"xquad-{part}.json").write_text(json.dumps(asked))
+    call(monkeypatch, cut.main, tmp_path, tmp_path / "small", "--held_out", 2)
+    assert lines(tmp_path / "small" / "test" / "qrels" / "test.tsv")[1:] == ["test0\t7\t1", "test1\t8\t1"]
+    assert json.loads(lines(tmp_path / "small" / "test" / "queries.jsonl")[1])["text"] == "what is 8"
+    assert [len(lines(tmp_path / "small" / s / "qrels" / f"{s}.tsv")) - 1 for s in ("train", "dev")] == [4, 2]
+
+
+@pytest.mark.parametrize(("name", "budget"), [("methods", "6144f"), ("methods-demo", "80000f")])
+def test_study_settings_can_be_trained_in_every_rung(name, budget):
+    for row in read_settings(str(ROOT / f"configs/study/{name}.yaml"), {}):
+        for candidate in row.candidates:
+            changes = {key: yaml.safe_load(value) for key, value in row.changes(candidate).items()}
+            config = train_config(
+                Path("d"), Path("o"), **changes, **{"batch.micro_batch_size": 8, "optim.max_steps": None}
+            )
+            validate(config)
+            shortest = rung_shares(len(row.candidates), None)[0]
+            steps = limited(config, parse_budget(budget), shortest, None).optim.max_steps
+            assert steps >= 8
+            assert config.bank_size() == 0 or steps > config.bank.warmup_steps
+
+
+def test_packed_runs_on_frozen_embeddings_can_be_read_again(data, tmp_path, monkeypatch):
+    few = {"optim.max_steps": 3, "batch.global_batch_size": 16, "batch.micro_batch_size": 4, "bank.size": 16}
+    cases = [(name, {**few, "method": name}, Idea()) for name in ("grad_cache", "cont_accum")]
+    monkeypatch.setattr(heads, "PARTS", {"few": lambda: iter(cases)})
+    monkeypatch.chdir(ROOT)
+    vectors = tmp_path / "runs" / "heads-small" / "vectors"
+    vectors.mkdir(parents=True)
+    random = np.random.default_rng(0)
+    for split in ("train", "dev", "test"):
+        for side, file in (("queries", "queries"), ("passages", "corpus")):
+            rows = random.standard_normal((len(lines(data / split / f"{file}.jsonl")), DIM)).astype(np.float32)
+            np.save(vectors / f"{split}-{side}.npy", rows / np.linalg.norm(rows, axis=1, keepdims=True))
+    arguments = ("--data", data, "--model", "none", "--out", tmp_path / "runs", "--seeds", 2)
+    call(monkeypatch, heads.main, *arguments)
+    found = sorted(path.name for path in (tmp_path / "runs" / "heads-small" / "runs").iterdir())
+    assert found == [f"{name}-seed{seed}.json" for name in ("cont_accum", "grad_cache") for seed in (0, 1)]
+    call(monkeypatch, pack.main, tmp_path / "runs", tmp_path / "study.jsonl.gz")
+    runs = tables.read_pack(tmp_path / "study.jsonl.gz")["heads-small"]
+    assert [run.config["method"] for run in runs] == ["cont_accum"] * 2 + ["grad_cache"] * 2
+    for run in runs:
+        per_query = [values["ndcg@10"] for values in run.metrics["per_query"].values()]
+        assert sum(per_query) / len(per_query) == pytest.approx(run.score("ndcg@10"), abs=1e-4)
+    table = tables.against(tables.best_rates(runs), "grad_cache")
+    assert sorted(row[0] for row in table.rows) == ["cont_accum", "grad_cache"]
+
+
+def test_run_name_consists_of_setting_rate_and_seed():
+    run = tables.RunRecord(Path("cont_accum-size=64-learning_rate=3e-4-seed2"), {}, [], [], None, {})
+    assert tables.label(run) == "cont_accum size=64"
+    assert tables.label(run, rate=True) == "cont_accum size=64 lr=3e-4"
+
+
+@pytest.mark.acceptance
+def test_tables_of_the_page_equal_those_of_the_packed_runs():
+    results = ROOT / "docs" / "results"
+    page = (results / "study.md").read_text()
+    studies = tables.read_pack(results / "study.jsonl.gz")
+    named = tables.MARKED.findall(page)
+    assert len(named) > 5
+    for name, _, shown in named:
+        make, study = tables.TABLES[name]
+        assert make(studies, study).markdown() == shown, name
+
+
+def test_pack_contains_settings_log_and_scores_of_every_run():
+    with gzip.open(ROOT / "docs" / "results" / "study.jsonl.gz", "rt") as file:
+        queries, *runs = map(json.loads, file)
+    assert runs
+    for run in runs:
+        assert len(run["per_query"]) in (0, len(queries.get(run["test"], [])))
+        steps = run["config"].get("optim.max_steps")  # else an epoch's
+        assert steps is None or run["log"]["step"][-1] == steps

@@ -1,0 +1,176 @@
+"""Budgets, successive halving, and settings files of `contaccum compare`, without training."""
+
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from helpers import train_config
+
+from contaccum.config import METHOD_SPECS
+from contaccum.errors import InputError
+from contaccum.experiments.budget import limited, parse_budget
+from contaccum.experiments.settings import Setting, read_settings, read_values, settings
+from contaccum.experiments.tuning import Tuned, rung_shares, survivors, tune
+
+FULL = Fraction(1)
+
+
+def steps(
+    budget: str, method: str, n: int, share: float = 1.0, part: Fraction = FULL, seconds: float | None = None
+) -> int:
+    config = train_config(Path("d"), Path("o"), method, **{"batch.global_batch_size": n, "replay.share": share})
+    limit = limited(config, parse_budget(budget), part, seconds)
+    assert limit.optim.max_steps is not None
+    return limit.optim.max_steps
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),  # 6144 / (64 * 3) = 32, 6144 / (64 * 4) = 24, 6144 / (64 * 2.5) = 38.4
+    [
+        ("in_batch", {1.0: 32, 0.5: 32}), ("grad_accum", {1.0: 32, 0.5: 32}), ("passage_bank", {1.0: 32, 0.5: 32}),
+        ("cont_accum", {1.0: 32, 0.5: 32}), ("grad_cache", {1.0: 24, 0.5: 38}), ("cont_cache", {1.0: 24, 0.5: 38}),
+    ],
+)  # fmt: skip
+def test_budget_in_forward_passes_gives_the_steps_computed_by_hand(method, expected):
+    assert {share: steps("6144f", method, 64, share) for share in expected} == expected
+
+
+def test_every_method_has_a_cost():
+    costs = {name: spec.cost(0.3) for name, spec in METHOD_SPECS.items()}
+    assert costs == {
+        "in_batch": 3, "grad_accum": 3, "passage_bank": 3, "cont_accum": 3, "grad_cache": 1.9, "cont_cache": 1.9,
+    }  # fmt: skip
+
+
+def test_other_units_give_the_steps_computed_by_hand():
+    for method in METHOD_SPECS:
+        assert steps("50000p", method, 64) == 781  # 50000 / 64 = 781.25
+        assert steps("300u", method, 64) == 300
+        assert steps("600s", method, 64, seconds=2.5) == 240
+    assert steps("6144f", "grad_cache", 16) == 96
+    assert steps("6144f", "grad_cache", 64, part=Fraction(1, 3)) == 8
+    assert steps("110f", "grad_cache", 5, 0.4) == 10  # 1 + 3 * 0.4 is 2.2000000000000002 in floating point
+
+
+def test_budget_that_pays_for_no_step_is_refused():
+    with pytest.raises(
+        InputError,
+        match=r"one step of grad_cache costs 256 forward passes of a pair, but a run may cost at most 227\.556",
+    ):
+        steps("6144f", "grad_cache", 64, part=Fraction(1, 27))
+
+
+@pytest.mark.parametrize("text", ["", "f", "0f", "12", "12x", "-3u", "1e3f"])
+def test_wrong_budget_is_refused(text):
+    with pytest.raises(InputError, match=r"^--budget is .*such as 200000f"):
+        parse_budget(text)
+
+
+def test_without_budget_a_rung_shortens_steps_or_epochs():
+    config = train_config(Path("d"), Path("o"))
+    assert limited(config, None, Fraction(1, 3), None).optim.max_steps == 2
+    config = replace(config, optim=replace(config.optim, max_steps=None, epochs=6.0))
+    assert limited(config, None, Fraction(1, 3), None).optim.epochs == 2.0
+    assert limited(config, None, FULL, None) == config
+
+
+def grid(count: int) -> Setting:
+    return Setting("one", "cont_accum", (), tuple((("optim.learning_rate", f"{n + 1}e-5"),) for n in range(count)))
+
+
+def halved(count: int, rungs: int | None = None, score=lambda rate, share: rate) -> Tuned:
+    """Tune with scores computed from the learning rate and the share of the budget."""
+    setting = grid(count)
+    tuned = Tuned(setting, rung_shares(count, rungs))
+    tune([tuned], lambda runs: [score(float(dict(values)["optim.learning_rate"]), share) for _, values, share in runs])
+    return tuned
+
+
+def test_halving_of_30_combinations_costs_at_most_8_full_runs():
+    costs = {count: halved(count).full_runs for count in range(2, 31)}
+    assert max(costs.values()) <= 8
+    assert costs[30] == Fraction(30, 9) + Fraction(8, 3) + 2 == 8
+    assert costs[12] == Fraction(12, 3) + 3
+    assert halved(30, rungs=1).full_runs == 30  # negative control: without halving
+
+
+def test_best_combination_survives_every_rung():
+    tuned = halved(30)
+    assert tuned.trained == [30, 8, 2]
+    assert dict(tuned.chosen)["optim.learning_rate"] == "30e-5"
+    # negative control: a score that turns round after the first rung keeps only what was best there
+    turned = halved(30, score=lambda rate, share: rate if share < Fraction(1, 9) + Fraction(1, 100) else -rate)
+    assert dict(turned.chosen)["optim.learning_rate"] == "23e-5"
+
+
+def test_failed_combinations_are_no_candidates():
+    tuned = halved(12, score=lambda rate, share: None if rate > 1e-4 else rate)
+    assert dict(tuned.chosen)["optim.learning_rate"] == "10e-5"
+    assert halved(12, score=lambda rate, share: None).chosen is None
+    assert [survivors(count) for count in (1, 2, 3, 4, 8, 9, 30)] == [1, 2, 2, 2, 2, 3, 8]
+
+
+def test_optimum_at_the_edge_of_a_range_is_marked():
+    assert halved(3).edges() == ["optim.learning_rate"]
+    assert halved(3, score=lambda rate, share: -abs(rate - 2e-5)).edges() == []  # negative control: in the middle
+    shares = Setting("r", "grad_cache", (), tuple((("replay.share", value),) for value in ("0.5", "0.7", "1")))
+    for best, marked in (("0.5", ["replay.share"]), ("1", [])):  # a share above 1 does not exist
+        tuned = Tuned(shares, rung_shares(3, None))
+        tune([tuned], lambda runs, best=best: [float(dict(values)["replay.share"] == best) for _, values, _ in runs])
+        assert tuned.edges() == marked
+
+
+def test_settings_that_a_method_does_not_read_do_not_multiply_its_combinations():
+    tuned = read_values("--tune", ("bank.size=16,32", "replay.share=0.5,1", "optim.learning_rate=1,2,3"))
+    counts = {one.label: len(one.candidates) for one in settings(list(METHOD_SPECS), {}, tuned)}
+    assert counts == {
+        "in_batch": 3, "grad_accum": 3, "grad_cache": 6, "passage_bank": 6, "cont_accum": 6, "cont_cache": 12,
+    }  # fmt: skip
+
+
+def test_settings_file_gives_grids_and_lists_of_complete_settings(tmp_path):
+    file = tmp_path / "methods.yaml"
+    file.write_text(
+        "grad_cache:\n"
+        "  tune: {batch.global_batch_size: [16, 32], optim.learning_rate: [1e-4]}\n"
+        "replayed:\n"
+        "  method: grad_cache\n"
+        "  replay.share: 0.5\n"
+        "cont_accum:\n"
+        "  bank.age_decay: 1\n"
+        "  tune:\n"
+        "    - {bank.size: 16, batch.global_batch_size: 16}\n"
+        "    - {bank.size: 64, bank.row_weight: current}\n"
+    )
+    plain, replayed, listed = read_settings(
+        str(file), {"replay.share": ["0.3", "0.7"], "model.dropout": ["0.0", "0.1"]}
+    )
+    rate = ("optim.learning_rate", "1e-4")
+    assert plain.candidates == (
+        (("batch.global_batch_size", "16"), rate), (("batch.global_batch_size", "32"), rate),
+    )  # fmt: skip
+    assert (replayed.method, replayed.fixed) == ("grad_cache", (("replay.share", "0.5"),))
+    assert replayed.candidates == ((("model.dropout", "0.0"),), (("model.dropout", "0.1"),))
+    assert listed.changes(listed.candidates[1]) == {
+        "method": "cont_accum", "bank.age_decay": "1", "bank.size": "64", "bank.row_weight": "current",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("a: {bank.size: 4}", "a: method is 'a'; choose from in_batch"),
+        ("cont_accum: 3", "cont_accum is 3; it must be a mapping"),
+        ("cont_accum: {bank.sise: 3}", "'bank.sise' is not a setting that changes the trained model"),
+        ("cont_accum: {tune: {bank.size: 3}}", "tune.bank.size is 3; it must be a list of values"),
+        ("cont_accum: {tune: 3}", "tune is 3; expected settings with lists of values"),
+        ("[1]", "found a list"),
+    ],
+)
+def test_wrong_settings_file_is_refused(tmp_path, text, sentence):
+    file = tmp_path / "methods.yaml"
+    file.write_text(text)
+    with pytest.raises(InputError, match=str(file)) as error:
+        read_settings(str(file), {})
+    assert sentence in str(error.value)

@@ -1,0 +1,146 @@
+"""A whole optimizer step on PyTorch's ``meta`` device, which holds no values: reading one from the device fails."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import make_bank, micro_batches
+from torch import Tensor
+
+from contaccum.batch import MicroBatch, RowIds
+from contaccum.methods import METHODS, similarity
+from contaccum.methods.bank import Bank
+from contaccum.methods.loss import InfoNCE, _Sums
+from contaccum.methods.masking import Guide, PairRules
+from contaccum.methods.objective import Distillation, Loss, Matryoshka, Objective
+
+META = torch.device("meta")
+DIM, B, K = 8, 4, 3
+
+
+class MetaEngine:
+    """Engine whose embeddings are leaves on the meta device; ids stay on the CPU."""
+
+    no_grad_group_size = 1
+    replay_share = 1.0
+
+    def __init__(self) -> None:
+        self.leaves: list[Tensor] = []
+
+    def micro_steps(self, micro_batches: list[MicroBatch]) -> Iterator[MicroBatch]:
+        yield from micro_batches
+
+    def join(self, micro_batches: list[MicroBatch]) -> MicroBatch:
+        (batch,) = micro_batches
+        return batch
+
+    def encode(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        b, columns = batch.ids.columns.shape
+        self.leaves += [torch.empty(*shape, DIM, device=META, requires_grad=True) for shape in ((b,), (b, columns))]
+        return self.leaves[-2], self.leaves[-1]
+
+    def backward(self, value: Tensor) -> None:
+        value.backward()
+
+
+def take_steps(method: str, loss: Loss, steps: int = 2, **options: object) -> Bank:
+    """Run optimizer steps of a method with a bank of 10 rows, so that pushes wrap the ring, and roll back one more."""
+    two_pass = method in ("grad_cache", "cont_cache")
+    bank = make_bank(14 if two_pass else 10, DIM, loss, push=B * K if two_pass else B, device=META, **options)
+    for step in range(steps + 1):
+        engine = MetaEngine()
+        batches = [taught(batch) for batch in micro_batches(K, B, 1, passages=6, seed=step)]
+        values = METHODS[method](engine, batches, bank, loss)
+        assert all(value.value.device == META for value in values)
+        assert engine.leaves[-1].grad is not None
+        if step < steps:
+            bank.end_step()
+    bank.rollback()
+    return bank
+
+
+def taught(batch: MicroBatch) -> MicroBatch:
+    """Return the micro-batch with a teacher's scores and numbers of queries, on the CPU."""
+    columns = batch.ids.columns
+    ids = RowIds(columns, batch.ids.positives, torch.zeros(columns.shape), torch.arange(len(columns)))
+    return MicroBatch(batch.queries, batch.passages, ids, batch.query_ids)
+
+
+def no_vectors(rows: Tensor) -> Tensor:
+    return torch.zeros(len(rows), 5)
+
+
+GUIDED = PairRules(True, torch.arange(B) % 2 == 0, margin=0.1, guide=Guide(no_vectors, no_vectors))
+CASES: dict[str, tuple[Callable[[], Loss], dict[str, object]]] = {
+    "plain": (lambda: InfoNCE(0.1), {}),
+    "tiles": (lambda: InfoNCE(0.1, tile=20), {"hard_negatives": 1, "age_decay": 0.5}),
+    "unmasked": (lambda: InfoNCE(0.1, mask_false_negatives=False), {"keep": False}),
+    "symmetric": (lambda: InfoNCE(0.1, hardness=2.0, symmetric=True), {"symmetric": True, "age_decay": 0.5}),
+    "guide": (lambda: InfoNCE(0.1, symmetric=True, rules=GUIDED), {"symmetric": True, "hard_negatives": 1}),
+    "own scores": (lambda: InfoNCE(0.1, rules=PairRules(margin=0.1, relative=True)), {"hard_negatives": 1}),
+    "objective": (
+        lambda: Objective(InfoNCE(0.1), Matryoshka((4,), (0.5,), unit=True), Distillation("kl", 0.1)),
+        {"hard_negatives": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_read_no_value_from_the_device(method, case):
+    make_loss, options = CASES[case]
+    bank = take_steps(method, make_loss(), **options)
+    on_device = [
+        bank.passages,
+        bank.queries,
+        bank.positive_logits,
+        bank.written_step,
+        bank.sums.values,
+        bank.sums.closed,
+    ]
+    assert {tensor.device for tensor in on_device} == {META}
+    assert {tensor.device.type for tensor in (bank.column_ids, bank.positives, bank.index_in_step)} == {"cpu"}
+
+
+READS: dict[str, Callable[[Tensor], object]] = {
+    "cpu": Tensor.cpu,
+    "item": lambda queries: queries[0, 0].item(),
+    "tolist": Tensor.tolist,
+    "nonzero": Tensor.nonzero,
+    "mixed devices": lambda queries: queries + torch.zeros(queries.shape),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_read_from_the_device_fails_on_meta(read, monkeypatch):
+    """Negative control: a loss that waits for the device, or mixes devices, does not pass the test above."""
+    plain = _Sums.add_current_rows
+
+    def reading(self: _Sums, ids: RowIds, bank: Bank | None) -> None:
+        READS[read](self.queries)
+        plain(self, ids, bank)
+
+    monkeypatch.setattr(_Sums, "add_current_rows", reading)
+    for method in METHODS:
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            take_steps(method, InfoNCE(0.1), steps=1)
+
+
+@pytest.mark.parametrize(("size", "pairs"), [(1024, 8), (32_768, 64)])
+def test_a_bank_adds_few_device_operations(size, pairs, monkeypatch):
+    """At most 60 more than grad_accum, 200 when a push opens a coarse block; tiles of a CPU's size need many more."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2] / "benchmarks")])
+    from launches import count
+
+    plain = count("grad_accum", 0, pairs, 0.0)["mean"]
+    found = count("cont_accum", size, pairs, 0.0)
+    assert found["mean"] - plain <= 60
+    assert found["coarse"] <= 200
+    decayed = count("cont_accum", size, pairs, 0.1)
+    assert decayed["none"] - plain <= 60
+    assert decayed["coarse"] <= 200
+    if size * pairs > similarity.CPU_TILE:  # negative control
+        monkeypatch.setattr(similarity, "TILE", similarity.CPU_TILE)
+        assert count("cont_accum", size, pairs, 0.0)["mean"] - plain > 60

@@ -1,0 +1,72 @@
+"""Vectors of the training queries: encoded once, in the order of the training set."""
+
+import numpy as np
+import pytest
+import torch
+from helpers import write_beir
+from opened import open_train_set
+from word_encoder import WordEncoder
+
+from contaccum.errors import InputError
+from contaccum.retrieval import encode, query_vectors
+from contaccum.runtime.files import cache_folder
+
+
+@pytest.fixture
+def train_set(tmp_path, monkeypatch):
+    monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path / "cache"))
+    plain = encode.encode_texts
+    monkeypatch.setattr(query_vectors, "encode_texts", lambda *given, **more: plain(*given, **more, shard_size=7))
+    return open_train_set(write_beir(tmp_path / "data"), hard_negatives=1)
+
+
+def test_vectors_are_those_of_the_encoder_and_are_encoded_once(train_set):
+    encoder = WordEncoder()
+    vectors = query_vectors.query_vectors(encoder, train_set)
+    assert encoder.seen == sum(map(len, vectors.shards)) == 40
+    wanted = WordEncoder().encode_queries(train_set.queries["text"]).astype(np.float16)
+    assert np.array_equal(np.concatenate(vectors.shards), wanted)
+    again = WordEncoder()
+    assert np.array_equal(np.concatenate(query_vectors.query_vectors(again, train_set).shards), wanted)
+    assert again.seen == 0
+    other = WordEncoder(name="other")
+    query_vectors.query_vectors(other, train_set)
+    assert other.seen == 40  # another encoder has other vectors
+
+
+def test_rows_of_the_vectors_are_read_from_the_disk(train_set):
+    """Any rows, in any order, from all shards. The shards are mapped into memory."""
+    encoder = WordEncoder()
+    vectors = query_vectors.passage_vectors(encoder, train_set)
+    assert encoder.seen == len(train_set.passages) > 2 * 7
+    assert all(isinstance(shard, np.memmap) for shard in vectors.shards)
+    texts = [
+        f"{title} {text}" for title, text in zip(*(train_set.passages[name] for name in ("title", "text")), strict=True)
+    ]
+    wanted = WordEncoder().encode_passages(texts).astype(np.float16)
+    rows = torch.tensor([20, 0, 6, 7, 20, 13])
+    assert np.array_equal(vectors(rows).numpy(), wanted[rows])
+    again = WordEncoder()
+    assert query_vectors.passage_vectors(again, train_set).name == vectors.name
+    assert again.seen == 0
+
+
+def test_a_damaged_shard_is_encoded_again(train_set):
+    query_vectors.query_vectors(WordEncoder(), train_set)
+    (shard, *_) = sorted((cache_folder() / "query_vectors").rglob("00002.npy"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    again = WordEncoder()
+    with pytest.warns(UserWarning, match="00002.npy is damaged.* is encoded again"):
+        query_vectors.query_vectors(again, train_set)
+    assert again.seen == 7
+
+
+def test_a_vector_that_is_not_finite_is_refused(train_set):
+    class Broken(WordEncoder):
+        def encode_queries(self, texts, batch_tokens=None):
+            return super().encode_queries(texts) * 1e6
+
+    with pytest.raises(
+        InputError, match="query 'q0': its vector contains NaN, infinity or a number too large for float16"
+    ):
+        query_vectors.query_vectors(Broken(), train_set)

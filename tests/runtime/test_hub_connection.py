@@ -1,0 +1,91 @@
+"""Without a network, every command that asks the Hub ends soon with one sentence, and cached files still work."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_families import family_folder
+
+CALL = """
+import json, os, sys, time
+from contaccum.catalog import fetch, hub, pinned  # imports take time, the answer of the Hub must not
+from contaccum.encoder import DualEncoder
+from contaccum.errors import InputError
+for name in sys.argv[1:]:
+    sys.stdout.flush()
+    if os.fork():  # each look-up in a process of its own: it does not know that another one failed
+        os.wait()
+        continue
+    began, said = time.monotonic(), ""
+    try:
+        fetch(name) if name in ("hub:owner/name", "miracl/sw", "mteb/NFCorpus") else DualEncoder.load(
+            name, max_query_length=8, max_passage_length=8
+        )
+    except InputError as error:
+        said = str(error)
+    print(json.dumps([name, said, time.monotonic() - began]))
+    break
+"""
+
+
+def look_up(endpoint: str, home: Path, *names: str, **environment: str) -> tuple[dict[str, tuple[str, float]], str]:
+    """Return the sentence and the seconds of each look-up, and stderr. The Hub's library reads the variables on import."""
+    variables = {key: value for key, value in os.environ.items() if "proxy" not in key.lower() and "OFFLINE" not in key}
+    variables |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "CONTACCUM_CACHE": str(home), "NO_PROXY": "*"}
+    call = [sys.executable, "-W", "ignore", "-c", CALL, *names]
+    done = subprocess.run(call, env=variables | environment, capture_output=True, text=True, check=True)
+    found = {name: (said, seconds) for name, said, seconds in map(json.loads, done.stdout.splitlines())}
+    assert found.keys() == set(names), done.stderr
+    return found, done.stderr
+
+
+REFUSED, SILENT, CACHED = ("owner/name", "hub:owner/name", "miracl/sw"), ("bert-base", "mteb/NFCorpus"), "owner/cached"
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """Endpoint, answers and stderr of a server that refuses connections, and of one that accepts them and never answers."""
+    home, found = tmp_path_factory.mktemp("hub"), []
+    commit = "0" * 39 + "1"
+    repository = home / "hub" / f"models--{CACHED.replace('/', '--')}"
+    family_folder("bert", repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    for listens, names in ((False, (*REFUSED, CACHED)), (True, SILENT)):
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", 0))
+            if listens:
+                server.listen(16)
+            endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
+            found.append((endpoint, *look_up(endpoint, home, *names)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("listens", "name"), [*((False, name) for name in REFUSED), *((True, name) for name in SILENT)]
+)
+def test_missing_network_is_one_sentence_within_seconds(listens, name, answers):
+    """The server refuses connections, or accepts them and never answers."""
+    endpoint, found, errors = answers[listens]
+    said, seconds = found[name]
+    assert "\n" not in said
+    assert f"{endpoint} does not answer" in said
+    assert "only the cache of the Hub is used" in said
+    assert "Retrying" not in errors
+    assert "thrown while requesting" not in errors
+    assert seconds < 8  # 4 for the connection; this machine may be busy
+
+
+def test_cached_encoder_loads_without_network(answers):
+    assert answers[False][1][CACHED][0] == ""
+
+
+def test_offline_mode_is_named(tmp_path):
+    found, _ = look_up("http://127.0.0.1:9", tmp_path, "owner/name", HF_HUB_OFFLINE="1")
+    said, seconds = found["owner/name"]
+    assert "HF_HUB_OFFLINE is set, so only the cache of the Hub is used" in said
+    assert seconds < 4

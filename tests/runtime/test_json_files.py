@@ -1,0 +1,135 @@
+"""JSON files from disk: limits, types and versions. Every fault is one sentence with the file's name."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypedDict
+
+import pytest
+
+from contaccum.errors import InputError
+from contaccum.runtime.files import read_json, write_json
+
+
+class Entry(TypedDict):
+    rows: int
+    ids: list[str]
+
+
+class Manifest(TypedDict):
+    width: int
+    rate: float
+    shards: dict[str, Entry]
+
+
+@dataclass
+class Settings:
+    name: str
+    steps: int = 3
+
+
+GOOD = {"width": 4, "rate": 1, "shards": {"a": {"rows": 2, "ids": ["p1", "p2"]}}}
+
+
+def test_values_that_were_written_are_read_back(tmp_path):
+    write_json(tmp_path / "m.json", {**GOOD, "unknown": None})
+    assert read_json(tmp_path / "m.json", Manifest) == GOOD
+    assert read_json(tmp_path / "m.json") == {**GOOD, "unknown": None}
+
+
+def test_missing_keys_of_a_dataclass_have_their_defaults(tmp_path):
+    write_json(tmp_path / "s.json", {"name": "a"})
+    assert read_json(tmp_path / "s.json", Settings) == Settings("a", 3)
+
+
+def test_random_states_and_losses_that_are_not_finite_are_read(tmp_path):
+    value = {"state": 2**128 - 1, "loss": math.nan, "best": -math.inf}
+    (tmp_path / "s.json").write_text(json.dumps(value))
+    found = read_json(tmp_path / "s.json", dict[str, float | int])
+    assert found["state"] == 2**128 - 1
+    assert math.isnan(found["loss"])
+    assert found["best"] == -math.inf
+
+
+CASES = {
+    "a string for a number": ({**GOOD, "width": "4"}, r"m\.json: width: found str; int is expected"),
+    "a fraction for a number": ({**GOOD, "width": 4.5}, r"m\.json: width: found float; int is expected"),
+    "a boolean for a number": ({**GOOD, "rate": True}, r"m\.json: rate: found bool; float is expected"),
+    "null": (None, r"m\.json: found null; object is expected"),
+    "a list": ([GOOD], r"m\.json: found array; object is expected"),
+    "a missing field": ({"width": 1, "rate": 1}, r"m\.json: the field 'shards' is missing"),
+    "a missing field further down": ({**GOOD, "shards": {"a": {"rows": 1}}}, r"m\.json: .*the field 'ids' is missing"),
+    "a number among strings": ({**GOOD, "shards": {"a": {"rows": 1, "ids": ["x", 2]}}}, r"ids\[1\]: found int; str is"),
+}
+
+
+@pytest.mark.parametrize(("value", "sentence"), CASES.values(), ids=CASES)
+def test_a_wrong_type_is_refused_with_the_field(tmp_path, value, sentence):
+    write_json(tmp_path / "m.json", value)
+    with pytest.raises(InputError, match=sentence):
+        read_json(tmp_path / "m.json", Manifest)
+
+
+TEXTS = {
+    "empty": (b"", r"line 1: not JSON"),
+    "truncated": (b'{"width":\n 4', r"line 2: not JSON"),
+    "not UTF-8": (b'{"width": "\xff"}', r"byte 11 is not UTF-8"),
+    "5,000 digits": (b'{"width": ' + b"9" * 5000 + b"}", r"has 5000 digits; at most 60"),
+    "10^400": (b'{"rate": 1e400}', r"the number 1e400 is too large"),
+    "nested without end": (b"[" * 100_000, r"not usable JSON"),
+    "too large": (b" " * 200_001, r"has 200001 bytes; a JSON file may have at most 200000"),
+}
+
+
+@pytest.mark.parametrize(("text", "sentence"), TEXTS.values(), ids=TEXTS)
+def test_text_that_is_no_usable_json_is_refused(tmp_path, text, sentence):
+    (tmp_path / "m.json").write_bytes(text)
+    with pytest.raises(InputError, match=rf"m\.json.*{sentence}"):
+        read_json(tmp_path / "m.json", Manifest, max_bytes=200_000)
+
+
+def test_a_limit_above_the_memory_reads_a_small_file(tmp_path):
+    (tmp_path / "m.json").write_text("[1]")
+    assert read_json(tmp_path / "m.json", max_bytes=1 << 62) == [1]
+
+
+SPECIAL = {
+    "a FIFO that nobody writes": (os.mkfifo, "not a regular file"),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
+    "a folder": (Path.mkdir, "not a regular file|Is a directory"),
+    "a link to itself": (lambda path: path.symlink_to(path), "cannot be read"),
+    "nothing": (lambda path: None, "No such file"),
+}
+
+
+@pytest.mark.parametrize(("make", "sentence"), SPECIAL.values(), ids=SPECIAL)
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path, make, sentence):
+    make(tmp_path / "m.json")
+    code = f"from contaccum.runtime.files import read_json\nread_json({str(tmp_path / 'm.json')!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert "InputError" in done.stderr
+    with pytest.raises(InputError, match=sentence) as error:
+        read_json(tmp_path / "m.json")
+    assert str(error.value).count("m.json") == 1
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_files_of_this_and_earlier_versions_are_read(tmp_path, version):
+    write_json(tmp_path / "s.json", {"name": "a", "format_version": version})
+    assert read_json(tmp_path / "s.json", Settings, version=2).name == "a"
+
+
+@pytest.mark.parametrize("version", [3, 10**20, "2", None])
+def test_a_newer_version_is_refused_by_its_number(tmp_path, version):
+    write_json(tmp_path / "s.json", {"name": 5, "format_version": version})
+    with pytest.raises(InputError, match=r"s\.json: has format_version .*reads up to 2\."):
+        read_json(tmp_path / "s.json", Settings, version=2)
+
+
+def test_msgspec_is_imported_only_when_json_is_read():
+    code = "import sys, contaccum.runtime.files; sys.exit('msgspec' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

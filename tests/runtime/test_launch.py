@@ -1,0 +1,83 @@
+"""Options of accelerate launch: agreed with the settings, or refused. Signals in and after a deferred block."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from forked import python
+from helpers import train_config, write_beir
+
+from contaccum.config import to_yaml
+from contaccum.errors import InputError
+from contaccum.runtime.launch import refuse_launcher_options
+
+
+@pytest.mark.parametrize(
+    ("precision", "environment", "said"),
+    [
+        ("fp32", {}, None),
+        ("fp32", {"MIXED_PRECISION": "no", "DYNAMO_BACKEND": "NO"}, None),
+        ("bf16", {"MIXED_PRECISION": "bf16", "DYNAMO_BACKEND": "no"}, None),
+        ("fp16", {"MIXED_PRECISION": "fp16"}, None),
+        ("bf16", {"MIXED_PRECISION": "no"}, None),
+        ("fp32", {"MIXED_PRECISION": "bf16"}, "--mixed_precision bf16, but run.precision is fp32. Set run.precision"),
+        ("bf16", {"MIXED_PRECISION": "fp16"}, "--mixed_precision fp16, but run.precision is bf16"),
+        ("fp16", {"MIXED_PRECISION": "fp8"}, "--mixed_precision fp8, but run.precision is fp16"),
+        (
+            "fp32",
+            {"DYNAMO_BACKEND": "INDUCTOR"},
+            "--dynamo_backend inductor, which has no effect here. Set run.compile",
+        ),
+        ("bf16", {"MIXED_PRECISION": "bf16", "DYNAMO_BACKEND": "AOT_EAGER"}, "--dynamo_backend aot_eager"),
+    ],
+)
+def test_launcher_options_agree_with_the_settings_or_are_refused(precision, environment, said, monkeypatch):
+    for name in ("MIXED_PRECISION", "DYNAMO_BACKEND"):
+        monkeypatch.delenv(f"ACCELERATE_{name}", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(f"ACCELERATE_{name}", value)
+    if said is None:
+        refuse_launcher_options(precision)
+        return
+    with pytest.raises(InputError) as error:
+        refuse_launcher_options(precision)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), [(["--mixed_precision", "bf16"], "bf16"), (["--dynamo_backend", "eager"], "eager")]
+)
+def test_accelerate_launch_is_refused_in_one_sentence(options, said, tmp_path):
+    (tmp_path / "config.yaml").write_text(to_yaml(train_config(write_beir(tmp_path / "data"), tmp_path / "run")))
+    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", *options]
+    call = [python(), *launch, "-m", "contaccum", "train", "--config", str(tmp_path / "config.yaml")]
+    environment = {**os.environ, "HF_HOME": str(tmp_path)}  # without the user's accelerate config
+    done = subprocess.run(call, capture_output=True, text=True, check=False, env=environment)
+    found = [line for line in done.stderr.splitlines() if line.startswith("contaccum: ")]
+    assert len(found) == 1
+    assert f"accelerate launch has {options[0]} {said}" in found[0]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("world", ["1", "2"])
+@pytest.mark.parametrize("place", ["inside", "after"])
+def test_a_signal_outside_a_deferred_block_ends_one_of_several_processes(place, world):
+    """Alone, the process raises Interrupted instead, because it cannot wait for another process."""
+    script = (
+        "import os, signal; from contaccum.runtime.launch import StopSignals\n"
+        "stop = lambda: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "with StopSignals() as signals:\n"
+        f"    with signals.deferred(): {'stop()' if place == 'inside' else 'pass'}\n"
+        f"    {'stop()' if place == 'after' else 'print(signals.received)'}\n"
+    )
+    environment = {**os.environ, "WORLD_SIZE": world, "RANK": "0"}
+    call = [sys.executable, "-c", script]
+    done = subprocess.run(call, capture_output=True, text=True, check=False, env=environment)
+    if place == "inside":
+        assert (done.returncode, done.stdout) == (0, "15\n"), done.stderr
+    elif world == "1":
+        assert "Interrupted: stopped by SIGTERM" in done.stderr
+    else:
+        assert done.returncode == -signal.SIGTERM

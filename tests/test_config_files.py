@@ -1,0 +1,303 @@
+"""Settings in config files and on the command line: given twice, internal keys, other trainers' names, limits."""
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from contaccum.cli import main
+from contaccum.cli.commands import COMMANDS
+from contaccum.config import GROUPS, TrainConfig, check_values, train_settings
+from contaccum.config.declare import LIMITS, describe, leaves
+from contaccum.config.file import MAX_BYTES, MAX_NODES
+from contaccum.config.spellings import _OTHER_TRAINERS
+from contaccum.errors import InputError
+
+SOUND = "output_dir: out\ndata: {train: nowhere, hard_negatives: 1}\n"
+"""Settings that are accepted; the command then ends because the data do not exist."""
+
+
+def refused(capsys, *arguments: object) -> str:
+    assert main([str(argument) for argument in arguments]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n"), err.startswith("contaccum: ")) == ("", 1, True), err
+    assert "class '" not in err
+    assert "Traceback" not in err
+    return err.removeprefix("contaccum: ")
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def write(text: str) -> str:
+        Path("c.yaml").write_text(text)
+        return "c.yaml"
+
+    return write
+
+
+def test_sound_config_gets_as_far_as_its_data(written, capsys):
+    """Negative control of this file: the settings that the cases add to are accepted."""
+    dotted = "optim.learning_rate: 0.1\noptim: {max_steps: 3}\n"
+    for text in (
+        SOUND,
+        SOUND + dotted,
+        SOUND + "bank: &b {size: 256}\n",
+        SOUND + "loss: {<<: {distillation_weight: 1.0}}\n",
+    ):
+        assert "nowhere" in refused(capsys, "train", "--config", written(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("optim.learning_rate: 1.0e-3\noptim: {learning_rate: 1.0e-5}\n", "optim.learning_rate"),
+        ("optim: {learning_rate: 1.0e-5}\noptim.learning_rate: 1.0e-5\n", "optim.learning_rate"),
+        ("bank: {size: 4}\nseed: 1\nbank: {age_decay: 0.1}\n", "bank"),
+        ("data.hard_negatives: 1\ndata.hard_negatives: 1\n", "data.hard_negatives"),
+        ("run:\n  device: cpu\n  tf32: true\n  device: auto\n", "run.device"),
+        ("lora.rank: 0\nlora:\n  alpha: 2.0\n  rank: 4\n", "lora.rank"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "rounds", "verify"])
+def test_setting_given_twice_is_refused(command, text, name, written, capsys):
+    err = refused(capsys, command, "--config", written("output_dir: out\n" + text))
+    assert f"duplicate setting {name!r} (first in line " in err
+    assert err.startswith("c.yaml:")
+
+
+@pytest.mark.parametrize(
+    "key", ["__path__", "__orig__", "__default_config__", "__class__", "config", "class_path", "init_args"]
+)
+@pytest.mark.parametrize(
+    "where", ["{}: x\n", "model: {{{}: x}}\n", "data: {{mixture: [{{train: a, {}: x}}]}}\n", "bank.{}: x\n"]
+)
+def test_internal_key_is_refused(key, where, written, capsys):
+    err = refused(capsys, "train", "--config", written("output_dir: out\n" + where.format(key)))
+    assert f"{key}'" in err
+    assert err.startswith("c.yaml:2: ")
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+NO_CONFIG = {
+    "FIFO": (fifo, "not a regular file"),
+    "endless device": (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
+    "null device": (lambda path: path.symlink_to("/dev/null"), "not a regular file"),
+    "folder": (lambda path: path.mkdir(), "c.yaml: "),
+    "loop": (lambda path: path.symlink_to(path.name), "cannot be read"),
+    "100 MB": (
+        lambda path: path.write_bytes(b"#" * 10**8),
+        f"has 100000000 bytes; a YAML file with settings may have at most {MAX_BYTES}",
+    ),
+    "many lists": (
+        lambda path: path.write_text("a: [" + "[]," * (MAX_NODES + 1) + "]"),
+        f"more than {MAX_NODES} values",
+    ),
+    "deep lists": (lambda path: path.write_text("a: " + "[" * 30 + "]" * 30), "nested deeper than 20 levels"),
+    "deep mappings": (lambda path: path.write_text("{a: " * 30 + "1" + "}" * 30), "nested deeper than 20 levels"),
+    "deepest lists": (lambda path: path.write_text("a: " + "[" * 200_000), "c.yaml: not usable YAML"),
+}
+
+
+@pytest.mark.parametrize("name", NO_CONFIG)
+def test_file_that_is_no_config_is_refused_at_once(name, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make, words = NO_CONFIG[name]
+    make(Path("c.yaml"))
+    assert words in refused(capsys, "train", "--config", "c.yaml")
+
+
+NINES = "9" * 5000
+NUMBERS = [
+    ("bank.size", NINES, "has 5000 digits, expected at most 60"),
+    ("bank.size", "-" + NINES, "digits, expected at most 60"),
+    ("optim.learning_rate", "1" + "0" * 400, "has 401 digits, expected at most 60"),
+    ("optim.learning_rate", "1.0e+400", "is inf, expected a finite number"),
+    ("bank.size", "1" + "0" * 30, "bank.size is 1e+30, expected at most 1e+09, because no machine can do more"),
+    ("batch.global_batch_size", "1" + "0" * 12, "batch.global_batch_size is 1e+12, expected at most 1e+07"),
+    ("batch.micro_batch_size", "10000001", "batch.micro_batch_size is 1e+07, expected at most 1e+07"),
+    ("batch.micro_batch_tokens", "2000000000", "batch.micro_batch_tokens is 2e+09, expected at most 1e+09"),
+    ("model.tiny_layers", "1000000000", "model.tiny_layers is 1e+09, expected at most 1000"),
+    ("model.tiny_width", "32000000", "model.tiny_width is 3.2e+07, expected at most 100000"),
+    ("run.timeout_minutes", "1.0e+300", "run.timeout_minutes is 1e+300, expected at most 1e+06"),
+    ("lora.rank", "1000000000", "lora.rank is 1e+09, expected at most 100000"),
+    ("data.hard_negatives", "1" + "0" * 50, "data.hard_negatives is 1e+50, expected at most 1e+12"),
+    ("optim.epochs", "1.0e+18", "optim.epochs is 1e+18, expected at most 1e+06"),
+    ("loss.matryoshka_dims", "[10000000]", "loss.matryoshka_dims is 1e+07, expected at most 100000"),
+    ("model.query_prefix", "x" * 90_000, "model.query_prefix has 90000 characters, expected at most 10000"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "words"), NUMBERS, ids=lambda value: str(value)[:20])
+def test_number_or_text_that_no_machine_can_meet_is_refused(name, value, words, written, capsys):
+    group, _, field = name.partition(".")
+    sound = yaml.safe_load(SOUND)
+    sound.setdefault(group, {})[field] = "VALUE"
+    text = yaml.safe_dump(sound).replace("VALUE", value)
+    assert words in refused(capsys, "train", "--config", written(text))
+    assert words in refused(capsys, "train", "--config", written(SOUND), f"--{name}", value)
+    assert not Path("out").exists()
+
+
+def test_limits_name_units_that_settings_have_and_allow_every_default():
+    """A prefix of 50 MB is only possible in Python."""
+    assert set(LIMITS) <= {spec.unit for spec in train_settings().values()} | {"processes", "rounds", "seeds", "runs"}
+    config = TrainConfig()
+    check_values(config)
+    config.model.passage_prefix = "p" * 50_000_000
+    with pytest.raises(InputError, match=r"model\.passage_prefix has 50000000 characters, expected at most 10000"):
+        check_values(config)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["search", "--model", "m", "--data", "d", "--query", "q", "--k", "1" + "0" * 13],
+            "--k is 1e+13, expected at most",
+        ),
+        (
+            ["encode", "--model", "m", "--input", "i", "--output", "o", "--batch_tokens", "1" + "0" * 10],
+            "at most 1e+09",
+        ),
+        (
+            ["evaluate", "--model", "m", "--data", "d", "--processes", "100000"],
+            "--processes is 100000, expected at most 4096",
+        ),
+        (["rounds", "--config", "c.yaml", "--rounds.count", "1001"], "rounds.count is 1001, expected at most 1000"),
+        (["compare", "--config", "c.yaml", "--seeds", "1" + "0" * 20], "--seeds is 1e+20, expected at most 1000"),
+        (["mine", "--model", "m", "--data", "d", "--output", "o", "--num_negatives", "9" * 70], "has 70 digits"),
+        (["train", "--data.mixture", "[" * 20_000], "--data.mixture has more than 200 brackets"),
+    ],
+)
+def test_option_of_any_command_that_no_machine_can_meet_is_refused(arguments, words, written, capsys):
+    written(SOUND)
+    assert words in refused(capsys, *arguments)
+
+
+OTHER_NAMES = [
+    ("per_device_train_batch_size", "16", "use {}batch.micro_batch_size with the value 16"),
+    (
+        "gradient_accumulation_steps",
+        "16",
+        "use {}batch.global_batch_size with the value 16 x batch.micro_batch_size x number of processes",
+    ),
+    ("num_train_epochs", "3", "use {}optim.epochs with the value 3"),
+    ("num_epochs", "3", "use {}optim.epochs with the value 3"),
+    ("fp16", "true", "use {}run.precision with the value fp16"),
+    ("bf16", "true", "use {}run.precision with the value bf16"),
+    ("lr_scheduler_type", "cosine", "use {}optim.schedule with the value linear, cosine or constant"),
+    ("sequence_len", "512", "use {}model.max_passage_length with the value 512"),
+    ("q_max_len", "32", "use {}model.max_query_length with the value 32"),
+    ("train_n_passages", "8", "use {}data.hard_negatives with the value 8 - 1"),
+    ("model_name_or_path", "bert-base-uncased", "use {}model.name with the value bert-base-uncased"),
+    ("base_model", "bert-base-uncased", "use {}model.name with the value bert-base-uncased"),
+    ("save_total_limit", "2", "use {}run.keep_checkpoints with the value 2"),
+    ("load_in_4bit", "true", "use {}model.quantize with the value 4bit"),
+    ("lora_r", "16", "use {}lora.rank with the value 16"),
+    ("resume_from_checkpoint", "x", "use {}resume with the value true, with output_dir of the run"),
+    ("learning_rate", "1", "did you mean {}optim.learning_rate?"),
+    ("max_steps", "1", "did you mean {}optim.max_steps?"),
+    ("weight_decay", "1", "did you mean {}optim.weight_decay?"),
+    ("gradient_checkpointing", "true", "did you mean {}model.gradient_checkpointing?"),
+    ("learningrate", "1", "did you mean {}optim.learning_rate?"),
+    ("optim.lr", "1", "use {}optim.learning_rate with the value 1"),
+    ("rounds.count", "1", "it belongs to the command `contaccum rounds`"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "words"), OTHER_NAMES)
+def test_name_of_another_trainer_is_answered_with_our_setting(name, value, words, written, capsys):
+    assert words.format("--") in refused(capsys, "train", f"--{name}", value)
+    assert words.format("--") in refused(capsys, "train", f"--{name}={value}")
+    err = refused(capsys, "train", "--config", written(f"output_dir: out\n{name}: {value}\n"))
+    assert words.format("") in err
+    assert err.startswith("c.yaml:2: ")
+
+
+def test_every_advised_setting_exists_and_no_name_is_ours():
+    options = {option for command in COMMANDS.values() for option, *_ in command.declared()}
+    for line in _OTHER_TRAINERS.strip().splitlines():
+        theirs, _, ours = line.partition(" = ")
+        for each in ours.split(" ")[0].split("|"):
+            assert each in options
+        assert not set(theirs.split(", ")) & set(train_settings())
+        assert not set(theirs.split(", ")) & set(GROUPS)
+
+
+def test_a_switch_of_another_trainer_does_not_swallow_the_next_option(capsys):
+    assert "use --run.precision with the value bf16" in refused(capsys, "train", "--bf16", "--seed", "1")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("bank.size", "many", "expected a whole number (at least 0), or null"),
+        ("bank.size", "4.5", "expected a whole number (at least 0), or null"),
+        ("run.tf32", "maybe", "expected true or false"),
+        ("optim.learning_rate", "fast", "expected a number (at least 0)"),
+        ("loss.matryoshka_dims", "64", "expected a list of whole numbers"),
+        (
+            "method",
+            "cont_acum",
+            "expected one of in_batch, grad_accum, grad_cache, passage_bank, cont_accum, cont_cache; did you mean cont_accum?",
+        ),
+        ("run.precision", "half", "expected one of fp32, bf16, fp16"),
+        ("optim.schedule", "cosin", "did you mean cosine?"),
+    ],
+)
+def test_wrong_value_is_answered_with_the_allowed_values(name, value, words, written, capsys):
+    err = refused(capsys, "train", f"--{name}", value)
+    assert err.startswith(f"--{name} is '{value}', ")
+    assert words in err
+    err = refused(capsys, "train", "--config", written(f"output_dir: out\n{name}: {value}\n"))
+    assert err.startswith(f"c.yaml:2: {name} is '{value}', ")
+    assert words in err
+    assert f"--{name} is " in refused(capsys, "train", "--config", "c.yaml", f"--{name}={value}")
+
+
+def test_every_setting_says_what_it_accepts():
+    assert all(describe(declared) for _, _, declared in leaves(TrainConfig()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["report"], "contaccum report needs RUNS; contaccum report --help lists all options"),
+        (["merge"], "contaccum merge needs MODEL and OUTPUT;"),
+        (["explore"], "contaccum explore needs --models and --data;"),
+        (["data", "convert", "a"], "contaccum data convert needs TARGET and --to;"),
+        (["encode", "--model", "x"], "contaccum encode needs --input and --output;"),
+        (["data", "convertt", "a"], "contaccum data convertt: no such command; did you mean contaccum data convert?"),
+        (["searchh"], "contaccum searchh: no such command; did you mean contaccum search?"),
+        (["fly"], "contaccum fly: no such command; contaccum --help lists the commands"),
+    ],
+)
+def test_incomplete_or_misspelt_call_is_answered_with_what_is_missing(arguments, words, capsys):
+    assert words in refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize("section", ["rounds: {count: 2}", "mine: {range_max: 50}", "mine.seed: 3"])
+def test_train_with_a_config_for_rounds_points_to_rounds(section, written, capsys):
+    assert "belongs to the command `contaccum rounds`" in refused(
+        capsys, "train", "--config", written(f"{SOUND}{section}\n")
+    )
+    assert main(["rounds", "--config", "c.yaml"]) == 2
+    assert "contaccum: nowhere: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ("{train: a, weightt: 3}", "data.mixture has no setting 'weightt'; did you mean weight?"),
+        ("{train: a, weight: heavy}", "c.yaml:2: data.mixture is 'heavy', expected a list of train, split, weight, "),
+        ("{train: a, __path__: x}", "c.yaml:2: found the key '__path__'"),
+    ],
+)
+def test_wrong_entry_of_a_mixture_is_named(entry, words, written, capsys):
+    assert words in refused(capsys, "train", "--config", written(f"output_dir: out\ndata: {{mixture: [{entry}]}}\n"))

@@ -1,0 +1,80 @@
+"""The notebook and the scripts of examples/ run on small data. The sentence-transformers script has its test with its loss."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import write_beir
+from sentence_transformers import SentenceTransformer
+
+from contaccum import DualEncoder, evaluate
+from contaccum.encoder import EncoderSettings, tiny_tower
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+
+pytestmark = pytest.mark.acceptance
+
+
+def run(folder: Path, *words: object) -> str:
+    """Run Python in ``folder``, without a network and without a GPU. Return what it prints."""
+    settings = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_CACHE": str(folder / "cache"),
+    }  # fmt: skip
+    call = [sys.executable, *map(str, words)]
+    done = subprocess.run(call, cwd=folder, env={**os.environ, **settings}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture
+def encoder(tmp_path) -> DualEncoder:
+    texts = [f"the {colour} fox lives in valley {n}" for n, colour in enumerate(["red", "grey", "old"])]
+    tower = tiny_tower(texts, "mean", layers=1, width=32, vocabulary=100, max_length=256, seed=0)
+    return DualEncoder(tower, tower, EncoderSettings(tie_towers=True))
+
+
+def test_notebook_has_no_stored_outputs():
+    cells = json.loads((EXAMPLES / "train_your_own.ipynb").read_text(encoding="utf-8"))["cells"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells if "outputs" in cell)
+
+
+def test_notebook_runs_from_top_to_bottom_and_training_beats_bm25(tmp_path):
+    cells = json.loads((EXAMPLES / "train_your_own.ipynb").read_text(encoding="utf-8"))["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    (tmp_path / "cells.py").write_text("\n\n".join([*code, "print(json.dumps(scores))"]))
+    printed = run(tmp_path, "cells.py").splitlines()
+    scores = json.loads(printed[-1])
+    assert scores["trained"] > scores["bm25"] > 0.1
+    assert len(printed[-4:-1]) == 3  # the passages found
+    assert (tmp_path / "runs" / "notebook" / "model" / "contaccum.json").is_file()
+
+
+def test_lightning_script_trains_a_model_that_other_libraries_load(encoder, tmp_path):
+    encoder.save(tmp_path / "start")
+    rows = [{"query": f"where is fox {n}", "passage": f"the red fox lives in valley {n}"} for n in range(40)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    start = tmp_path / "start" / "query_encoder"
+    call = [EXAMPLES / "lightning_contaccum.py", "--model", start, "--data", "pairs.jsonl", "--max_steps", 2]
+    assert run(tmp_path, *call).splitlines()[-1] == "runs/lightning/final"
+    text = ["the red fox lives in valley 3"]
+    ours = DualEncoder.load(tmp_path / "runs" / "lightning" / "final").encode_queries(text)
+    theirs = SentenceTransformer(str(tmp_path / "runs" / "lightning" / "final"), device="cpu").encode(text)
+    np.testing.assert_allclose(ours, theirs / np.linalg.norm(theirs), atol=1e-5)
+    assert np.abs(ours - encoder.encode_queries(text)).max() > 1e-5  # it was trained
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mteb") is None, reason="the package mteb is not installed")
+def test_mteb_script_gives_our_score(encoder, tmp_path):
+    data = write_beir(tmp_path / "data")
+    encoder.save(tmp_path / "model")
+    call = [EXAMPLES / "evaluate_with_mteb.py", "--model", "model", "--data", data]
+    name, split, metric, score = run(tmp_path, *call).splitlines()[-1].split()
+    assert (name, split, metric) == ("SciFact", "test", "ndcg@10")
+    assert float(score) == pytest.approx(evaluate(encoder, str(data))["mean"]["ndcg@10"], abs=1e-4)

@@ -1,0 +1,144 @@
+"""An output that is an input of the same call is refused, and so is text that UTF-8 cannot encode."""
+
+import io
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import write_beir
+from tiny_families import family_folder
+
+from contaccum import DualEncoder
+from contaccum.cli import main
+from contaccum.data.tables import TextTokens
+from contaccum.errors import InputError
+from contaccum.retrieval.retriever import Retriever, look
+from contaccum.runtime.checks import refuse_input_as_output, require_utf8
+
+BM25 = "--model bm25 --data d"
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path / "cache"))
+    write_beir(tmp_path / "d")
+    Path("link.jsonl").symlink_to("d/corpus.jsonl")
+    os.link("d/queries.jsonl", "hard-link.jsonl")
+    Path("m").mkdir()
+    Path("m/config.json").write_text("{}")
+    Path("m/query_encoder").mkdir()
+    Path("m/query_encoder/model.safetensors").write_text("")
+    for name in ("run.trec", "other.trec"):
+        Path(name).write_text("q0 Q0 p0 1 1.0 x\n")
+    Path("qa.csv").write_text("what is it?\t['word']\n")
+    Path("psgs.tsv").write_text("id\ttext\ttitle\n1\tword two\tT\n")
+    for name in ("pairs.jsonl", "mined.about.json"):
+        Path(name).write_text('{"query": "what is it?", "pos": ["a word"], "neg": ["no"]}\n' * 1)
+
+
+def contents() -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in Path().rglob("*") if path.is_file() and "cache" not in path.parts}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        f"search {BM25} --split test --output d/corpus.jsonl",
+        f"search {BM25} --split test --output d/queries.jsonl",
+        f"search {BM25} --split test --output d/qrels/test.tsv",
+        f"search {BM25} --split test --output d/../d/corpus.jsonl",
+        f"search {BM25} --split test --output link.jsonl",
+        f"search {BM25} --split test --output hard-link.jsonl",
+        "search --model m --data d --split test --output m/config.json",
+        "search --model m --data d --split test --output m/query_encoder/model.safetensors",
+        f"evaluate {BM25} --output d/qrels/test.tsv",
+        f"evaluate {BM25} --output d/corpus.jsonl",
+        "evaluate --run run.trec --qrels d/qrels/test.tsv --output run.trec",
+        "evaluate --run run.trec --qrels d/qrels/test.tsv --output d/qrels/test.tsv",
+        "evaluate --run run.trec --qrels d/qrels/test.tsv --against other.trec --output other.trec",
+        "evaluate --model m --questions qa.csv --passages psgs.tsv --output psgs.tsv",
+        "evaluate --model m --questions qa.csv --passages psgs.tsv --output qa.csv",
+        "mine --model bm25 --data pairs.jsonl --output pairs.jsonl",
+        "mine --model bm25 --data mined.about.json --output mined.jsonl",
+        "encode --model m --input d --output d",
+        "encode --model m --input d/corpus.jsonl --output d/corpus.jsonl",
+        "encode --model m --input d --output m",
+        "data convert pairs.jsonl pairs.jsonl --to dpr",
+        "data convert d d --to beir --split test",
+    ],
+)
+def test_an_output_that_is_an_input_is_refused_and_nothing_changes(call, capsys):
+    before = contents()
+    assert main(call.split()) == 2
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert "is an input of this call" in sentence or "exists" in sentence, sentence
+    assert contents() == before
+
+
+@pytest.mark.parametrize(
+    "call", [f"search {BM25} --split test --output d/run.trec", f"evaluate {BM25} --output d/m.json"]
+)
+def test_an_output_next_to_the_inputs_is_written_again(call, capsys):
+    """Negative control: only files that commands read count as inputs."""
+    output = Path(call.split()[-1])
+    assert main(call.split()) == 0
+    written = output.read_bytes()
+    output.write_text("older")
+    assert main(call.split()) == 0
+    assert output.read_bytes() == written
+
+
+def test_names_and_objects_are_no_paths(tmp_path):
+    output = tmp_path / "out"
+    output.write_text("")
+    others = ("scifact", None, object(), tmp_path / "nowhere")
+    for case in ((output, *others), (None, output, *others), (tmp_path / "new", *others)):
+        assert refuse_input_as_output(*case) is None
+    with pytest.raises(InputError, match="is an input of this call"):  # control: the check does reach the last input
+        refuse_input_as_output(output, *others, output)
+
+
+BAD_TEXTS = ["na\udcffve", "\udc80", "half \ud83d", "\udfff end", "two \udcc3\udc28 bytes"]
+
+
+@pytest.mark.parametrize("text", BAD_TEXTS)
+def test_text_that_is_not_utf8_is_refused_in_one_sentence(text, capsys):
+    with pytest.raises(InputError, match=r"^the prefix: .*; the text must be valid UTF-8$"):
+        require_utf8(text, "the prefix")
+    assert main(["search", "--model", "bm25", "--data", "d", "--query", text]) == 2
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert "must be valid UTF-8" in sentence
+    with pytest.raises(InputError, match="must be valid UTF-8"):
+        look("bm25", "d", text)
+    from opened import open_corpus
+
+    with pytest.raises(InputError, match=r"query 'q7': .*must be valid UTF-8"):
+        Retriever.open("bm25", open_corpus("d")).search({"q1": "sound", "q7": text}, 1)
+
+
+@pytest.mark.parametrize("text", BAD_TEXTS)
+def test_encoders_refuse_text_that_is_not_utf8(text, tmp_path):
+    """In a text or in a prefix; control: sound text of every plane is encoded."""
+    model = DualEncoder.load(family_folder("bert", tmp_path / "bert"), max_query_length=8, max_passage_length=8)
+    for side, encode in (("query", model.encode_queries), ("passage", model.encode_passages)):
+        with pytest.raises(InputError, match=rf"^{side} 1: .*; the text must be valid UTF-8$"):
+            encode(["sound", text])
+        assert encode(["naïve 🦉 \u2028"]).shape == (1, model.dim)
+    with pytest.raises(InputError, match=r"bert: query_prefix: .*; the text must be valid UTF-8$"):
+        DualEncoder.load(tmp_path / "bert", query_prefix=text)
+    with pytest.raises(InputError, match=r"^prefix '.*': .*; the text must be valid UTF-8$"):
+        TextTokens(model.query_tower.tokenizer, 8, text)  # a set of a mixture may have another prefix
+
+
+def test_sound_text_of_every_plane_is_searched(capsys):
+    """Negative control."""
+    assert require_utf8("naïve 🦉 \u2028", "the query") == "naïve 🦉 \u2028"
+    assert main(["search", "--model", "bm25", "--data", "d", "--query", "naïve 🦉"]) == 0
+
+
+def test_a_byte_typed_at_the_prompt_that_is_not_utf8_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"sound\nna\xffve\n"), "utf-8"))
+    assert main(["search", "--model", "bm25", "--data", "d", "--interactive"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith("byte 0xff is not UTF-8; the text must be valid UTF-8")

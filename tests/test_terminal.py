@@ -1,0 +1,216 @@
+"""Standard streams, launch variables and unexpected errors: a sentence and an exit code, never a traceback."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers import train_config, write_beir
+
+from contaccum.cli import main
+from contaccum.cli.commands import COMMANDS
+from contaccum.config import to_yaml
+from contaccum.errors import InputError
+from contaccum.runtime.launch import check_launch, local_place, process_place
+
+BROKEN_PIPE = 128 + signal.SIGPIPE
+CALL = f"{sys.executable} -m contaccum"
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Corpus whose ids are not ASCII: `data check` prints an example of them."""
+    (tmp_path / "é.jsonl").write_text('{"_id": "ü→", "title": "", "text": "Größe 字"}\n', encoding="utf-8")
+    return tmp_path
+
+
+def shell(script: str, folder: Path, **environment: str) -> tuple[list[int], str]:
+    """Run a pipeline in bash; return the exit code of each part, and stderr."""
+    text = f'{{ {script}; codes="${{PIPESTATUS[@]}}"; }} 2> err\necho "$codes" > codes\n'
+    subprocess.run(["bash", "-c", text], cwd=folder, env={**os.environ, **environment}, check=False, timeout=120)
+    return list(map(int, (folder / "codes").read_text().split())), (folder / "err").read_text(errors="replace")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8"])
+@pytest.mark.parametrize(
+    "call", [["data", "check", "é.jsonl"], ["data", "fetch", "é.jsonl"], ["data", "fetch", "\udcff字"]]
+)
+def test_stream_that_cannot_encode_gets_replacement_characters(call, encoding, data, monkeypatch):
+    monkeypatch.chdir(data)
+    out, err = io.BytesIO(), io.BytesIO()
+    for name, buffer in (("stdout", out), ("stderr", err)):
+        stream = io.TextIOWrapper(buffer, encoding=encoding, write_through=True)
+        monkeypatch.setattr(sys, name, stream)
+        if encoding != "utf-8":
+            with pytest.raises(UnicodeEncodeError):  # negative control: the stream is strict before the command runs
+                stream.write("字")
+    code = main(call)
+    assert code == (2 if "字" in call[-1] else 0), err.getvalue()
+    said = (err if code else out).getvalue().decode(encoding)
+    assert ("?" in said) == (code == 2 or encoding == "ascii")
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}],
+    ids=str,
+)
+def test_terminal_without_utf8_ends_with_the_exit_code(environment, data):
+    assert shell(f"{CALL} data fetch é.jsonl > out", data, **environment) == ([0], "")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-", "2> /dev/full"])
+def test_command_works_with_closed_streams(closed, data):
+    assert shell(f"{CALL} data demo demo {closed}", data) == ([0], "")
+    assert (data / "demo" / "corpus.jsonl").stat().st_size > 0
+
+
+def test_command_without_stdout_still_reports_its_error(data):
+    codes, err = shell(f"{CALL} data fetch nowhere >&-", data)
+    assert (codes, err.startswith("contaccum: nowhere: "), err.count("\n")) == ([2], True, 1)
+
+
+@pytest.mark.parametrize("call", ["data fetch é.jsonl", "--help", "train --help"])
+def test_reader_that_leaves_early_ends_the_command_quietly(call, data):
+    codes, err = shell(f"{CALL} {call} | true", data)
+    assert (codes[0] in (0, BROKEN_PIPE), err) == (True, "")
+
+
+def test_reader_of_both_streams_that_leaves_is_no_error(data):
+    assert shell(f"{CALL} data fetch nowhere 2>&1 | true", data)[0][0] in (2, BROKEN_PIPE)
+
+
+def test_full_disk_behind_stdout_is_one_sentence(data):
+    codes, err = shell(f"{CALL} data fetch é.jsonl > /dev/full", data)
+    assert (codes, err.count("\n")) == ([2], 1)
+    assert "standard output" in err
+    assert "No space left on device" in err
+
+
+def failing(monkeypatch, error: BaseException) -> None:
+    def fail():
+        raise error
+
+    monkeypatch.setitem(COMMANDS, "doctor", replace(COMMANDS["doctor"], run=fail))
+
+
+UNEXPECTED = [
+    (ValueError("bad\nvalue"), "ValueError: bad value"),
+    (KeyError("weight"), "KeyError: 'weight'"),
+    (AssertionError(), "AssertionError: no message"),
+    (RecursionError("maximum recursion depth exceeded"), "RecursionError: maximum recursion"),
+    (MemoryError(), "MemoryError: no message"),
+    (BrokenPipeError("of a worker"), "BrokenPipeError: of a worker"),
+    (OSError(99, "cannot assign address"), "OSError: [Errno 99] cannot assign address"),
+    (RuntimeError("x" * 9999), "RuntimeError: " + "x" * 500 + "\n"),
+]
+
+
+@pytest.mark.parametrize(("error", "words"), UNEXPECTED, ids=lambda value: type(value).__name__)
+def test_unexpected_error_is_two_lines_and_code_1(error, words, monkeypatch, capsys):
+    failing(monkeypatch, error)
+    assert main(["doctor"]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 2)
+    assert err.startswith(f"contaccum: doctor failed: {words}")
+    assert err.splitlines()[1].endswith("Run the command again with --debug and report its output")
+
+
+@pytest.mark.parametrize("arguments", [["--debug", "doctor"], ["doctor", "--debug"]])
+def test_debug_shows_the_traceback(arguments, monkeypatch, capsys):
+    failing(monkeypatch, KeyError("weight"))
+    assert main(arguments) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("Traceback (most recent call last):")
+    assert "in fail" in err
+    assert err.endswith("Report the traceback above\n")
+    failing(monkeypatch, InputError("a.jsonl:1: found b; c is expected"))
+    assert main(arguments) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_expected_error_is_one_line_without_debug(monkeypatch, capsys):
+    failing(monkeypatch, InputError("a.jsonl:1: found b; c is expected"))
+    assert main(["doctor"]) == 2
+    assert capsys.readouterr().err == "contaccum: a.jsonl:1: found b; c is expected\n"
+
+
+SOUND = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+LAUNCHES = [
+    ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', expected a whole number from 1 to"),
+    ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'"),
+    ({"WORLD_SIZE": "-2"}, "WORLD_SIZE is '-2'"),
+    ({"WORLD_SIZE": "1e3"}, "WORLD_SIZE is '1e3'"),
+    ({"WORLD_SIZE": "2.0"}, "WORLD_SIZE is '2.0'"),
+    ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE is '9999"),
+    ({"WORLD_SIZE": "²"}, "WORLD_SIZE is '²'"),
+    ({"RANK": "x"}, "RANK is 'x', expected 0"),
+    ({"RANK": "1"}, "RANK is '1', expected 0"),
+    ({**SOUND, "RANK": "2"}, "RANK is '2', expected a whole number from 0 to 1"),
+    ({**SOUND, "RANK": "-1"}, "RANK is '-1'"),
+    ({**SOUND, "RANK": ""}, "WORLD_SIZE is 2, but RANK is not set"),
+    ({**SOUND, "LOCAL_RANK": "2"}, "LOCAL_RANK is '2'"),
+    ({**SOUND, "LOCAL_RANK": "nan"}, "LOCAL_RANK is 'nan'"),
+    ({**SOUND, "LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE is '3'"),
+    ({**SOUND, "MASTER_ADDR": ""}, "WORLD_SIZE is 2, but MASTER_ADDR is not set"),
+    ({**SOUND, "MASTER_PORT": ""}, "WORLD_SIZE is 2, but MASTER_PORT is not set"),
+    ({**SOUND, "MASTER_PORT": "70000"}, "MASTER_PORT is '70000', expected a whole number from 1 to 65535"),
+    ({**SOUND, "MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
+]
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    def launch(variables: dict[str, str]) -> None:
+        for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return launch
+
+
+@pytest.mark.parametrize(("variables", "words"), LAUNCHES)
+@pytest.mark.parametrize(
+    "call", [["data", "check", "x"], ["train", "--config", "c.yaml"], ["search", "--model", "bm25", "--data", "x"]]
+)
+def test_invalid_launch_is_refused_at_once(call, variables, words, launched, capsys):
+    launched(variables)
+    assert main(call) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"contaccum: {words}")
+    assert err.count("\n") == 1
+    assert all(name in err for name in ("torchrun", "SLURM_PROCID", "SLURM_NTASKS", "OMPI_COMM_WORLD_RANK"))
+
+
+def test_valid_launches_are_accepted(launched):
+    """Negative control of the test above."""
+    launched({})
+    assert (check_launch(), process_place(), local_place()) == (1, (0, 1), (0, 1))
+    launched(SOUND)
+    assert (check_launch(), process_place(), local_place()) == (2, (1, 2), (1, 2))
+    launched({**SOUND, "WORLD_SIZE": " 4 ", "LOCAL_WORLD_SIZE": "2", "RANK": "3"})
+    assert (check_launch(), process_place(), local_place()) == (4, (3, 4), (1, 2))
+    launched({"WORLD_SIZE": "2", "RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"})  # MPI needs no address
+    assert check_launch() == 2
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_training_shows_progress_and_the_next_command_only_on_a_terminal(terminal, tmp_path, capsys, monkeypatch):
+    data, model = write_beir(tmp_path / "data"), tmp_path / "run" / "model"
+    config = tmp_path / "config.yaml"
+    config.write_text(to_yaml(train_config(data, tmp_path / "run", **{"data.dev": str(data), "optim.max_steps": 2})))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    assert main(["train", "--config", str(config)]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{model}\n"
+    score = json.loads((tmp_path / "run" / "dev_metrics.json").read_text())["mean"]["ndcg@10"]
+    ending = [f"best dev ndcg@10: {score:.4f}", f"next: contaccum evaluate --model {model} --data {data}"]
+    assert (err.splitlines()[-2:] == ending) == terminal
+    for shown in ("2/2", "loss=", "negatives=", "pairs/s=", "peak=", "step/s"):
+        assert (shown in err) == terminal, shown

@@ -1,0 +1,294 @@
+"""Micro-batches by tokens: two-pass gradients do not change, and all pairs have equal weight in one-pass methods."""
+
+import copy
+import importlib
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import (
+    SlowBank,
+    gradients,
+    largest_difference,
+    peak,
+    slow_loss,
+    train_config,
+    weights,
+    write_scored_lines,
+    write_uneven_beir,
+)
+from launched import Job, run_jobs
+from opened import open_train_set
+from safetensors.torch import load_file
+
+from contaccum.config import METHOD_SPECS, validate
+from contaccum.errors import InputError
+from contaccum.methods import METHODS
+from contaccum.methods.bank import Bank, BankOptions
+from contaccum.methods.grad_cache import represent
+from contaccum.methods.loss import InfoNCE, row_weights
+from contaccum.runtime.engine import Engine
+from contaccum.training import parts
+from contaccum.training.log import read_log
+from contaccum.training.loop import train
+from contaccum.training.run_folder import newest_checkpoint
+
+SAME, DIFFERENT = 5e-5, 1e-3  # of the step's largest gradient; the first is rounding, through four layers
+TOKENS = 250
+BY_TOKENS = {"batch.micro_batch_tokens": TOKENS, "batch.micro_batch_size": 8}  # 8: not set
+LENGTHS = {"data.hard_negatives": 1, "model.max_passage_length": 48, "model.tiny_layers": 4}
+
+
+@pytest.fixture
+def data(tmp_path):
+    return write_uneven_beir(tmp_path / "data")
+
+
+def run_steps(method, data, *, dropout=0.0, no_grad_group_size=1, count=2, sgd=0.1, **changes):
+    """Return gradients and losses of ``count`` steps, and their micro-batches."""
+    engine = Engine(device="cpu")
+    config = train_config(data, data / "run", method, **LENGTHS, **changes)
+    validate(config)
+    train_set = open_train_set(str(data), "train", 1)
+    encoder = parts.build_encoder(config, train_set).train()
+    encoder.set_dropout(dropout)
+    batches = parts.build_batches(config, engine, encoder, train_set)
+    loss = parts.build_loss(config, encoder)
+    bank = parts.build_bank(config, engine, encoder, loss)
+    engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=sgd))
+    engine.no_grad_group_size = no_grad_group_size
+    start, found, losses, taken = copy.deepcopy(encoder), [], [], []
+    for number in range(count):
+        engine.begin_step(number)
+        taken.append(batches.step(number))
+        values = METHODS[method](engine, taken[-1], bank, loss)
+        losses.append(torch.stack([value.value for value in values]).mean().item())
+        found.append(gradients(encoder))
+        engine.update()
+        bank.end_step()
+    return found, losses, taken, start
+
+
+def sizes(batches) -> list[int]:
+    return [len(batch.query_ids) for batch in batches]
+
+
+@pytest.mark.parametrize("method", ["grad_cache", "cont_cache"])
+@pytest.mark.parametrize("no_grad_group_size", [1, 2, 10])
+def test_partition_does_not_change_two_pass_gradients(method, no_grad_group_size, data):
+    """A first pass that joins several micro-batches does not change them either."""
+    plain, plain_loss, by_pairs, _ = run_steps(method, data)
+    cut, loss, by_tokens, _ = run_steps(method, data, no_grad_group_size=no_grad_group_size, **BY_TOKENS)
+    assert all(sizes(batches) == [4, 4, 4, 4] for batches in by_pairs)
+    assert all(len(set(sizes(batches))) > 1 for batches in by_tokens)
+    assert largest_difference(cut, plain) < SAME
+    assert loss == pytest.approx(plain_loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("method", ["grad_accum", "passage_bank", "cont_accum"])
+def test_partition_changes_one_pass_gradients(method, data):
+    """Negative control: in one-pass methods the micro-batches decide which negatives a query has."""
+    plain, *_ = run_steps(method, data)
+    cut, *_ = run_steps(method, data, **BY_TOKENS)
+    assert largest_difference(cut, plain) > DIFFERENT
+
+
+def padded_tokens(batch) -> int:
+    return batch.queries.input_ids.numel() + batch.passages.input_ids.numel()
+
+
+def test_partitioned_step_contains_the_same_pairs_within_the_budget(data):
+    _, _, by_pairs, _ = run_steps("grad_accum", data)
+    _, _, by_tokens, _ = run_steps("grad_accum", data, **BY_TOKENS)
+    for plain, cut in zip(by_pairs, by_tokens, strict=True):
+        names, others = ([name for batch in batches for name in batch.query_ids] for batches in (plain, cut))
+        assert sorted(names) == sorted(others)
+        assert names != others
+        assert max(map(padded_tokens, cut)) <= TOKENS
+        assert sum(map(padded_tokens, cut)) < sum(map(padded_tokens, plain))
+        of_pair = {
+            name: ids for batch in plain for name, ids in zip(batch.query_ids, batch.ids.columns.tolist(), strict=True)
+        }
+        for batch in cut:
+            assert batch.ids.columns.tolist() == [of_pair[name] for name in batch.query_ids]
+
+
+@pytest.mark.parametrize("weight", ["all", "current"])
+def test_all_rows_of_a_step_have_equal_weight(weight, data):
+    """Compare cont_accum with a full bank to the mean of the losses of all rows."""
+    changes = {"bank.row_weight": weight, "bank.size": 16, **BY_TOKENS}
+    fast, fast_loss, taken, encoder = run_steps("cont_accum", data, **changes)
+    slow, slow_losses = slow_steps(encoder, taken, weight)
+    assert len({size for batches in taken for size in sizes(batches)}) > 1
+    assert largest_difference(fast[1:], slow[1:]) < 2e-4
+    assert fast_loss[1:] == pytest.approx(slow_losses[1:], rel=1e-4)
+
+
+def slow_steps(encoder, taken, weight):
+    optimizer, bank = torch.optim.SGD(encoder.parameters(), lr=0.1), SlowBank(16)
+    found, losses = [], []
+    for batches in taken:
+        optimizer.zero_grad()
+        counted = [len(batch.query_ids) + (len(bank.rows) if weight == "all" else 0) for batch in batches]
+        total = 0.0
+        for batch, rows in zip(batches, counted, strict=True):
+            queries, passages = encoder(batch)
+            value = slow_loss(queries, passages, batch.ids, bank, 0.05, mask=True, weight=weight) * rows / sum(counted)
+            value.backward()
+            bank.push(queries, passages, batch.ids)
+            total += value.item()
+        found.append(gradients(encoder))
+        losses.append(total)
+        optimizer.step()
+    return found, losses
+
+
+def test_equal_micro_batch_weights_give_other_gradients(data, monkeypatch):
+    """Negative control of the test above."""
+    changes = {"bank.size": 16, **BY_TOKENS}
+    _, _, taken, encoder = run_steps("cont_accum", data, **changes)
+    module = importlib.import_module("contaccum.methods.cont_accum")
+    monkeypatch.setattr(module, "row_weights", lambda batches, _=None: [1.0] * len(batches))
+    even, *_ = run_steps("cont_accum", data, **changes)
+    assert largest_difference(even[:1], slow_steps(encoder, taken, "all")[0][:1]) > DIFFERENT
+
+
+@pytest.mark.parametrize("count", [1, 3, 7, 16])
+@pytest.mark.parametrize("stored", [0, 24])
+def test_micro_batches_of_equal_size_have_weight_one(count, stored, data):
+    """Without a token budget the loss is bit-identical."""
+    _, _, taken, encoder = run_steps("grad_accum", data, count=1)
+    bank = Bank(24, encoder.dim, InfoNCE(0.1).similarity, BankOptions(columns_only=True), push=4)
+    bank.queries, bank.stored = torch.zeros(24, encoder.dim), stored
+    assert row_weights(taken[0][:1] * count, bank) == [1.0] * count
+    assert row_weights(taken[0][:1] * count) == [1.0] * count
+
+
+def test_two_processes_by_tokens_equal_one_process(data, tmp_path):
+    """With micro-batches of several sizes, joined first passes, three Matryoshka widths and distillation."""
+    scored = str(write_scored_lines(data))
+    jobs = {f"of {w}": Job([scored, str(tmp_path / f"of{w}")], w, worker="partition_worker") for w in (1, 2)}
+    for outcome in run_jobs(jobs, tmp_path / "jobs").values():
+        outcome.check()
+    one, *others = (
+        load_file(tmp_path / name) for name in ("of1.0.safetensors", "of2.0.safetensors", "of2.1.safetensors")
+    )
+    for method in (name for name, spec in METHOD_SPECS.items() if not spec.whole):
+        for number in range(2):
+            prefix = f"{method}/{number}/"
+            assert len(one[f"{prefix}sizes"].unique()) > 1
+            steps = [{name: found[name] for name in one if name.startswith(prefix)} for found in (one, *others)]
+            for found in steps:
+                assert torch.equal(found.pop(f"{prefix}sizes"), one[f"{prefix}sizes"])
+            for found in steps[1:]:
+                assert found.pop(f"{prefix}loss") == pytest.approx(float(one[f"{prefix}loss"]), rel=1e-5)
+                assert largest_difference([{k: v for k, v in steps[0].items() if "loss" not in k}], [found]) < SAME
+
+
+@pytest.mark.parametrize("method", ["cont_accum", "grad_cache"])
+def test_run_by_tokens_resumes_byte_identical(method, data, tmp_path):
+    scored = write_scored_lines(data)
+    changes = {**LENGTHS, **BY_TOKENS, "model.tiny_layers": 1}
+    changes |= {"loss.matryoshka_dims": [8, 20], "loss.distillation": "margin"}
+    model = train(train_config(scored, tmp_path / "whole", method, **changes))
+    log = read_log(tmp_path / "whole")
+    assert all(math.isfinite(line["loss"]) and line["micro_batches"] > 2 for line in log)
+    assert all(line["loss"] > line["distillation"] > 0 for line in log)
+    train(train_config(scored, tmp_path / "broken", method, **changes))
+    for leftover in ("checkpoints/step-00000004", "checkpoints/step-00000006"):
+        (tmp_path / "broken" / leftover / "manifest.json").unlink()
+    assert newest_checkpoint(tmp_path / "broken").state["step"] == 2
+    train(train_config(scored, tmp_path / "broken", method, resume=True, **changes))
+    assert weights(tmp_path / "broken") == weights(model.parent)
+    banks = [newest_checkpoint(tmp_path / name).folder / "bank.safetensors" for name in ("whole", "broken")]
+    assert banks[0].read_bytes() == banks[1].read_bytes()
+    assert (method == "cont_accum") == any(name.startswith("20/sums") for name in load_file(banks[0]))
+
+
+def test_token_budget_below_the_longest_pair_is_refused(data, tmp_path):
+    changes = {**LENGTHS, **BY_TOKENS, "batch.micro_batch_tokens": 60}
+    with pytest.raises(
+        InputError, match=r"batch.micro_batch_tokens is 60, but a query with its passages can have \d+ tokens"
+    ) as error:
+        train(train_config(data, tmp_path / "run", **changes))
+    needed, query, times, passage = (int(n) for n in re.findall(r"\d+", str(error.value).split("can have")[1])[:4])
+    assert (times, needed) == (2, query + 2 * passage)
+    assert not (tmp_path / "run" / "model").exists()
+    changes["batch.micro_batch_tokens"] = needed
+    train(train_config(data, tmp_path / "again", **changes, **{"optim.max_steps": 1}))
+
+
+def test_joined_micro_batches_with_dropout_give_other_gradients(data):
+    """Negative control: joined micro-batches draw other dropout noise than the second pass."""
+    alone, *_ = run_steps("grad_cache", data, dropout=0.3, count=1)
+    joined, *_ = run_steps("grad_cache", data, dropout=0.3, no_grad_group_size=2, count=1)
+    assert largest_difference(joined, alone) > DIFFERENT
+
+
+def test_no_grad_group_size_is_layer_count_without_dropout(data):
+    *_, encoder = run_steps("grad_cache", data, count=0)
+    assert encoder.no_grad_group_size() == 4  # as many as layers
+    attention = encoder.query_tower.backbone.encoder.layer[0].attention
+    attention.attention_dropout = 0.1  # a plain number, as some families hold it
+    assert encoder.no_grad_group_size() == 1
+    attention.attention_dropout = 0.0
+    assert encoder.no_grad_group_size() == 4
+    encoder.set_dropout(0.1)
+    assert encoder.no_grad_group_size() == 1
+    encoder.set_dropout(0.0)
+    encoder.gradient_checkpointing_enable()
+    assert encoder.no_grad_group_size() == 1
+
+
+def test_joined_first_pass_needs_less_memory_than_second_pass(data):
+    *_, encoder = run_steps("grad_cache", data, count=0, **{"model.tiny_width": 128})
+    engine = Engine(device="cpu")
+    engine.prepare(encoder.train(), torch.optim.SGD(encoder.parameters(), lr=0.1))
+    _, _, (batches,), _ = run_steps("grad_cache", data, count=1, sgd=0.0, **{"model.tiny_width": 128})
+    batches = [*batches, *batches]  # eight
+
+    def second_pass():
+        queries, passages = engine.encode(batches[0])
+        engine.backward(queries.sum() + passages.sum())
+
+    def first_pass():
+        represent(engine, batches)
+
+    second_pass()  # the gradients' own memory is there before
+    second = peak(second_pass)
+    engine.no_grad_group_size = encoder.no_grad_group_size()
+    assert engine.no_grad_group_size == 4
+    with torch.no_grad():
+        wide = peak(lambda: engine.encode(engine.join(batches[:4])))
+        whole = peak(lambda: engine.encode(engine.join(batches)))
+    assert wide < second
+    assert whole > second  # and eight at once would take more
+    assert peak(first_pass) < 1.1 * second  # the last one's graph, and the vectors of all
+
+
+def test_joined_micro_batches_keep_the_padding_side(data):
+    *_, (batches,), encoder = run_steps("grad_cache", data, count=1)
+    engine = Engine(device="cpu")
+    engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1))
+    for side in ("right", "left"):
+        encoder.passage_tower.tokenizer.padding_side = side
+        joined = engine.join(batches[:2]).passages
+        length = joined.input_ids.shape[1]
+        parts = [batch.passages for batch in batches[:2]]
+        assert length == max(part.input_ids.shape[1] for part in parts)
+        pads = [
+            (0, length - part.input_ids.shape[1]) if side == "right" else (length - part.input_ids.shape[1], 0)
+            for part in parts
+        ]
+        assert torch.equal(
+            joined.attention_mask, torch.cat([F.pad(p.attention_mask, pad) for p, pad in zip(parts, pads, strict=True)])
+        )
+        assert (joined.input_ids[joined.attention_mask == 0] == encoder.passage_tower.tokenizer.pad_token_id).all()
+
+
+def test_all_methods_that_partition_a_step_are_tested():
+    assert {name for name, spec in METHOD_SPECS.items() if not spec.whole} == {
+        "grad_accum", "grad_cache", "passage_bank", "cont_accum", "cont_cache",
+    }  # fmt: skip

@@ -1,0 +1,102 @@
+"""Whole commands with run.sharding fsdp, and commands with the model of a sharded run (gloo on the CPU)."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers import train_config, write_beir
+from launched import Job, run_jobs
+from safetensors.torch import load_file
+
+import contaccum
+from contaccum.config import to_yaml
+from contaccum.runtime.files import read_json
+
+pytestmark = pytest.mark.acceptance
+PACKAGE = Path(contaccum.__file__).parent
+DEMO = str(PACKAGE / "data" / "demo")
+FINETUNE = ["--config", str(PACKAGE / "configs" / "finetune.yaml"), "--data.train", DEMO, "--data.dev", DEMO]
+FINETUNE += ["--model.name", "tiny", "--model.dropout", "0", "--optim.epochs", "0.25", "--run.device", "cpu"]
+FSDP = ["--run.sharding", "fsdp"]
+PROCESSES = (1, 2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Outputs of all jobs."""
+    folder = tmp_path_factory.mktemp("commands")
+    data = str(write_beir(folder / "data"))
+
+    def command(name: str, output: str, *options: str) -> list[str]:
+        return [name, *options, "--output_dir" if name in ("train", "rounds") else "--output", str(folder / output)]
+
+    jobs = {
+        "train": Job(command("train", "whole", *FINETUNE)),
+        "train sharded": Job(command("train", "sharded", *FINETUNE, *FSDP), 2),
+        "train slower": Job(command("train", "slower", *FINETUNE, "--optim.learning_rate", "4.0e-5")),
+    }
+    for name, processes in (("whole", 1), ("sharded", 2), ("slower", 1)):
+        evaluated = ["--model", str(folder / name / "model"), "--data", DEMO, "--device", "cpu"]
+        jobs[f"evaluate {name}"] = Job(command("evaluate", f"{name}.json", *evaluated), processes)
+    for processes in PROCESSES:
+        model = ["--model", str(folder / "sharded" / "model"), "--device", "cpu"]
+        encoded = command("encode", f"vectors{processes}", *model, "--input", data, "--shard_size", "10")
+        jobs[f"encode {processes}"] = Job(encoded, processes)
+        mining = ["--data", data, "--num_negatives", "3", "--embeddings", str(folder / f"own{processes}")]
+        mined = command("mine", f"mined{processes}.jsonl", *model, *mining)
+        jobs[f"mine {processes}"] = Job(mined, processes)
+        config = train_config(
+            Path(data), folder, **{"data.hard_negatives": 1, "model.dropout": 0.0, "optim.max_steps": 4}
+        )
+        settings = {**yaml.safe_load(to_yaml(config)), "rounds": {"first": "data"}, "mine": {"num_negatives": 3}}
+        (folder / "rounds.yaml").write_text(
+            yaml.safe_dump({k: v for k, v in settings.items() if k not in SET_BY_ROUNDS})
+        )
+        rounds = command("rounds", f"rounds{processes}", "--config", str(folder / "rounds.yaml"))
+        size = ["--batch.micro_batch_size", str(4 // processes)]
+        jobs[f"rounds {processes}"] = Job([*rounds, *size, *(FSDP if processes > 1 else [])], processes)
+    for outcome in run_jobs(jobs, folder / "jobs").values():
+        outcome.check()
+    return folder
+
+
+SET_BY_ROUNDS = ("resume", "allow_changes", "output_dir")
+
+
+def largest_difference(one: dict[str, float], other: dict[str, float]) -> float:
+    assert one.keys() == other.keys()
+    return max(abs(one[name] - other[name]) for name in one)
+
+
+def test_finetuning_with_fsdp_gives_the_metrics_of_one_process(folder):
+    """configs/finetune.yaml, from data to metrics. The control has another learning rate."""
+    for file in ("{}.json", "{}/dev_metrics.json"):
+        whole, sharded, slower = (
+            read_json(folder / file.format(name))["mean"] for name in ("whole", "sharded", "slower")
+        )
+        assert whole["ndcg@10"] > 0
+        assert largest_difference(whole, sharded) <= 1e-4 < largest_difference(whole, slower)
+
+
+def test_several_processes_encode_with_the_model_of_a_sharded_run(folder):
+    one, two = (sorted((folder / f"vectors{processes}").rglob("*.npy")) for processes in PROCESSES)
+    assert len(one) > 2
+    assert [path.read_bytes() for path in one] == [path.read_bytes() for path in two]
+
+
+def test_several_processes_mine_with_the_model_of_a_sharded_run(folder):
+    one, two = ((folder / f"mined{processes}.jsonl").read_bytes() for processes in PROCESSES)
+    assert one == two
+    assert all(json.loads(line)["neg"] for line in one.splitlines())
+
+
+def test_rounds_with_fsdp_mine_and_train_as_one_process(folder):
+    """The second training starts from the encoder that the first began with, and reads mined negatives."""
+    one, two = ([json.loads(line) for line in (folder / f"rounds{n}/mined-1.jsonl").open()] for n in PROCESSES)
+    assert [row["neg_id"] for row in one] == [row["neg_id"] for row in two]
+    for number in range(2):
+        files = [folder / f"rounds{n}/round-{number}/model/query_encoder/model.safetensors" for n in PROCESSES]
+        left, right = map(load_file, files)
+        assert left.keys() == right.keys()
+        assert max((left[name] - right[name]).abs().max() for name in left) < 1e-4
