@@ -2,22 +2,24 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import faiss
 import numpy as np
 import pytest
 import torch
+import yaml
 from disks import small_disk
 from helpers import train_config, write_beir
 
 from contaccum.batch import RowIds
 from contaccum.cli import main
-from contaccum.config import TrainConfig
+from contaccum.config import TrainConfig, from_mapping
 from contaccum.errors import InputError
 from contaccum.experiments import plan
 from contaccum.experiments.measure import Measurement, Probe
 from contaccum.experiments.page import duration, gigabytes
-from contaccum.experiments.plan import index_costs, lists_for, render
+from contaccum.experiments.plan import fitting_size, index_costs, lists_for, render
 from contaccum.experiments.sizes import largest, predict
 from contaccum.runtime.sharding import saved_bytes
 
@@ -108,8 +110,25 @@ def test_plan_command_measures_and_writes_json(tmp_path, capsys):
     made = json.loads(output.read_text())["methods"][0]
     assert made["micro_batch_size"] in (4, 8, 16, 32, 64, 128)
     assert 1e8 < made["peak"] <= 4e9
-    assert abs(made["error"]) < 0.2
+    # the C library keeps freed blocks up to 32 MB and returns larger ones, so 128 pairs need less than the line predicts
+    assert -0.1 < made["error"] < 0.4
     assert made["largest_bank"] > 10_000
+
+
+def test_a_micro_batch_with_blocks_below_32_mb_is_predicted_within_a_tenth():
+    """The prediction is a line through the peaks of 4, 8 and 16 pairs; the size that it finds is then measured."""
+    config = from_mapping(
+        yaml.safe_load(Path("configs/demo.yaml").read_text())
+        | {
+            "method": "cont_accum",
+            "output_dir": "not written to",
+            "batch": {"global_batch_size": 1024, "micro_batch_size": 16},
+        }
+    )
+    found = fitting_size(config, 800_000_000)
+    assert found.size is not None
+    assert 32 <= found.size <= 128
+    assert abs(found.error) < 0.1
 
 
 def test_saved_bytes_are_those_of_a_step_with_adamw():
