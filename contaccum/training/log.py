@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from contaccum import __version__
 from contaccum.batch import MISSING, MicroBatch
 from contaccum.data.batches import Batches
 from contaccum.errors import InputError, NotFiniteError
@@ -26,7 +27,7 @@ from contaccum.training.out_of_memory import MicroBatchSize
 
 LOG_FILE = "log.jsonl"
 ENVIRONMENT_FILE = "environment.json"
-PACKAGES = ("contaccum", "torch", "transformers", "accelerate", "tokenizers", "numpy")
+PACKAGES = ("torch", "transformers", "accelerate", "tokenizers", "numpy")
 LOG_VERSION = 2
 """Number ``format_version`` in the first line of log.jsonl. A log without such a first line has version 1."""
 _RENAMED = {"row_weight": "weight_per_row"}  # keys: names in version 1; values: names since version 2
@@ -165,6 +166,7 @@ def write_environment(run: Path, engine: Engine) -> None:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     environment = {
         "python": platform.python_version(),
+        "contaccum": __version__,  # a checkout that is not installed has no metadata
         **{package: metadata.version(package) for package in PACKAGES},
         "system": platform.system(),
         "device": f"{device.type} ({name})",
