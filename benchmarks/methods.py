@@ -84,6 +84,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=128, help="pairs in an update (N)")
     parser.add_argument("--micro", type=int, default=8, help="pairs in a micro-batch (B)")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--compile", choices=("default", "cuda_graphs"), help="compile the encoder, as run.compile")
     add_real_texts(parser)
     args = parser.parse_args()
     if args.quick:
@@ -94,7 +95,9 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     folder = model_folder(args.model)
-    trainee = Trainee(folder, args.device, args.precision, args.pairs, args.micro, **texts_of_training(args))
+    trainee = Trainee(
+        folder, args.device, args.precision, args.pairs, args.micro, compile=args.compile, **texts_of_training(args)
+    )
     operations, speed = trainee.operations(), product_speed(trainee.engine.device, args.precision)
     banks = {(name, 0): trainee.bank(name, 0) for name in BANKLESS}
     banks |= {(name, size): trainee.bank(name, size) for name in BANKED for size in args.sizes if size >= args.pairs}
@@ -129,7 +132,8 @@ def main() -> None:
         "peak over grad_accum ÷ bank",
     ]  # fmt: skip
     intro = (
-        f"{about_texts(args)}; N = {args.pairs}, B = {args.micro}, {args.precision}, {args.repeats} rounds, interleaved; median "
+        f"{about_texts(args)}; N = {args.pairs}, B = {args.micro}, {args.precision}, compile {args.compile or 'none'}, "
+        f"{args.repeats} rounds, interleaved; median "
         "(smallest to largest). Targets: `cont_accum` ÷ `grad_accum` at most 1.03 at M = 1,024, 1.05 at 16,384, 1.15 at 131,072; "
         "`grad_cache` ÷ `grad_accum` at most 1.36; peak beyond `grad_accum`'s (\"over\") at most 1.15 of the bank's vectors."
     )
