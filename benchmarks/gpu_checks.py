@@ -117,7 +117,7 @@ def check_shrink(args: Any, scratch: Path) -> Findings:
     budget = int(0.6 * peak)
     if cuda:
         torch.cuda.empty_cache()
-        done = in_new_process(*call, "--run.memory_budget", str(budget))
+        done = in_new_process(*call, "--run.memory_budget", f"{budget // 10**6}MB")
     else:  # how much a step needs beyond the start depends on the C library
         for megabytes in (180, 220, 260, 300, 350):
             shutil.rmtree(limited, ignore_errors=True)

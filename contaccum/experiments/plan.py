@@ -104,7 +104,7 @@ def render(measured: dict[str, Measurement], config: TrainConfig, budget: int) -
     if context := max(found.context for found in measured.values()):
         lines.append(
             f"The peak is the memory that PyTorch reserves, plus {gigabytes(context)} for CUDA and other programs on this GPU. "
-            f"For the same limit in training set run.memory_budget to {budget - context}. The environment variable "
+            f"For the same limit in training set run.memory_budget to {(budget - context) // 10**6}MB. The environment variable "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True reduces fragmentation; set it for plan and training alike."
         )
     return "\n".join(lines)

@@ -1,6 +1,7 @@
 """`contaccum plan`: lines through synthetic and real peaks, index sizes against faiss's own files, and the command."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from helpers import train_config, write_beir
 
 from contaccum.batch import RowIds
 from contaccum.cli import main
-from contaccum.config import TrainConfig, from_mapping
+from contaccum.config import TrainConfig, from_mapping, parse_bytes
 from contaccum.errors import InputError
 from contaccum.experiments import plan
 from contaccum.experiments.measure import Measurement, Probe
@@ -64,7 +65,8 @@ def test_gpu_context_is_reported_with_the_budget_that_training_needs():
     found = Measurement(8, 3e9, 0.01, 1000, 500_000_000, 0.5, 100.0, 1e-9, 64, 1000)
     assert found.epoch(250) == pytest.approx(4 * 0.5)
     shown = render({"cont_accum": found}, config, 4_000_000_000)
-    assert "set run.memory_budget to 3500000000" in shown
+    (found_budget,) = re.findall(r"set run\.memory_budget to (\w+)\.", shown)
+    assert parse_bytes(found_budget) == 3_500_000_000
     assert "expandable_segments:True" in shown
     assert "memory_budget" not in render({"cont_accum": replace(found, context=0)}, config, 4_000_000_000)
 
