@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from contaccum.errors import InputError
 from contaccum.formats.records import RejectedRecords
-from contaccum.runtime.checks import require_utf8
+from contaccum.runtime.checks import require_known_ids, require_utf8
 from contaccum.runtime.files import read_json, remove_folder, sha256_of, write_json
 from contaccum.runtime.locks import cached_folder, file_key
 
@@ -206,6 +206,10 @@ class TokenTable:
         """Return the token ids of the texts with the numbers ``indices``: one int32 array for each text."""
         return [self._tokens[self._offsets[index] : self._offsets[index + 1]] for index in indices]
 
+    def largest_id(self) -> int:
+        """Return the largest token id of all texts."""
+        return int(self._tokens.max(initial=0))
+
     def longest(self) -> int:
         """Return the number of tokens of the longest text. The table is read in pieces, because it may exceed memory."""
         starts = range(0, len(self), _OFFSETS)
@@ -215,25 +219,30 @@ class TokenTable:
 class TextTokens:
     """Tokenizer for one thread, with a separate copy of the given tokenizer."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", max_length: int, prefix: str) -> None:
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", max_length: int, prefix: str, vocabulary: int | None = None
+    ) -> None:
         """Copy the tokenizer. A slow tokenizer raises InputError.
 
         ``prefix`` is put before each text. A text with more than ``max_length`` tokens is truncated.
+        ``vocabulary`` is the number of word embeddings; a token id that is not below this number raises InputError.
         """
         _require_fast(tokenizer)
         self._tokenizer, self._prefix = copy.deepcopy(tokenizer), require_utf8(prefix, f"prefix {prefix!a}")
-        self.max_length = max_length
+        self._vocabulary, self.max_length = vocabulary, max_length
         """Maximum number of tokens of a text, including special tokens."""
 
     def rows(self, texts: Iterable[tuple[str, ...]]) -> list[np.ndarray]:
         """Return the token ids of each text as an int32 array. A text is a tuple of columns, such as title and text."""
         contents = [self._prefix + " ".join(columns).strip() for columns in texts]
         encoded = self._tokenizer(contents, truncation=True, max_length=self.max_length, return_attention_mask=False)
+        largest = max((max(row, default=0) for row in encoded["input_ids"]), default=0)
+        require_known_ids(largest, self._vocabulary, self._tokenizer)
         return [np.array(row, dtype="<i4") for row in encoded["input_ids"]]
 
     def clone(self) -> "TextTokens":
         """Return a copy that another thread can use."""
-        return TextTokens(self._tokenizer, self.max_length, self._prefix)
+        return TextTokens(self._tokenizer, self.max_length, self._prefix, self._vocabulary)
 
 
 class JoinedTokens:
@@ -265,19 +274,20 @@ def build_token_table(
     max_length: int,
     prefix: str = "",
     fingerprint: str,
+    vocabulary: int | None = None,
 ) -> TokenTable:
     """Open the token table of ``texts``. Build the token table if it is not in the cache.
 
     A text is ``prefix`` + the columns joined by a space and stripped. Title and text give ``Passage.content``. A text has at
     most ``max_length`` tokens, including special tokens; a longer text is truncated. ``fingerprint`` is the hash of ``texts``. A
-    slow tokenizer raises InputError.
+    slow tokenizer raises InputError, and so does a token id that is not below ``vocabulary``, the number of word embeddings.
     """
     _require_fast(tokenizer)
     key = [fingerprint, list(columns), tokenizer_hash(tokenizer), max_length, prefix]
 
     def build(folder: Path) -> None:
         with open(folder / "tokens.npy", "wb") as file:
-            offsets = _write_tokens(file, texts, columns, TextTokens(tokenizer, max_length, prefix))
+            offsets = _write_tokens(file, texts, columns, TextTokens(tokenizer, max_length, prefix, vocabulary))
         np.save(folder / "offsets.npy", offsets, allow_pickle=False)
         write_about(folder, {"sha256": {path.name: sha256_of(path) for path in sorted(folder.iterdir())}})
 
@@ -287,7 +297,9 @@ def build_token_table(
         with suppress(OSError):  # another process may remove the folder at the same time
             remove_folder(folder)
         folder = cached_folder("tokens", key, build)
-    return TokenTable(folder)
+    table = TokenTable(folder)
+    require_known_ids(table.largest_id(), vocabulary, tokenizer)  # another encoder may have built the table
+    return table
 
 
 def _is_damaged(folder: Path) -> bool:

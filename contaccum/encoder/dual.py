@@ -161,7 +161,9 @@ class DualEncoder(nn.Module):
             if len(texts) >= PACK_FROM and self.group is None:
                 stack.enter_context(packed_linears(tower.backbone))
             bar = stack.enter_context(tqdm(total=len(texts), unit="text", disable=None if progress else True))
-            batches = stack.enter_context(Prefetch(tokenized(tower.tokenizer, texts, max_length, budget), depth=16))
+            batches = stack.enter_context(
+                Prefetch(tokenized(tower.tokenizer, texts, max_length, budget, tower.vocabulary), depth=16)
+            )
             cuda = self.device.type == "cuda"
             previous: list[tuple[np.ndarray, Tensor, torch.cuda.Event | None]] = []
             for indices, tokens in batches:

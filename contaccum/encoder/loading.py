@@ -14,8 +14,8 @@ from contaccum.encoder import adapters as lora
 from contaccum.encoder.adapters import WEIGHTS, Adapters
 from contaccum.encoder.folders import TowerFiles, decoder_only, loading, optional_json
 from contaccum.encoder.json_types import ModelConfig, Positive
-from contaccum.encoder.tokenizer import append_eos, load_tokenizer, wordpiece_tokenizer
-from contaccum.encoder.tower import Dense, Tower, quiet_transformers
+from contaccum.encoder.tokenizer import append_eos, check_vocabulary, load_tokenizer, wordpiece_tokenizer
+from contaccum.encoder.tower import Dense, Tower, quiet_transformers, word_embeddings
 from contaccum.errors import InputError, library_errors
 
 
@@ -81,6 +81,7 @@ class TowerLoader:
             if files.base:
                 lora.load_adapter(backbone, files.name, files.subfolder)
             tokenizer = load_tokenizer(files, self.trust_remote_code)
+        check_vocabulary(tokenizer, word_embeddings(backbone))
         decoder = decoder_only(backbone.config.model_type)
         if decoder:  # no token attends to padding on the right, and positions start at the first token
             tokenizer.padding_side = "right"

@@ -1,6 +1,7 @@
 """Load tokenizers, append the end-of-text token, make batches of tokens, and learn WordPiece vocabularies."""
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from contaccum.batch import Tokens
 from contaccum.encoder.folders import TowerFiles, optional_json
 from contaccum.encoder.json_types import ModelConfig
 from contaccum.errors import InputError
+from contaccum.runtime.checks import require_known_ids
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WINDOW = 4096  # number of texts that are sorted together by length; more texts need less padding, but more time
@@ -31,11 +33,31 @@ def load_tokenizer(files: TowerFiles, trust_remote_code: bool) -> Any:
         tokenizer.init_kwargs.pop(key, None)
     if tokenizer.pad_token is None:  # decoder-only models: padding is masked, so any token works
         tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token_id is None:
+        raise InputError(
+            f"{os.path.join(name, subfolder)}: the tokenizer has neither a padding token nor an end-of-text token. Set pad_token "
+            "in tokenizer_config.json, or copy this file again."
+        )
     if files.lower_case:
         backend = tokenizer.backend_tokenizer
         steps = [] if backend.normalizer is None else [backend.normalizer]
         backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *steps])
     return tokenizer
+
+
+def check_vocabulary(tokenizer: Any, vocabulary: int | None) -> None:
+    """Raise InputError if the padding token has no word embedding, or if the vocabulary has a far too large id.
+
+    vocabulary: number of word embeddings. None: nothing is checked. The ids of texts are checked when the texts are tokenized,
+    because some published tokenizers have added tokens without a word embedding.
+    """
+    if vocabulary is None:
+        return
+    require_known_ids(tokenizer.pad_token_id, vocabulary, tokenizer)
+    ids = tokenizer.get_vocab().values()
+    # the tokenizers library prints and stores every unused id below the largest id: with 2**31 this takes minutes
+    if max(ids) >= 2 * max(len(ids), vocabulary):
+        require_known_ids(max(ids), vocabulary, tokenizer)
 
 
 def append_eos(tokenizer: Any, name: str) -> None:
@@ -95,11 +117,13 @@ def token_batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
         start += size
 
 
-def tokenized(tokenizer: Any, texts: list[str], max_length: int, budget: int) -> Iterator[tuple[np.ndarray, Tokens]]:
+def tokenized(
+    tokenizer: Any, texts: list[str], max_length: int, budget: int, vocabulary: int | None = None
+) -> Iterator[tuple[np.ndarray, Tokens]]:
     """Tokenize texts and group them into batches of at most ``budget`` tokens, including padding.
 
     Yields the text indices and the tokens of each batch. max_length: maximum number of tokens of a text. Longer texts are
-    truncated.
+    truncated. vocabulary: number of word embeddings. Raises InputError for a token id that has no word embedding.
     """
     for start in range(0, len(texts), WINDOW):
         window = texts[start : start + WINDOW]
@@ -107,7 +131,10 @@ def tokenized(tokenizer: Any, texts: list[str], max_length: int, budget: int) ->
         for chosen in token_batches([len(row) for row in rows["input_ids"]], budget):
             batch = {name: [values[index] for index in chosen] for name, values in rows.items()}
             padded = tokenizer.pad(batch, return_tensors="pt")
-            yield start + np.array(chosen), Tokens(padded["input_ids"], padded["attention_mask"])
+            ids = padded["input_ids"]
+            if ids.numel():
+                require_known_ids(int(ids.max()), vocabulary, tokenizer)
+            yield start + np.array(chosen), Tokens(ids, padded["attention_mask"])
 
 
 def wordpiece_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:

@@ -61,6 +61,8 @@ class Tower(nn.Module):
         limit = getattr(backbone.config, "max_position_embeddings", None)
         self.position_limit = None if limit is None else limit - first_position(backbone.config)
         """Maximum number of tokens of a text that the position embeddings allow. None: no limit."""
+        self.vocabulary = word_embeddings(backbone)
+        """Number of word embeddings, which is larger than every token id. None: the backbone has no table of word embeddings."""
         self.unpad = False
         self.compiled: Callable[..., Any] | None = None
         self.bucket = 1  # compiled forward passes pad texts to a multiple of this length
@@ -113,6 +115,15 @@ class Tower(nn.Module):
             return tokens
         ids = F.pad(tokens.input_ids, extra, value=self.tokenizer.pad_token_id)
         return Tokens(ids, F.pad(tokens.attention_mask, extra), None if host is None else F.pad(host, extra))
+
+
+def word_embeddings(backbone: Any) -> int | None:
+    """Return the number of word embeddings, or None if the backbone has no table of word embeddings."""
+    try:
+        weight = getattr(backbone.get_input_embeddings(), "weight", None)
+    except NotImplementedError:  # for example CANINE, which has no vocabulary
+        return None
+    return None if weight is None else len(weight)
 
 
 @contextmanager

@@ -1,7 +1,8 @@
-"""Checks of arguments: a text must be valid UTF-8, and an output must not be an input."""
+"""Checks: a text must be valid UTF-8, token ids must be known, and an output must not be an input."""
 
 import os
 from pathlib import Path
+from typing import Any
 
 from contaccum.errors import InputError
 
@@ -19,6 +20,22 @@ def require_utf8(text: str, where: str) -> str:
         found = f"byte 0x{code - 0xDC00:02x} is not UTF-8" if 0xDC80 <= code <= 0xDCFF else "found half a character"
         raise InputError(f"{where}: {found}; the text must be valid UTF-8") from error
     return text
+
+
+def require_known_ids(largest: int, vocabulary: int | None, tokenizer: Any) -> None:
+    """Raise InputError if the largest token id of some texts is not a row of the word embeddings.
+
+    vocabulary: number of rows of the word embeddings. None: unknown, nothing is checked. Some published tokenizers have added
+    tokens without an embedding, so the ids of texts are checked, not the vocabulary of the tokenizer.
+    """
+    if vocabulary is not None and largest >= vocabulary:
+        token = tokenizer.convert_ids_to_tokens(largest)
+        name = "no token" if token is None else ascii(token)
+        raise InputError(
+            f"{tokenizer.name_or_path}: the tokenizer gives the token id {largest} ({name}), but the encoder has {vocabulary} "
+            f"word embeddings; expected ids below {vocabulary}. Copy the files of the tokenizer again, or remove this token from "
+            "the texts."
+        )
 
 
 _INPUT_FILES = (

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from contaccum.config import ENCODER_SETTINGS, OptimConfig, TrainConfig
 from contaccum.data.batches import Batches, BatchForm, BatchSource, StreamSource
@@ -23,6 +22,7 @@ from contaccum.encoder import (
     Adapters,
     DualEncoder,
     EncoderSettings,
+    Tower,
     make_settings,
     model_folder,
     tiny_tower,
@@ -135,16 +135,16 @@ def build_batches(
     """
     data, settings = config.data, encoder.settings
     size, rank, world = config.batch.global_batch_size, engine.rank, engine.world
-    query, passage = encoder.query_tower.tokenizer, encoder.passage_tower.tokenizer
-    padding = (query.pad_token_id, passage.pad_token_id), query.padding_side
+    query, passage = encoder.query_tower, encoder.passage_tower
+    padding = (query.tokenizer.pad_token_id, passage.tokenizer.pad_token_id), query.tokenizer.padding_side
     form = BatchForm(config.micro_batch_size(world), config.micro_batch_tokens, *padding, rank, world)
     if isinstance(train_set, StreamSet):
         # keep the steps in the bank, because measuring the drift encodes them again
         kept_steps = math.ceil(config.bank_size() / size) + PREFETCHED_STEPS
         return StreamSource(
             StreamSampler(train_set, config.seed, size, data.hard_negatives, data.shuffle_buffer, kept_steps),
-            TextTokens(query, settings.max_query_length, settings.query_prefix),
-            TextTokens(passage, settings.max_passage_length, settings.passage_prefix),
+            TextTokens(query.tokenizer, settings.max_query_length, settings.query_prefix, query.vocabulary),
+            TextTokens(passage.tokenizer, settings.max_passage_length, settings.passage_prefix, passage.vocabulary),
             form,
         )
     with engine.main_first():
@@ -212,9 +212,7 @@ def _rules_without_data(config: TrainConfig) -> PairRules:
     return replace(rules, margin=margin, key=f"margin {margin} {loss.margin_strategy}")
 
 
-def _tokens(
-    train_set: TrainSet, side: str, settings: EncoderSettings, tokenizer: PreTrainedTokenizerBase
-) -> TokenTable | JoinedTokens:
+def _tokens(train_set: TrainSet, side: str, settings: EncoderSettings, tower: Tower) -> TokenTable | JoinedTokens:
     """Tokenize all queries or all passages of the training set.
 
     side: ``query`` or ``passage``. Each data set of a mixture may have its own prefix.
@@ -227,8 +225,9 @@ def _tokens(
             "max_length": getattr(settings, f"max_{side}_length"),
             "prefix": getattr(settings, f"{side}_prefix") if prefix is None else prefix,
             "fingerprint": f"{member.set.fingerprint}/{table}",
+            "vocabulary": tower.vocabulary,
         }
-        tables.append(build_token_table(getattr(member.set, table), columns, tokenizer, **options))
+        tables.append(build_token_table(getattr(member.set, table), columns, tower.tokenizer, **options))
     return tables[0] if len(tables) == 1 else JoinedTokens(tables)
 
 

@@ -49,6 +49,16 @@ def test_an_empty_text_has_tokens():
     assert [row.tolist() for row in built.rows([0, 1])] == [[2, 3], [2, 4, 3]]
 
 
+def test_an_id_without_word_embedding_is_refused(monkeypatch):
+    table, call = texts(20), {"max_length": 6, "fingerprint": "f"}
+    for path in ("built", "cached"):
+        with pytest.raises(InputError, match=r"token id 6 \('gamma'\), but the encoder has 6 word embeddings"):
+            build_token_table(table, ["text"], tokenizer(), vocabulary=6, **call)
+        if path == "built":
+            build_token_table(table, ["text"], tokenizer(), vocabulary=7, **call)
+            monkeypatch.setattr(tokens, "_write_tokens", lambda *_: pytest.fail("tokenized again"))
+
+
 def test_every_part_of_the_cache_key_counts(monkeypatch):
     table, make = texts(20), tokenizer()
     base = {"max_length": 6, "prefix": "", "fingerprint": "f"}
