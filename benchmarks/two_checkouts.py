@@ -53,8 +53,7 @@ class Checkout:
 
     def __init__(self, path: str, work: Path) -> None:
         self.path, self.work = Path(path).resolve(), work
-        own = {name: str(work / name) for name in ("CONTACCUM_CACHE", "PYTHONPYCACHEPREFIX")}
-        self.environment = {**os.environ, **own, "PYTHONPATH": str(self.path)}
+        self.environment = {**os.environ, "CONTACCUM_CACHE": str(work / "cache"), "PYTHONPATH": str(self.path)}
         work.mkdir()
         found = self.python("-c", "import contaccum; print(contaccum.__file__)").strip()
         if not found.startswith(str(self.path)):
