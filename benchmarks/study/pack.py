@@ -27,6 +27,8 @@ COLUMNS = (
 DEFAULTS = flat(asdict(TrainConfig()))
 PLACES = ("output_dir", "data.train", "data.dev", "model.name", "resume")
 """Settings that name folders of one machine."""
+ENCODERS = ("model.name", "loss.guide")
+"""Settings that name an encoder. Of a folder, only the last part is kept."""
 
 
 def packed(run: RunRecord, queries: dict[str, list[str]], study: str) -> dict[str, Any]:
@@ -36,11 +38,11 @@ def packed(run: RunRecord, queries: dict[str, list[str]], study: str) -> dict[st
         test = f"{Path(run.metrics['data']).parent.name}/{run.metrics['split']}"
         values = {name: round(found[METRIC], 4) for name, found in run.metrics["per_query"].items()}
     changed = {k: v for k, v in run.config.items() if k not in PLACES and v != DEFAULTS.get(k)}
-    model = {"model.name": Path(run.config["model.name"]).name} if run.config else {}
+    encoders = {name: Path(run.config[name]).name for name in ENCODERS if run.config.get(name)}
     return {
         "study": study,
         "run": run.name,
-        "config": {**changed, **model},
+        "config": {**changed, **encoders},
         "environment": run.environment,
         "test": test,
         "mean": {} if run.metrics is None else {name: round(value, 4) for name, value in run.metrics["mean"].items()},

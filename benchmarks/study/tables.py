@@ -240,27 +240,35 @@ def equal_time(studies: Studies, name: str) -> Table:
     return with_cost(chosen_on_dev(studies[name]))
 
 
+def equal_cost(studies: Studies, name: str) -> Table:
+    """Compare the methods after the same number of forward passes of a pair. Runs that share a GPU have no times."""
+    return with_cost(chosen_on_dev(studies[name]), times=False)
+
+
 def less_time(studies: Studies, name: str) -> Table:
     """Compare methods after 52 seconds of training with the reference after 75."""
     short = {setting: group for setting, group in chosen_on_dev(studies[name]).items() if group.method}
     return with_cost(short | {"grad_cache": chosen_on_dev(studies[name.replace("52s", "75s")])["grad_cache"]})
 
 
-def with_cost(found: dict[str, RunGroup]) -> Table:
-    """Compare every group with the reference, with N, updates, seconds and peak memory of a run."""
+def with_cost(found: dict[str, RunGroup], times: bool = True) -> Table:
+    """Compare every group with the reference, with N, updates, peak memory and, with ``times``, the seconds of a run."""
     table = against(found, "grad_cache")
-    heads = [table.heads[0], "N", *table.heads[1:-1], "updates", "seconds", "peak MiB"]
+    heads = [table.heads[0], "N", *table.heads[1:-1], "updates", *(["seconds"] if times else []), "peak MiB"]
     rows = []
     for row in table.rows:
         group = found[row[0]]
-        size, spent = ("-", ["-"] * 3) if not group.method else (f"{group.setting(SIZE):g}", cost(group))
+        size, spent = f"{group.setting(SIZE):g}" if group.method else "-", cost(group, times)
         rows.append([row[0], size, *row[1:-1], *spent])
     return Table(heads, rows)
 
 
-def cost(group: RunGroup) -> list[str]:
+def cost(group: RunGroup, times: bool) -> list[str]:
     """Return the updates of a run, their seconds and the peak memory, as means over seeds."""
-    return [f"{group.setting('optim.max_steps'):g}", number(group.mean("train_seconds"), ".0f"), memory(group)]
+    if not group.method:
+        return ["-"] * (2 + times)
+    seconds = [number(group.mean("train_seconds"), ".0f")] if times else []
+    return [f"{group.setting('optim.max_steps'):g}", *seconds, memory(group)]
 
 
 def hybrid(studies: Studies, name: str) -> Table:
@@ -367,6 +375,8 @@ TABLES: dict[str, tuple[Callable[[Studies, str], Table], str]] = {
     "time": (longer, "time-aged"),
     "time-scifact": (longer, "time-scifact-aged"),
     **{f"{study}-75s": (equal_time, f"{study}-75s") for study in ("medquad", "scifact")},
+    **{f"{study}-6144f": (equal_cost, f"{study}-6144f") for study in ("medquad", "scifact", "xquad")},
+    "medquad-guide": (equal_cost, "medquad-guide"),
     **{f"{study}-52s": (less_time, f"{study}-52s") for study in ("medquad", "scifact")},
     "cache-aged": (hybrid, "cache-aged"),
     **{
