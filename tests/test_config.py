@@ -89,7 +89,7 @@ def test_a_file_comes_before_a_ready_made_config(capsys, tmp_path, monkeypatch):
 def test_there_are_config_files():
     assert {path.name for path in CONFIGS} >= {
         "demo.yaml", "finetune.yaml", "nq.yaml", "triviaqa.yaml", "curatedtrec.yaml", "webq.yaml", "msmarco.yaml", "24gb.yaml",
-        "11gb.yaml", "80gb.yaml", "fast.yaml", "short.yaml", "full.yaml", "heads.yaml",
+        "11gb.yaml", "80gb.yaml", "fast.yaml", "replay.yaml", "short.yaml", "full.yaml", "heads.yaml",
     }  # fmt: skip
 
 
@@ -109,6 +109,15 @@ def test_presets_are_laid_over_a_config_without_a_warning(memory, fast, capsys, 
     assert not [str(one.message) for one in recwarn if "no effect" in str(one.message)]
     assert made.micro_batch_size(1) == {"11gb": 8, "24gb": 32, "80gb": 128}[memory]
     assert made.bank_size() == (128 if fast else 0)
+
+
+def test_the_replay_preset_uses_small_updates_and_a_bank(capsys, recwarn):
+    options = ["--config", "presets/replay", "--output_dir", "x", "--data.train", "x"]
+    made = from_mapping(print_config(capsys, CONFIGS[0].parent / "finetune.yaml", *options))
+    validate(made)
+    assert not [str(one.message) for one in recwarn if "no effect" in str(one.message)]
+    assert (made.method, made.bank_size(), made.replay_share) == ("cont_cache", 64, 0.5)
+    assert made.batch.global_batch_size == 2 * made.micro_batch_size(1)
 
 
 def test_a_bank_has_the_rows_of_a_step_unless_told_otherwise():
