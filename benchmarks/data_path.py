@@ -1,4 +1,4 @@
-"""Data path: time to open and tokenise a data set, and share of a step spent waiting for micro-batches.
+"""Data path: time to open and tokenize a data set, and share of a step spent waiting for micro-batches.
 
     python benchmarks/data_path.py [--data BEIR_DIR] [--model DIR] [--json OUT] [--quick]
 

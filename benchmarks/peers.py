@@ -5,7 +5,7 @@
     pip install sentence-transformers==6.2.0
     pip install --no-deps --target gradcache GradCache==0.0.1      (optional, with --gradcache gradcache)
 
-Same weights, same made texts (queries of 16 tokens, passages of 128), tokenised before the clock starts, same dtype, AdamW
+Same weights, same made texts (queries of 16 tokens, passages of 128), tokenized before the clock starts, same dtype, AdamW
 with the same settings; all in one process, interleaved. With --real_texts the texts are real ones, at most 64 and 256 tokens
 long, padded as each library pads them. Towers are tied on both sides, as sentence-transformers has them; the cached losses
 take mini-batches of B pairs. Before anything is timed, the losses of all that compare N with N are taken without dropout and

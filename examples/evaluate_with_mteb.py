@@ -1,6 +1,6 @@
 """Evaluate a model of contaccum with MTEB, whose tasks and metrics public leaderboards use.
 
-    pip install 'contaccum[sentence-transformers]' mteb
+    pip install '.[sentence-transformers]' mteb
     python examples/evaluate_with_mteb.py --model runs/mine/model --tasks SciFact NFCorpus
 
 MTEB downloads the data of its tasks. --data FOLDER runs the code of a task on your own BEIR folder instead, without a network. Do

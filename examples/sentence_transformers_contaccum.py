@@ -1,6 +1,6 @@
 """Fine-tune a sentence-transformers model with a dual memory bank: batches of 8 pairs that meet the 128 pairs before them.
 
-    pip install 'contaccum[sentence-transformers]'
+    pip install '.[sentence-transformers]'
     python examples/sentence_transformers_contaccum.py
 
 The three lines that differ from sentence-transformers' own training examples are marked. Pairs come from the Hub, or from a JSONL

@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 MISSING = "-"
 TEMPLATE = Path(__file__).with_name("report.html")
 INK = "#0a0b0c"
-"""Colour of text and axes in a plot. The HTML page replaces this colour by the text colour of the light or dark theme."""
-COLOURS = ("#2f86d1", "#d9682b", "#2a9d72", "#c16fa5", "#c99a1b", "#58a9c9", "#8b7bd8", "#98753f")
+"""Color of text and axes in a plot. The HTML page replaces this color by the text color of the light or dark theme."""
+COLORS = ("#2f86d1", "#d9682b", "#2a9d72", "#c16fa5", "#c99a1b", "#58a9c9", "#8b7bd8", "#98753f")
 DASHES = ("-", "--", ":", "-.")
-MAX_POINTS = 300  # maximum number of points per curve; in longer logs, neighbouring steps are averaged
+MAX_POINTS = 300  # maximum number of points per curve; in longer logs, neighboring steps are averaged
 STYLE = {
     "font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,
     "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK,
     "grid.color": INK, "legend.frameon": False, "svg.fonttype": "none", "lines.linewidth": 1.8,
     "text.parse_math": False,  # a dollar sign in the name of a run does not start a formula
 }  # fmt: skip
-Looks = dict[str, dict[str, str]]  # label of a group -> its colour and line style
+Looks = dict[str, dict[str, str]]  # label of a group -> its color and line style
 
 
 class Table(NamedTuple):
@@ -100,7 +100,7 @@ class Section(NamedTuple):
 
 
 def html(title: str, sections: Sequence[Section], plots: Sequence[Plot], legend: Sequence[tuple[str, str]]) -> str:
-    """Return a report as an HTML page that loads no other file. ``legend`` contains the label and colour of each group."""
+    """Return a report as an HTML page that loads no other file. ``legend`` contains the label and color of each group."""
     body = [f"<h1>{escape(title)}</h1>", *map(_section, sections)]
     if plots:
         body.insert(3, _figures(plots, legend))  # after the title, the result and its table
@@ -115,7 +115,7 @@ def _section(section: Section) -> str:
 
 
 def _figures(plots: Sequence[Plot], legend: Sequence[tuple[str, str]]) -> str:
-    chips = "".join(f'<li><span style="background: {colour}"></span>{escape(label)}</li>' for label, colour in legend)
+    chips = "".join(f'<li><span style="background: {color}"></span>{escape(label)}</li>' for label, color in legend)
     figures = "\n".join(
         f'<figure id="{plot.name}">{plot.svg}<figcaption>{escape(plot.caption)}.</figcaption></figure>'
         for plot in plots
@@ -150,8 +150,8 @@ def draw_all(groups: list[RunGroup], metric: str) -> list[Plot]:
     from matplotlib.figure import Figure
 
     looks = {
-        label: {"color": colour, "linestyle": DASHES[i // len(COLOURS) % len(DASHES)]}
-        for i, (label, colour) in enumerate(legend(groups))
+        label: {"color": color, "linestyle": DASHES[i // len(COLORS) % len(DASHES)]}
+        for i, (label, color) in enumerate(legend(groups))
     }
     plots = []
     with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
@@ -170,8 +170,8 @@ def draw_all(groups: list[RunGroup], metric: str) -> list[Plot]:
 
 
 def legend(groups: list[RunGroup]) -> list[tuple[str, str]]:
-    """Return the label and the colour of each group."""
-    return [(group.label, COLOURS[i % len(COLOURS)]) for i, group in enumerate(groups)]
+    """Return the label and the color of each group."""
+    return [(group.label, COLORS[i % len(COLORS)]) for i, group in enumerate(groups)]
 
 
 def _save(figure: "Figure", axes: "Axes", name: str, caption: str) -> Plot:
@@ -188,7 +188,7 @@ def _save(figure: "Figure", axes: "Axes", name: str, caption: str) -> Plot:
 
 
 def _inline(svg: str, name: str) -> str:
-    """Change an SVG file to an <svg> element for an HTML page: unique ids, the text colour of the page, and no fixed size."""
+    """Change an SVG file to an <svg> element for an HTML page: unique ids, the text color of the page, and no fixed size."""
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg)
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r'\1 role="img"', svg)
@@ -244,8 +244,8 @@ def _metric_over(name: str, axes: "Axes", groups: list[RunGroup], looks: Looks, 
         score, deviation = group.score(metric)
         x, x_deviation = mean_std(getattr(run, name) for run in group.runs)
         if x is not None and score is not None:
-            colour = looks[group.label]["color"]
-            axes.errorbar(x, score, deviation, x_deviation, fmt="o", color=colour, capsize=3, label=group.label)
+            color = looks[group.label]["color"]
+            axes.errorbar(x, score, deviation, x_deviation, fmt="o", color=color, capsize=3, label=group.label)
     if axes.has_data():
         _levels(axes, [group for group in groups if group.mean(name) is None], looks, metric)
 
@@ -279,8 +279,8 @@ def _metric_over_bank(axes: "Axes", groups: list[RunGroup], looks: Looks, metric
         members.sort(key=bank_size)
         scores, deviations = zip(*(group.score(metric) for group in members), strict=True)
         sizes, errors = [bank_size(group) for group in members], [deviation or 0.0 for deviation in deviations]
-        colour = looks[members[0].label]["color"]
-        axes.errorbar(sizes, scores, errors, marker="o", color=colour, capsize=3, label=label)
+        color = looks[members[0].label]["color"]
+        axes.errorbar(sizes, scores, errors, marker="o", color=color, capsize=3, label=label)
     _levels(axes, [group for group in groups if not bank_size(group)], looks, metric)
     axes.set_xscale("log", base=2)
 
