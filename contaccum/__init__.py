@@ -59,7 +59,9 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name == "api":  # older spelling: from contaccum import api
         warnings.warn(
-            "contaccum.api is now contaccum itself; call contaccum.evaluate, ...", DeprecationWarning, stacklevel=2
+            "contaccum.api is deprecated; import from contaccum instead, for example contaccum.evaluate",
+            DeprecationWarning,
+            stacklevel=2,
         )
         return sys.modules[__name__]
     if name not in _HOMES:

@@ -62,7 +62,10 @@ ONE_TOKEN = Tokens(torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1, dtype=t
 
 @dataclass(frozen=True)
 class RowIds:
-    """Passage ids for the rows (queries) and columns (passages) of a micro-batch. Ids are numbers."""
+    """For each query of a micro-batch: the ids of its passages and of all passages known to be relevant. Ids are integers.
+
+    Optionally also a teacher's scores of its passages, and its row number in the training set.
+    """
 
     columns: Tensor  # (b, 1 + H) int64: in each row its positive, then its hard negatives or MISSING
     positives: Tensor  # (b, P) int64: all passages known to be relevant for the row, padded with NO_PASSAGE

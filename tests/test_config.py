@@ -155,7 +155,7 @@ SEPARATE = {
         ({"batch.micro_batch_tokens": 0}, "batch.micro_batch_tokens is 0, expected at least 1"),
         (
             {"batch.micro_batch_tokens": 320, "batch.micro_batch_size": 8, "bank.size": 12},
-            "bank.size is 12 rows, but 16 rows can enter at once",
+            "bank.size is 12 entries, but 16 can enter at once",
         ),
         (
             {"run.memory_budget": "11"},
@@ -163,9 +163,9 @@ SEPARATE = {
         ),
         ({"run.memory_budget": "0GB"}, "run.memory_budget is '0GB', expected a number above 0"),
         ({"run.memory_budget": "-1GB"}, "run.memory_budget is '-1GB', expected a number above 0"),
-        ({"bank.size": 3}, "bank.size is 3 rows, but 4 rows can enter at once"),
+        ({"bank.size": 3}, "bank.size is 3 entries, but 4 can enter at once"),
         ({"bank.age_decay": -0.5}, "bank.age_decay is -0.5, expected at least 0"),
-        ({"method": "cont_cache", "bank.size": 12}, "bank.size is 12 rows, but 16 rows can enter at once"),
+        ({"method": "cont_cache", "bank.size": 12}, "bank.size is 12 entries, but 16 can enter at once"),
         ({"method": "no_such"}, "method is 'no_such', expected one of in_batch"),
         ({"data.train": ""}, "data.train is not set"),
         ({"seed": 2**64}, "seed is 18446744073709551616, expected from 0 to 18446744073709551615"),
@@ -225,7 +225,7 @@ SEPARATE = {
         ({"loss.margin_strategy": "both"}, "loss.margin_strategy is 'both', expected one of absolute, relative"),
         (
             {**SEPARATE, "data.hard_negatives": 0},
-            "data.mixture[1].in_batch_negatives is false, but data.hard_negatives is 0, so its queries have nothing to compare",
+            "data.mixture[1].in_batch_negatives is false, but data.hard_negatives is 0, so its queries have no negatives",
         ),
         (
             {**SEPARATE, "data.fill_negatives": "random"},
@@ -233,11 +233,11 @@ SEPARATE = {
         ),
         (
             {**SEPARATE, "data.mixture": ALL_SEPARATE},
-            "data.mixture: in_batch_negatives is false for all sets, so the bank of cont_accum has nothing to compare",
+            "data.mixture: in_batch_negatives is false for all sets, so the bank of cont_accum would have no effect",
         ),
         (
             {**SEPARATE, "data.mixture": ALL_SEPARATE, "method": "grad_cache", "loss.symmetric": True},
-            "data.mixture: in_batch_negatives is false for all sets, so loss.symmetric has nothing to compare",
+            "data.mixture: in_batch_negatives is false for all sets, so loss.symmetric would have no effect",
         ),
         ({"data.shuffle_buffer": 0}, "data.shuffle_buffer is 0, expected at least 1"),
         ({"optim.adam_beta1": 1.5}, "optim.adam_beta1 is 1.5, expected at least 0 and less than 1"),

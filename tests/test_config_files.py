@@ -181,7 +181,11 @@ def test_option_of_any_command_that_no_machine_can_meet_is_refused(arguments, wo
 
 
 OTHER_NAMES = [
-    ("per_device_train_batch_size", "16", "use {}batch.micro_batch_size with the value 16"),
+    (
+        "per_device_train_batch_size",
+        "16",
+        "use {0}batch.global_batch_size with the value 16 (pairs per update), or {0}batch.micro_batch_size (pairs in memory)",
+    ),
     (
         "gradient_accumulation_steps",
         "16",

@@ -143,7 +143,10 @@ def unpack(archive: Path, name: str, target: Path, limit: int = MAX_UNPACKED) ->
     the archive is damaged, is encrypted, exceeds a limit or lacks the folder ``name``, or if an entry of the archive is a link or
     has a path that leaves the folder.
     """
-    limit = min(limit, MAX_RATIO * archive.stat().st_size + (1 << 20))
+    left = limit = min(limit, MAX_RATIO * archive.stat().st_size + (1 << 20))
+    too_large = InputError(
+        f"{archive}: unpacks to more than {limit} bytes; the archive may be damaged or wrong. Delete it and download it again."
+    )
     try:
         with zipfile.ZipFile(archive) as bundle, whole_folder(target) as part:
             if (number := len(bundle.infolist())) > _MAX_ENTRIES:
@@ -152,10 +155,10 @@ def unpack(archive: Path, name: str, target: Path, limit: int = MAX_UNPACKED) ->
             own = [(path, entry) for path, entry in entries if path.parts[:1] == (name,) and not entry.is_dir()]
             if not own:
                 raise InputError(
-                    f"{archive}: has no folder {name!r}; the archive of a BEIR data set has a folder with its name"
+                    f"{archive}: has no folder {name!r}; a BEIR archive must contain a folder with the name of the data set"
                 )
             for path, entry in own:
-                limit -= _extract(bundle, entry, part.joinpath(*path.parts[1:]), limit, archive)
+                left -= _extract(bundle, entry, part.joinpath(*path.parts[1:]), left, too_large)
     except (zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError, UnicodeDecodeError) as error:
         raise InputError(f"{archive}: not a readable zip archive ({error})") from error
 
@@ -173,13 +176,13 @@ def _safe_path(entry: zipfile.ZipInfo, archive: Path) -> PurePosixPath:
     return path
 
 
-def _extract(bundle: zipfile.ZipFile, entry: zipfile.ZipInfo, path: Path, limit: int, archive: Path) -> int:
-    """Write one entry to ``path``, and return the number of bytes written. Raise InputError for more than ``limit`` bytes."""
+def _extract(bundle: zipfile.ZipFile, entry: zipfile.ZipInfo, path: Path, left: int, too_large: InputError) -> int:
+    """Write one entry to ``path``, and return the number of bytes written. Raise ``too_large`` for more than ``left`` bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with bundle.open(entry) as source, open(path, "wb") as file:
         while chunk := source.read(CHUNK):
-            if file.tell() + len(chunk) > limit:
-                raise InputError(f"{archive}: unpacks to more bytes than allowed; it is probably not a data set")
+            if file.tell() + len(chunk) > left:
+                raise too_large
             file.write(chunk)
         return file.tell()
 

@@ -131,7 +131,7 @@ class HubSplit:
         return str(self._builder.hash)
 
     def rows(self) -> Rows:
-        """Read the rows of all files. Download Hub files first."""
+        """Read the rows of all files. Hub files are downloaded first."""
         return local_rows([self.name.fetch(file) for file in self.files])
 
     def stream(self) -> Iterator[Record]:

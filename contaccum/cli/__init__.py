@@ -88,9 +88,9 @@ def _start(name: str, options: Namespace) -> None:
     """Run a command. If the launch has several processes, record which process failed first."""
     if process_place()[1] == 1:
         return _run(name, options)
-    from contaccum.runtime.processes import recorded
+    from contaccum.runtime.processes import run_with_error_file
 
-    return recorded(lambda: _run(name, options))
+    return run_with_error_file(lambda: _run(name, options))
 
 
 def _run(name: str, options: Namespace) -> None:

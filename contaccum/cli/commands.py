@@ -190,7 +190,7 @@ def _demo(demo: options.DemoConfig) -> str:
 COMMANDS = {
     "train": Command(
         _train,
-        "train a retriever with one of six memory methods",
+        "train a retriever with one of six training methods",
         "Train two encoder towers. Settings come from the config file; command-line options override it.",
         "%(prog)s --config FILE [--method NAME] [--output_dir DIR] [--resume [--allow_changes true]] [--GROUP.FIELD VALUE ...]",
         "TrainConfig",

@@ -51,7 +51,7 @@ class TrainConfig:
     """Every setting of a training run."""
 
     method: MethodName = "cont_accum"
-    """Memory method to train with."""
+    """Training method."""
     seed: int = setting(0, at_least=0, at_most=2**64 - 1)
     """Random seed of the initial weights, the order of the examples, the choice of positives and negatives, and dropout."""
     output_dir: str = setting("", resume="free")

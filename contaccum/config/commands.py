@@ -70,7 +70,7 @@ class QueryConfig:
     data: str
     """Data set: BEIR folder or name of a data set."""
     split: str = setting("test", unused_with=("query",))
-    """Split with the queries to search for. With --interactive, the passages found that are relevant in this split are marked."""
+    """Split with the queries to search for. With --interactive, results that are relevant in this split are marked."""
     output: str | None = None
     """TREC run file to write."""
     query: str | None = None

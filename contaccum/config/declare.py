@@ -124,7 +124,7 @@ class SettingSpec(NamedTuple):
 
 UNLIMITED = SettingSpec()
 LIMITS = {
-    "pairs": 10**7, "rows": 10**9, "layers": 1000, "dimensions": 10**5, "minutes": 10**6, "processes": 4096, "epochs": 10**6,
+    "pairs": 10**7, "entries": 10**9, "layers": 1000, "dimensions": 10**5, "minutes": 10**6, "processes": 4096, "epochs": 10**6,
     "rounds": 1000, "seeds": 1000, "runs": 1000, "tokens": 10**9,
 }  # fmt: skip
 """Maximum value of a setting, by its unit. No machine can do more, so larger values are refused before work starts."""

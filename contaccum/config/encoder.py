@@ -61,8 +61,8 @@ class EncoderConfig(EncodingConfig, ProcessConfig):
     """Retriever: folder of a run, of a trained model or of another encoder, name on the Hub, or `bm25` (search by words, without
     an encoder)."""
     truncate_dim: int | None = setting(None, at_least=1, unit="dimensions")
-    """Number of dimensions to keep of each vector. A width in `loss.matryoshka_dims` is best. Default: as stored in the folder of
-    the encoder, else all dimensions."""
+    """Number of dimensions to keep of each vector. Use one of the `loss.matryoshka_dims` that the model was trained with.
+    Default: as stored in the folder of the encoder, else all dimensions."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of weights and arithmetic. bf16 is several times faster than fp32 on GPUs that support bf16."""
 

@@ -11,12 +11,12 @@ class RoundsConfig:
     """Rounds of mining and training."""
 
     count: int = setting(1, at_least=0, unit="rounds")
-    """Number of rounds after the first training. Each round mines hard negatives with the newest model, and then trains with the
-    mined data."""
+    """Number of rounds after the first training run. Each round mines hard negatives with the newest model, and then trains with
+    the mined data."""
     first: Literal["data", "bm25"] = "data"
-    """Hard negatives of the first training: those in the data set (`data`), or negatives that BM25 finds (`bm25`)."""
+    """Hard negatives of the first training run: those in the data set (`data`), or negatives that BM25 finds (`bm25`)."""
     start: Literal["base", "previous"] = "base"
-    """Initial model of each training: `model.name` (`base`), or the model of the previous round (`previous`)."""
+    """Model that each training run starts from: `model.name` (`base`), or the model of the previous round (`previous`)."""
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,15 @@ class CompareConfig:
     """Runs to compare, and how to compare them."""
 
     methods: str = ""
-    """Memory methods to compare, separated by commas. Default: `method` of the config."""
+    """Training methods to compare, separated by commas. Default: `method` of the config."""
     seeds: int = setting(3, at_least=1, unit="seeds")
     """Number of runs for each combination of settings, one for each seed. Seeds are consecutive numbers and start at `seed` of
     the config."""
     vary: tuple[str, ...] = setting((), several=True, metavar="GROUP.FIELD=v1,v2")
     """Settings to vary, with values. Every combination of values runs with each method that reads these settings."""
     test: str | None = None
-    """Test data for all models: BEIR folder or name of a data set. Default: `data.train`."""
+    """Test data for all models: BEIR folder or name of a data set. Default: the data set named in `data.train`, with the split
+    `test_split`."""
     test_split: str = "test"
     """Split of the test data to use."""
     baselines: str = "bm25,untrained"
@@ -67,14 +68,16 @@ class CompareConfig:
 
 @dataclass(frozen=True)
 class AutoConfig:
-    """Limits and test data of an automatic training."""
+    """Limits and test data of an automatic training run."""
 
     memory: str = setting(unit="bytes")
     """Memory that the training process may use, such as 8GB or 24GiB: GPU memory, or main memory on a CPU."""
     time: str = setting(metavar="TIME")
-    """Time limit for everything, such as 90s, 30m or 2h."""
+    """Time limit of the whole command, such as 90s, 30m or 2h: measurements, tuning, the two baselines, the final training run
+    and its evaluation."""
     test: str | None = None
-    """Test data: BEIR folder or name of a data set. Default: `data.train` if this has the test split, else the dev queries."""
+    """Test data: BEIR folder or name of a data set. Default: the data set named in `data.train`, with the split `test_split`. If
+    there is no such split, the dev queries."""
     test_split: str = "test"
     """Split of the test data to use."""
     dry_run: bool = setting(False, flag=True)
@@ -88,12 +91,14 @@ class PlanConfig:
     memory: str = setting(unit="bytes")
     """Memory that one process may use, such as 11GB or 24GiB: GPU memory, or main memory on a CPU."""
     methods: str | None = None
-    """Memory methods to plan for, separated by commas. Default: all six."""
+    """Training methods to plan for, separated by commas: `in_batch`, `grad_accum`, `grad_cache`, `passage_bank`, `cont_accum`,
+    `cont_cache`. Default: all."""
     corpus_size: int | None = setting(None, at_least=1, unit="passages")
-    """Number of passages in the corpus to plan for. Default: no corpus."""
+    """Also estimate the time to encode a corpus of this many passages, the disk space of its vectors, the memory of an index and
+    the time of a search. Default: no estimate."""
     processes: int | None = setting(None, at_least=2, unit="processes")
-    """Number of processes for which `run.sharding` and LoRA are also planned. The steps are measured in one process without
-    sharding, so small ones must fit into the memory of this device. Default: not planned."""
+    """Also plan for this many processes, with `run.sharding`, with LoRA, and with both. The steps are measured in one process
+    without sharding, so small micro-batches must fit into the memory of this device. Default: one process."""
     output: str | None = None
     """JSON file to write the plan to."""
 

@@ -49,7 +49,7 @@ class MixtureConfig:
     """Text that is put before the passages of this data set in training. Default: `model.passage_prefix`."""
     in_batch_negatives: bool = True
     """Whether passages of other examples are negatives for the queries of this data set. With false, as for classification or
-    duplicates, each of them is compared only with its positive and its hard negatives, also in the bank."""
+    duplicates, each query is compared only with its positive and its hard negatives, also in the bank."""
 
 
 @dataclass
@@ -83,7 +83,7 @@ class DataConfig(DataPolicy):
     """Number of hard negatives for each query (H). `fill_negatives` decides what happens to queries that have fewer."""
     fill_negatives: Literal["random", "none"] = setting("random", unused_with=("data.hard_negatives 0",))
     """What to do if a query has fewer than H hard negatives: add random passages (random), or nothing (none). With `none`, the
-    loss leaves out the missing columns. Each of them is encoded as a text of one token; `model.unpad` saves its padding."""
+    loss masks the missing columns. Each of them is encoded as a text of one token; `model.unpad` saves its padding."""
 
     @property
     def policy(self) -> DataPolicy:
@@ -111,16 +111,16 @@ class DataConfig(DataPolicy):
             return
         found = f"data.mixture[{separate[0]}].in_batch_negatives is false, but"
         if not self.hard_negatives:
-            yield f"{found} data.hard_negatives is 0, so its queries have nothing to compare; set it to at least 1"
+            yield f"{found} data.hard_negatives is 0, so its queries have no negatives; set it to at least 1"
         if self.fill_negatives == "random":
             yield f"{found} data.fill_negatives is random, which adds passages of other examples; set it to none"
         if len(separate) < len(self.mixture):
             return
         found = "data.mixture: in_batch_negatives is false for all sets, so"
         if config.bank_size():
-            yield f"{found} the bank of {config.method} has nothing to compare; use another method, or set bank.size to 0"
+            yield f"{found} the bank of {config.method} would have no effect; use another method, or set bank.size to 0"
         if config.loss.symmetric:
-            yield f"{found} loss.symmetric has nothing to compare; set it to false"
+            yield f"{found} loss.symmetric would have no effect; set it to false"
 
 
 @dataclass
@@ -171,10 +171,11 @@ class BatchConfig:
 class BankConfig:
     """Memory bank of past embeddings, for methods that have a bank."""
 
-    size: int | None = setting(None, at_least=0, unit="rows", methods="bank")
-    """Number of rows kept in the bank (M). 0 disables the bank. Default: one step's pairs (`batch.global_batch_size`)."""
+    size: int | None = setting(None, at_least=0, unit="entries", methods="bank")
+    """Number of past pairs kept in the bank (M). Each entry also has the hard negatives of its query if `bank.hard_negatives` is
+    true. `passage_bank` stores no queries. 0 disables the bank. Default: the pairs of one step (`batch.global_batch_size`)."""
     row_weight: Literal["all", "current"] = setting("all", methods="bank")
-    """What the summed loss is divided by: the number of all rows, current and banked (all), or of current rows (current)."""
+    """Denominator of the mean loss: the number of current and banked rows (all), or of current rows only (current)."""
     hard_negatives: bool = setting(True, methods="bank", unused_with=("data.hard_negatives 0",))
     """Store hard negatives in the bank too. They are additional columns of the loss."""
     keep: bool = setting(True, methods="bank")
@@ -189,7 +190,7 @@ class BankConfig:
     def broken(self, config: "TrainConfig", world: int) -> Iterator[str]:
         size, push = config.bank_size(), config.bank_push(world)
         if size and size < push:
-            yield f"bank.size is {size} rows, but {push} rows can enter at once with {config.method}; use 0 or at least {push}"
+            yield f"bank.size is {size} entries, but {push} can enter at once with {config.method}; use 0 or at least {push}"
 
 
 @dataclass

@@ -16,21 +16,22 @@ class LossConfig:
     """Negatives of the loss, and additional training targets."""
 
     mask_false_negatives: bool = True
-    """Exclude columns whose passage is known, by its id, to be relevant for the row. This applies to current and to banked
-    columns."""
+    """Mask negatives that are known, by their passage id, to be relevant for the query. This applies to current and to banked
+    negatives."""
     guide: str | None = None
-    """Encoder that finds false negatives: folder or name on the Hub, also that of `model.name`. A column is left out if the guide
-    scores it above the row's positive minus `guide_margin`. This applies to in-batch, hard and banked negatives. The guide
+    """Encoder that finds false negatives: folder or name on the Hub, also that of `model.name`. A negative is masked if the guide
+    scores it above the query's positive minus `guide_margin`. This applies to in-batch, hard and banked negatives. The guide
     encodes all training queries and passages once, in float16; the vectors stay in the cache. Default: no guide."""
     guide_margin: float = setting(0.0, needs="loss.guide")
-    """Margin for `guide`, see `margin_strategy`. A larger margin leaves out more columns."""
+    """Margin for `guide`, see `margin_strategy`. A larger margin masks more negatives."""
     false_negative_margin: float | None = None
-    """Leave out columns that the trained model itself scores above the row's positive minus this margin, see `margin_strategy`.
+    """Mask negatives that the trained model itself scores above the query's positive minus this margin, see `margin_strategy`.
     The scores are similarities without `model.temperature` and have no gradient here. Default: no margin."""
     margin_strategy: Literal["absolute", "relative"] = setting(
         "absolute", unused_with=("loss.false_negative_margin null",), used_with="loss.guide"
     )
-    """Margin as a difference of scores (absolute), or as a share of the positive's score (relative, from 0 to 1)."""
+    """How to read `guide_margin` and `false_negative_margin`: as a difference of scores (absolute), or as a share of the
+    positive's score (relative, from 0 to 1)."""
     hardness: float = setting(0.0, at_least=0)
     """Weight the negatives by exp(hardness x similarity), so that negatives similar to the query count more. The weight has no
     gradient. It applies to current and to banked negatives. The similarity is not divided by the temperature."""
@@ -67,7 +68,7 @@ class LossConfig:
 
     @property
     def margin(self) -> float | None:
-        """Margin of the columns that are left out by their scores. None: no column is left out by its score."""
+        """Margin of the similarity rule (see ``contaccum.methods.masking``). None: no similarity rule."""
         return self.guide_margin if self.guide is not None else self.false_negative_margin
 
     def _broken_margins(self, config: "TrainConfig") -> Iterator[str]:

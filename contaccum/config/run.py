@@ -31,8 +31,8 @@ class RunConfig(ProcessConfig):
     """How W processes hold the weights. `none`: each process holds all of them. `fsdp`: each process holds 1/W of all weights,
     gradients and optimizer states (torch's FSDP2), and gathers one layer at a time. If memory runs out, the run ends."""
     cpu_offload: bool = False
-    """With `run.sharding fsdp`: keep each process's part of weights, gradients and optimizer state in main memory, and update
-    the weights there. This saves GPU memory but takes time."""
+    """With `run.sharding fsdp`: keep each process's shard of the weights, gradients and optimizer state in CPU memory, and update
+    the weights there. This saves GPU memory but is slower."""
     compile: Literal["off", "default", "cuda_graphs"] = "off"
     """Compile the encoders with torch.compile. The first steps then take minutes. `cuda_graphs` also captures CUDA graphs."""
     memory_budget: str | None = setting(None, resume="free", unit="bytes")

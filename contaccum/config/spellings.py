@@ -21,7 +21,7 @@ REMOVED_VALUES = {("batch.on_out_of_memory", "grow"): "Use shrink, which keeps t
 """(Setting, value that it no longer accepts) -> advice on what to use instead."""
 
 _OTHER_TRAINERS = """
-per_device_train_batch_size, train_batch_size = batch.micro_batch_size {}
+per_device_train_batch_size, train_batch_size = batch.global_batch_size {} (pairs per update), {in_memory}
 gradient_accumulation_steps = batch.global_batch_size {} x batch.micro_batch_size x number of processes
 per_device_eval_batch_size, eval_batch_size = run.eval_batch_tokens|batch_tokens {} x longest passage in tokens
 num_train_epochs, num_epochs = optim.epochs {}
@@ -68,7 +68,8 @@ top_k, depth = k {}
 no_cuda, use_cpu = run.device|device cpu
 """
 """Settings of other trainers (transformers, sentence-transformers, Tevatron, Axolotl), as ``their names = our setting value``.
-``|`` separates the names of our setting in different commands. ``{}`` is the value that the user gave."""
+``|`` separates the names of our setting in different commands. ``{}`` is the value that the user gave, and
+``{in_memory}`` names a second setting."""
 
 
 def closest(name: str, known: Collection[str], prefix: str = "") -> str:
@@ -91,12 +92,13 @@ def unknown(name: str, value: str, known: Collection[str], prefix: str = "") -> 
     prefix: text that the hint puts before the names of settings, such as ``--``.
     """
     last = name.rpartition(".")[2]
+    in_memory = f"or {prefix}batch.micro_batch_size (pairs in memory)"
     for line in _OTHER_TRAINERS.strip().splitlines():
         theirs, _, ours = line.partition(" = ")
         settings, _, recipe = ours.partition(" ")
         here = [each for each in settings.split("|") if each in known]
         if last in theirs.split(", ") and last not in known and here:
-            return f"; use {prefix}{here[0]} with the value {recipe.format(value or 'N')}"
+            return f"; use {prefix}{here[0]} with the value {recipe.format(value or 'N', in_memory=in_memory)}"
     if name.partition(".")[0] in ("rounds", "mine"):
         return "; it belongs to the command `contaccum rounds`"
     return closest(name, known, prefix)

@@ -27,7 +27,7 @@ Side = Literal["right", "left"]
 Tokenized = dict[int, tuple[np.ndarray, list[np.ndarray]]]
 """Token ids of pairs: index of the pair in the step -> (tokens of the query, tokens of each passage).
 
-A missing passage has one token, the first token of the positive. The loss leaves out its column.
+A missing passage has one token, the first token of the positive. The loss masks its column.
 """
 
 

@@ -43,8 +43,13 @@ def check(path: str | Path, split: str | None = None, policy: DataPolicy = DEFAU
     Invalid data, including teacher scores, causes the same errors and warnings as in training and evaluation. Text lengths are
     counted in words.
     """
-    data = open_dataset(path, split or "train", policy)
-    source, path, kind, policy = path, data.path, data.kind, data.policy
+    given = path
+    data = open_dataset(given, split or "train", policy)
+    path, kind, policy = (
+        data.path,
+        data.kind,
+        data.policy,
+    )  # the local copy of a published data set, with its own policy
     if kind == "beir":
         about = _beir(path, split, policy)
     elif kind == "corpus":
@@ -64,7 +69,7 @@ def check(path: str | Path, split: str | None = None, policy: DataPolicy = DEFAU
         about = _questions(path, policy)
     else:
         about = _examples(load_examples(path, policy, scores=True))
-    return {"path": str(source), "kind": kind, **about}
+    return {"path": str(given), "kind": kind, **about}
 
 
 def _left_out(records: int) -> Stats:

@@ -42,11 +42,15 @@ class Corpus(NamedTuple):
     left_out: int  # number of rejected records
 
 
-class _LaterAbout(TypedDict, total=False):
+class _OptionalAbout(TypedDict, total=False):
+    """Fields of about.json that caches of older versions lack."""
+
     bytes: dict[str, int]
 
 
-class _About(_LaterAbout):
+class _About(_OptionalAbout):
+    """Content of about.json in the cache of a corpus."""
+
     fingerprint: str
     repeated: int
     empty: int
@@ -92,6 +96,11 @@ def open_corpus(path: str | Path, policy: DataPolicy) -> Corpus:
 
 
 def _build_corpus(source: Path, policy: DataPolicy, folder: Path) -> None:
+    """Write the table of passages into the cache folder ``folder``.
+
+    A set of all ids would need too much memory, so the first pass keeps only a hash of each id. If two hashes are equal, a second
+    pass reads the ids to find the duplicates, and a third pass writes the table again without them.
+    """
     hashes, about, rejected = _write_corpus(source, policy, folder, {})
     again = _passages(source, policy.repair, RejectedRecords.of(policy))
     repeated = repeated_ids(hashes, ((line, passage.id) for line, passage in again)).values()
@@ -146,7 +155,7 @@ def repeated_ids(hashes: array, ids: Iterable[tuple[int, str]]) -> dict[str, lis
     """Return every duplicate id with the line numbers of all its records.
 
     ``hashes`` has a 64-bit hash of every id. ``ids`` yields the line number and the id of every record, in the same order.
-    ``ids`` is read only if two hashes are equal, because two different ids can have equal hashes.
+    ``ids`` is read only if two hashes are equal, to check whether the ids are equal too.
     """
     ordered = np.sort(np.frombuffer(hashes, dtype=np.int64))
     suspects = set(ordered[1:][ordered[1:] == ordered[:-1]].tolist())

@@ -58,12 +58,14 @@ class _Tolerated(TypedDict):
     first: str
 
 
-class _LaterAbout(TypedDict, total=False):
+class _OptionalAbout(TypedDict, total=False):
+    """Fields of about.json that caches of older versions lack."""
+
     scored: int
     bytes: dict[str, int]
 
 
-class _About(_LaterAbout):
+class _About(_OptionalAbout):
     fingerprint: str
     examples: int
     answerable: int

@@ -81,7 +81,7 @@ class DualEncoder(nn.Module):
         return any(tower.base is not None for tower in self.towers)
 
     def units(self) -> list[nn.Module]:
-        """Return the modules whose weights are gathered together: word embeddings, each layer, and the rest of each tower."""
+        """Return the FSDP units, sharded and gathered one at a time: word embeddings, each layer, and the rest of each tower."""
         levels = zip_longest(
             *(tower.units() for tower in self.towers)
         )  # LoRA towers share memory until both are sharded
@@ -314,8 +314,8 @@ class DualEncoder(nn.Module):
         True.
         dtype, device: precision of the weights, and device of both towers. append_eos: whether texts end with the end-of-text
         token. None: see ``contaccum.config.ModelConfig``.
-        adapters: options of new LoRA adapters. The other weights are then frozen. None: no new adapters. merge: whether to add
-        the saved adapters to the weights of their base. A quantized base is dequantized first.
+        adapters: options of new LoRA adapters. The other weights are then frozen. None: no new adapters. merge: whether to merge
+        the saved adapters into the base weights. Quantized base weights are dequantized first.
         overrides: values for fields of EncoderSettings. A value of None changes nothing.
         """
         name = model_folder(name)

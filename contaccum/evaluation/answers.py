@@ -222,7 +222,7 @@ def evaluate_questions(
 ) -> Metrics:
     """Search the passages for each question of a DPR file, and compute the answer accuracy.
 
-    questions, passages: names or paths of the two files. k: number of passages per question; cutoffs above k are left out. match,
+    questions, passages: names or paths of the two files. k: number of passages per question; cutoffs above k are skipped. match,
     processes: see ``answer_accuracy``. output: file to write the metrics to. group, policy: see ``contaccum.search``.
     """
     cutoffs = cutoffs_within(CUTOFFS, k)

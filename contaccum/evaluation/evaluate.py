@@ -57,11 +57,11 @@ def evaluate(
     """Search for the queries of a data set, and compute the metrics of the passages found.
 
     choice: an encoder, the name or config of an encoder, or ``bm25``. data: name or path of a data set (BEIR folder or file of
-    training examples), or a loaded data set. k: number of passages per query; metrics at cutoffs above k are left out.
+    training examples), or a loaded data set. k: number of passages per query; metrics at cutoffs above k are not computed.
     relevance_level: see ``evaluate_run``. output: file to write the metrics to: the means, and the values of every query. group,
     policy: see ``contaccum.search``. strict, repair, max_bad_records: older way to set ``policy``. evaluator: ``beir`` uses the
-    loader, the exact search and the metrics of the library BEIR instead of ours. Raises InputError for an option that this
-    library cannot use.
+    loader, the exact search and the metrics of the library BEIR instead of ours. Raises InputError for an option that
+    BEIR cannot use.
     """
     cutoffs = cutoffs_within(CUTOFFS, k)
     model = choice if isinstance(choice, str) else getattr(choice, "model", None)
@@ -201,8 +201,9 @@ def benchmark_sets(data: str, split: str) -> list[BenchmarkSet]:
         row = Path(name).name if os.path.isdir(name) else name
         inner = [f"{name}/{forum}" for forum in FORUMS] if name == "cqadupstack" and len(named) > 1 else [name]
         found += [BenchmarkSet(each, own, row) for each in inner]
-    rows = {(each.row, each.data.partition("/")[0] if each.row == "cqadupstack" else each.data) for each in found}
-    if len({row for row, _ in rows}) < len(rows):
+    # two folders with the same name would share a row; then each row gets the full path of its data set
+    sources = {(each.row, each.data.partition("/")[0] if each.row == "cqadupstack" else each.data) for each in found}
+    if len({row for row, _ in sources}) < len(sources):
         return [each._replace(row=each.data) for each in found]
     return found
 
@@ -231,29 +232,30 @@ def evaluate_benchmark(
     from contaccum.encoder import load_encoder
 
     encoder = load_encoder(choice) if choice.model != BM25_NAME else None
-    how: dict[str, Any] = {"k": k, "relevance_level": relevance_level}
+    measures: dict[str, Any] = {"k": k, "relevance_level": relevance_level}
     fingerprint = f"{encoder.fingerprint('query')} {encoder.fingerprint('passage')}" if encoder else BM25_NAME
-    about = {"model": choice.model, "encoder": fingerprint, **how, **asdict(policy)}
-    about |= index_settings(settings) if encoder else {}
-    about |= {"evaluator": evaluator} if evaluator != "contaccum" else {}
-    call = {**how, "policy": policy, "group": group, "evaluator": evaluator}
+    # everything that changes the metrics; a finished file is used again only if it was written with the same values
+    shared = {"model": choice.model, "encoder": fingerprint, **measures, **asdict(policy)}
+    shared |= index_settings(settings) if encoder else {}
+    shared |= {"evaluator": evaluator} if evaluator != "contaccum" else {}
+    arguments = {**measures, "policy": policy, "group": group, "evaluator": evaluator}
     finished: dict[str, list[Metrics]] = {}
     for each in benchmark_sets(data, split):
         name = each.data.strip("/").replace("/", "-")  # name of the metrics file and of the folders of this data set
         saved, index_dir = (value and str(Path(value) / name) for value in (settings.embeddings, settings.index_dir))
         own_settings = replace(settings, embeddings=saved, index_dir=index_dir)
-        identity = {**about, "data_sha256": data_digest(each)}
+        identity = {**shared, "data_sha256": data_digest(each)}
         if encoder:
             identity["dtype"] = (saved_dtype(saved) or settings.dtype) if saved else "float32"
         identity |= {"data": each.data, "split": each.split}
         file = Path(output) / f"{name}.json" if output is not None else None
         metrics = _finished(file, identity)
         if metrics is None:
-            metrics = evaluate(encoder or choice, each.data, each.split, settings=own_settings, **call)
+            metrics = evaluate(encoder or choice, each.data, each.split, settings=own_settings, **arguments)
             if file is not None and group.is_main:
                 write_json(file, {**identity, **metrics})
         finished.setdefault(each.row, []).append(metrics)
-    result = {**about, **benchmark_means(finished)}
+    result = {**shared, **benchmark_means(finished)}
     if output is not None and group.is_main:
         write_json(Path(output) / "benchmark.json", result)
     return result

@@ -24,7 +24,7 @@ class _Means(TypedDict):
 
 
 class Metrics(_Means, total=False):
-    """Metrics of a run. The file ``metrics.json`` has these fields, and the names of the data set, split and model."""
+    """Metrics of one ranking (TREC run). The file ``metrics.json`` also names the data set, split and model."""
 
     per_query: dict[str, dict[str, float]]  # query id -> metric -> value
     queries: int  # number of queries

@@ -39,7 +39,7 @@ from contaccum.experiments.jobs import delete_weights, require_one_process, run_
 from contaccum.experiments.page import duration, gigabytes
 from contaccum.experiments.plan import fitting_size
 from contaccum.experiments.run_records import METRICS_FILE, TUNED_FILE, dev_score
-from contaccum.experiments.settings import Setting, Values, named
+from contaccum.experiments.settings import Values, Variant, named
 from contaccum.experiments.study_report import StudyResult, write_report
 from contaccum.experiments.tuning import Tuned, rung_shares, survivors, tune
 from contaccum.runtime.files import remove_folder
@@ -232,7 +232,7 @@ class Auto:
         """Choose the candidate with the best dev metric by successive halving."""
         if self.state.chosen:
             return
-        tuned = Tuned(Setting("auto", "cont_accum", (), tuple(candidates)), rung_shares(len(candidates), None))
+        tuned = Tuned(Variant("auto", "cont_accum", (), tuple(candidates)), rung_shares(len(candidates), None))
         if len(candidates) > 1:
             tune([tuned], lambda runs: [self._dev_score(values, float(share) * budget) for _, values, share in runs])
         best = next((max(rung, key=rung.__getitem__) for rung in reversed(tuned.rungs) if rung), candidates[0])

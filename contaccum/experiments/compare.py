@@ -35,15 +35,15 @@ from contaccum.experiments.jobs import (
 from contaccum.experiments.page import require_matplotlib
 from contaccum.experiments.run_records import METRICS_FILE, TUNED_FILE, dev_score
 from contaccum.experiments.settings import (
-    Setting,
     Values,
+    Variant,
     combinations,
     named,
     read_names,
     read_settings,
     read_tune,
     read_values,
-    settings,
+    variants,
 )  # fmt: skip
 from contaccum.experiments.study_report import StudyResult, write_report
 from contaccum.experiments.tuning import Tuned, run_name, rung_shares, tune
@@ -104,17 +104,17 @@ class Study:
             raise InputError(f"{min(both)}: given to --vary and --tune; use only one of them")
         if options.settings is None:
             methods = read_names("--methods", options.methods, METHOD_SPECS) or [self.base.method]
-            self.settings = settings(methods, varied, tuned)
+            self.variants = variants(methods, varied, tuned)
         elif options.methods or options.vary:
             raise InputError(
                 "--settings: cannot be used with --methods or --vary; write methods and values into the file"
             )
         else:
-            self.settings = read_settings(options.settings, tuned)
+            self.variants = read_settings(options.settings, tuned)
         self._valid_candidates()
         baselines = "" if options.baselines == "none" else options.baselines
         self.baselines = self._planned_baselines(read_names("--baselines", baselines, BASELINES), varied)
-        known = [name for one in self.settings for name in (one.label, one.method)]
+        known = [name for one in self.variants for name in (one.label, one.method)]
         self.against = options.against or ("grad_cache" if "grad_cache" in known else known[0])
         if self.against not in known:
             raise InputError(f"--against is {self.against!r}; choose from {', '.join(dict.fromkeys(known))}")
@@ -123,33 +123,33 @@ class Study:
         self.times = StepTimes(self.output)
 
     def _valid_candidates(self) -> None:
-        """Remove the candidates that cannot be trained, and prepare the tuning of settings that have several candidates."""
+        """Remove the candidates that cannot be trained, and prepare the tuning of variants that have several candidates."""
         self.tuned, fixed = [], []
-        for setting in self.settings:
+        for variant in self.variants:
             invalid = {}
-            for candidate in setting.candidates:
-                name = named(setting.label, candidate)
+            for candidate in variant.candidates:
+                name = named(variant.label, candidate)
                 try:
-                    config = replace(self._config(setting, candidate), output_dir=str(self.output))
+                    config = replace(self._config(variant, candidate), output_dir=str(self.output))
                     check_values(config)
                 except InputError as error:
                     raise InputError(f"{name}: {error}") from None
                 try:
                     validate(config)
                 except InputError as error:
-                    if len(setting.candidates) == 1:
+                    if len(variant.candidates) == 1:
                         raise InputError(f"{name}: {error}") from None
                     invalid[name] = str(error)
-            valid = tuple(each for each in setting.candidates if named(setting.label, each) not in invalid)
+            valid = tuple(each for each in variant.candidates if named(variant.label, each) not in invalid)
             if not valid:
                 raise InputError(
-                    f"{setting.label}: no combination of the tuned values is valid. {': '.join(invalid.popitem())}"
+                    f"{variant.label}: no combination of the tuned values is valid. {': '.join(invalid.popitem())}"
                 )
-            left = replace(setting, candidates=valid)
+            left = replace(variant, candidates=valid)
             fixed.append(left)
-            if len(setting.candidates) > 1:
+            if len(variant.candidates) > 1:
                 self.tuned.append(Tuned(left, rung_shares(len(valid), self.rungs), invalid=invalid))
-        self.settings = fixed
+        self.variants = fixed
         several_lengths = self.budget is not None or any(len(each.shares) > 1 for each in self.tuned)
         if self.base.optim.warmup_steps and several_lengths:
             steps = self.base.optim.warmup_steps
@@ -162,10 +162,10 @@ class Study:
         require_one_process("compare")
         require_matplotlib()
         by_settings: dict[str, str] = {}
-        for setting in self.settings:
-            for candidate in setting.candidates:  # also finds equal values such as 1e-3 and 0.001
-                name = named(setting.label, candidate)
-                same = by_settings.setdefault(repr(self._config(setting, candidate)), name)
+        for variant in self.variants:
+            for candidate in variant.candidates:  # also finds equal values such as 1e-3 and 0.001
+                name = named(variant.label, candidate)
+                same = by_settings.setdefault(repr(self._config(variant, candidate)), name)
                 if same != name:
                     raise InputError(f"{name} and {same}: equal settings; give every value once")
         self._check_data()
@@ -184,15 +184,15 @@ class Study:
 
     def _every_run(self) -> Iterable[PlannedRun]:
         """Yield all training runs that may be needed. Tuning later decides which ones are."""
-        for setting in self.settings:
-            for candidate in setting.candidates:
-                yield from (self._planned_run(setting, candidate, seed) for seed in self.seeds)
+        for variant in self.variants:
+            for candidate in variant.candidates:
+                yield from (self._planned_run(variant, candidate, seed) for seed in self.seeds)
         yield from self._tuning_runs()
 
     def _tuning_runs(self) -> Iterable[PlannedRun]:
         for each in self.tuned:
-            for candidate in each.setting.candidates:
-                yield from (self._planned_run(each.setting, candidate, self.seeds[0], share) for share in each.shares)
+            for candidate in each.variant.candidates:
+                yield from (self._planned_run(each.variant, candidate, self.seeds[0], share) for share in each.shares)
 
     def _check_data(self) -> None:
         """Raise InputError if data cannot be read or if the dev data is the test data. Warn if the training data is."""
@@ -213,19 +213,19 @@ class Study:
             _ = open_dataset(data.dev, data.dev_split, data.policy).retrieval_set
         open_training(data, self.base.distils)
 
-    def _config(self, setting: Setting, candidate: Values) -> TrainConfig:
-        return self._parsed(tuple(setting.changes(candidate).items()))
+    def _config(self, variant: Variant, candidate: Values) -> TrainConfig:
+        return self._parsed(tuple(variant.changes(candidate).items()))
 
     @cache  # noqa: B019 - a process has only one study; parsing takes 0.1 seconds
     def _parsed(self, changes: Values) -> TrainConfig:
         return self.configure(dict(changes))
 
-    def _planned_run(self, setting: Setting, candidate: Values, seed: int, share: Fraction = FULL) -> PlannedRun:
-        config = self._config(setting, candidate)
+    def _planned_run(self, variant: Variant, candidate: Values, seed: int, share: Fraction = FULL) -> PlannedRun:
+        config = self._config(variant, candidate)
         seconds = self.times.of(config) if self.budget is not None and self.budget.unit == "s" else None
         config = replace(limited(config, self.budget, share, seconds), seed=seed)
         return self._planned(
-            run_name(setting, candidate, seed, share), "run", config, "runs" if share == 1 else "tuning"
+            run_name(variant, candidate, seed, share), "run", config, "runs" if share == 1 else "tuning"
         )
 
     def _planned_baselines(self, kinds: list[str], varied: Mapping[str, list[str]]) -> list[PlannedRun]:
@@ -272,17 +272,17 @@ class Study:
         if self.budget is not None and self.budget.unit == "s":
             self._check_folders()
         tune(self.tuned, self._train_candidates)
-        chosen = {each.setting.label: each.chosen for each in self.tuned}
+        chosen = {each.variant.label: each.chosen for each in self.tuned}
         rows = {
-            setting.label: [self._planned_run(setting, candidate, seed) for seed in self.seeds]
-            for setting in self.settings
-            if (candidate := chosen.get(setting.label, setting.candidates[0])) is not None
+            variant.label: [self._planned_run(variant, candidate, seed) for seed in self.seeds]
+            for variant in self.variants
+            if (candidate := chosen.get(variant.label, variant.candidates[0])) is not None
         }
         self._delete_losers({run.folder for runs in rows.values() for run in runs})
         runs = [run for row in rows.values() for run in row] + self.baselines
         self.failed += self._run_missing(runs, METRICS_FILE, self.test)
-        reference = [one.label for one in self.settings if one.label == self.against]
-        reference = reference or [one.label for one in self.settings if one.method == self.against]
+        reference = [one.label for one in self.variants if one.label == self.against]
+        reference = reference or [one.label for one in self.variants if one.method == self.against]
         chosen_by_name = self.tuned or self.budget or self.options.settings
         result = StudyResult(
             metric=self.base.run.metric,
@@ -301,17 +301,17 @@ class Study:
             )
         return page
 
-    def _train_candidates(self, candidates: list[tuple[Setting, Values, Fraction]]) -> list[float | None]:
+    def _train_candidates(self, candidates: list[tuple[Variant, Values, Fraction]]) -> list[float | None]:
         """Train each candidate with the first seed and its share of the budget. Return the dev metric of each candidate.
 
         The metric of a failed run is None.
         """
-        runs = [self._planned_run(setting, values, self.seeds[0], share) for setting, values, share in candidates]
+        runs = [self._planned_run(variant, values, self.seeds[0], share) for variant, values, share in candidates]
         failed = {one.job.name: one for one in self._run_missing(runs, TUNED_FILE, None)}
         scores = [dev_score(run.folder) for run in runs]
-        # a failed run is reported only if all runs of its setting failed
-        for label in {setting.label for setting, *_ in candidates}:
-            mine = [number for number, (setting, *_) in enumerate(candidates) if setting.label == label]
+        # a failed run is reported only if all runs of its variant failed
+        for label in {variant.label for variant, *_ in candidates}:
+            mine = [number for number, (variant, *_) in enumerate(candidates) if variant.label == label]
             if all(scores[number] is None for number in mine):
                 self.failed += [failed[runs[number].name] for number in mine if runs[number].name in failed]
         return scores

@@ -225,7 +225,7 @@ def fitting_size(probe: Probe, budget: float, processes: int = 1) -> FittingSize
     if len(peaks) < 2:
         raise InputError(
             f"{config.method}: fewer than two micro-batch sizes from {first // 4} to {first} pairs fit into the memory of this "
-            "device; the prediction needs two. Lower batch.micro_batch_size."
+            "device; memory is predicted from measurements of at least two sizes. Lower batch.micro_batch_size."
         )
     high = max(peaks)
     line = {size: peak for size, peak in peaks.items() if size < high}

@@ -1,4 +1,4 @@
-"""Read the settings that ``contaccum compare`` trains: methods, fixed values, and combinations of values to tune."""
+"""Read the variants that ``contaccum compare`` trains: methods, fixed values, and combinations of values to tune."""
 
 import json
 import re
@@ -21,7 +21,7 @@ Values = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
-class Setting:
+class Variant:
     """One entry of a comparison: a method with fixed values, and the combinations of values to tune.
 
     Tuning chooses one of these combinations, called candidates. A single candidate needs no tuning.
@@ -38,6 +38,7 @@ class Setting:
 
 
 def named(first: str, values: Values) -> str:
+    """Return ``first`` with the values, as a name for people and folders: ``cont_accum-size=64-learning_rate=2e-5``."""
     return "-".join([first, *(f"{name.partition('.')[2] or name}={value}" for name, value in values)])
 
 
@@ -89,20 +90,20 @@ def read_tune(options: CompareConfig) -> tuple[int | None, dict[str, list[str]]]
     return options.rungs or 1, tuned | read_values("--tune", (f"{rate}={options.tune_learning_rate}",))
 
 
-def settings(methods: list[str], varied: Mapping[str, list[str]], tuned: Mapping[str, list[str]]) -> list[Setting]:
-    """Return one Setting for each method and each combination of the varied values.
+def variants(methods: list[str], varied: Mapping[str, list[str]], tuned: Mapping[str, list[str]]) -> list[Variant]:
+    """Return one Variant for each method and each combination of the varied values.
 
-    Settings that a method does not read are left out.
+    A variant has no value for a setting that its method does not read.
     """
     return [
-        Setting(named(method, values), method, values, combinations(tuned, method))
+        Variant(named(method, values), method, values, combinations(tuned, method))
         for method in methods
         for values in combinations(varied, method)
     ]
 
 
 def combinations(values: Mapping[str, list[str]], method: str | None) -> tuple[Values, ...]:
-    """Return all combinations of the values. Settings that ``method`` does not read are left out.
+    """Return all combinations of the values, without the settings that ``method`` does not read.
 
     method: name of a method, or None for the untrained encoder.
     """
@@ -110,7 +111,7 @@ def combinations(values: Mapping[str, list[str]], method: str | None) -> tuple[V
     return tuple(product(*used))
 
 
-def read_settings(path: str, tuned: Mapping[str, list[str]]) -> list[Setting]:
+def read_settings(path: str, tuned: Mapping[str, list[str]]) -> list[Variant]:
     """Read a YAML file of comparison entries: name -> method, fixed values, and under ``tune`` the values to tune.
 
     tuned: values to tune for a name without ``tune``.
@@ -121,7 +122,7 @@ def read_settings(path: str, tuned: Mapping[str, list[str]]) -> list[Setting]:
     return [_row(f"{path}: {label}", str(label), row, tuned) for label, row in rows.items()]
 
 
-def _row(where: str, label: str, row: Any, tuned: Mapping[str, list[str]]) -> Setting:
+def _row(where: str, label: str, row: Any, tuned: Mapping[str, list[str]]) -> Variant:
     if not isinstance(row, dict):
         raise InputError(f"{where} is {row!r}; it must be a mapping of settings")
     method, tune = row.pop("method", label), row.pop("tune", None)
@@ -130,16 +131,16 @@ def _row(where: str, label: str, row: Any, tuned: Mapping[str, list[str]]) -> Se
     fixed = _values(where, row)
     if tune is None:
         free = {name: values for name, values in tuned.items() if name not in dict(fixed)}
-        return Setting(label, method, fixed, combinations(free, method))
+        return Variant(label, method, fixed, combinations(free, method))
     if isinstance(tune, dict):
         grid = {name: [_text(each) for each in values] for name, values in _lists(where, tune).items()}
-        return Setting(label, method, fixed, combinations(grid, method))
+        return Variant(label, method, fixed, combinations(grid, method))
     if not isinstance(tune, list) or not tune or not all(isinstance(each, dict) for each in tune):
         raise InputError(
             f"{where}: tune is {tune!r}; expected settings with lists of values, such as "
             "{bank.size: [64, 128]}, or a list of combinations, such as [{bank.size: 64}, {bank.size: 128}]"
         )
-    return Setting(label, method, fixed, tuple(dict.fromkeys(_values(where, each) for each in tune)))
+    return Variant(label, method, fixed, tuple(dict.fromkeys(_values(where, each) for each in tune)))
 
 
 def _lists(where: str, tune: dict[Any, Any]) -> dict[str, list[Any]]:

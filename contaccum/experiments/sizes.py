@@ -21,11 +21,11 @@ def predict(peaks: dict[int, float], size: int) -> float:
 def largest(
     peaks: dict[int, float], choices: Sequence[int], budget: float, measure: Callable[[int], float | None]
 ) -> tuple[int | None, float]:
-    """Return the largest choice that fits into the budget, and the relative error of the last checked prediction.
+    """Return the largest size in ``choices`` whose peak memory is at most ``budget``. None if no size fits.
 
-    The choice is None if nothing fits. The function predicts the largest choice, measures it, and predicts again with the new
-    peak. peaks: size -> measured bytes; new peaks are added. measure: returns the bytes of a size, or None if this device cannot
-    measure it; the prediction is then the result.
+    Also return the relative error of the last prediction that was checked. The function predicts the largest fitting size,
+    measures its peak memory, and repeats with this measurement. peaks: size -> measured peak memory in bytes; extended in place.
+    measure: returns the peak memory at a size, or None if this device cannot measure it; the predicted size is then returned.
     """
     error = 0.0
     for _ in range(CORRECTIONS):

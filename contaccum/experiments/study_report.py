@@ -39,7 +39,7 @@ class StudyResult(NamedTuple):
     @property
     def equal_batch(self) -> bool:
         """True if only runs with equal global batch sizes are compared."""
-        tuned = {name for each in self.tuned for candidate in each.setting.candidates for name, _ in candidate}
+        tuned = {name for each in self.tuned for candidate in each.variant.candidates for name, _ in candidate}
         return self.budget is None and "batch.global_batch_size" not in tuned
 
 
@@ -130,14 +130,14 @@ def _tuning_section(tuned: Sequence[Tuned], metric: str) -> Section:
     rows = []
     for each in tuned:
         chosen = ", ".join(f"{name}={value}" for name, value in each.chosen or ()) or "all runs failed"
-        count, cost = str(len(each.setting.candidates)), number(float(each.full_runs), ".2f")
-        rows.append([each.setting.label, count, cost, chosen, ", ".join(each.edges()) or MISSING])
+        count, cost = str(len(each.variant.candidates)), number(float(each.full_runs), ".2f")
+        rows.append([each.variant.label, count, cost, chosen, ", ".join(each.edges()) or MISSING])
     shares = sorted({share for each in tuned for share in each.shares})
     tried = [
-        [each.setting.label, *(dict(candidate).get(name, MISSING) for name in _tuned_names(tuned)),
+        [each.variant.label, *(dict(candidate).get(name, MISSING) for name in _tuned_names(tuned)),
          *(number(dict(zip(each.shares, each.rungs, strict=True)).get(share, {}).get(candidate)) for share in shares),
          "chosen" if candidate == each.chosen else ""]
-        for each in tuned for candidate in each.setting.candidates
+        for each in tuned for candidate in each.variant.candidates
     ]  # fmt: skip
     heads = [f"{share} of the budget" if share < 1 else "full budget" for share in shares]
     notes = [
@@ -153,4 +153,4 @@ def _tuning_section(tuned: Sequence[Tuned], metric: str) -> Section:
 
 
 def _tuned_names(tuned: Sequence[Tuned]) -> list[str]:
-    return list(dict.fromkeys(name for each in tuned for values in each.setting.candidates for name, _ in values))
+    return list(dict.fromkeys(name for each in tuned for values in each.variant.candidates for name, _ in values))

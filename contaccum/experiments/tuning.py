@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any
 
 from contaccum.config import train_settings
-from contaccum.experiments.settings import Setting, Values, named
+from contaccum.experiments.settings import Values, Variant, named
 
 LONGER = 3
 QUARTER = 4
@@ -41,9 +41,9 @@ def survivors(candidates: int) -> int:
 
 @dataclass
 class Tuned:
-    """Tuning of one setting: the dev metrics of its candidates in each rung, and the chosen candidate."""
+    """Tuning of one variant: the dev metrics of its candidates in each rung, and the chosen candidate."""
 
-    setting: Setting
+    variant: Variant
     shares: list[Fraction]
     rungs: list[Scores] = field(default_factory=list)
     """For each rung: candidate -> dev metric. Candidates with failed runs are missing."""
@@ -55,7 +55,7 @@ class Tuned:
     def alive(self) -> list[Values]:
         """Return the candidates of the next rung. The best candidate comes first."""
         if not self.rungs:
-            return list(self.setting.candidates)
+            return list(self.variant.candidates)
         scores = self.rungs[-1]
         best = sorted(scores, key=lambda each: -scores[each])  # stable: candidates with equal scores keep their order
         return best[: survivors(self.trained[-1])]
@@ -78,7 +78,7 @@ class Tuned:
         found = []
         for name, value in self.chosen or ():
             tried = {
-                number for each in self.setting.candidates if (number := _number(dict(each).get(name))) is not None
+                number for each in self.variant.candidates if (number := _number(dict(each).get(name))) is not None
             }
             own, spec = _number(value), train_settings()[name]
             bounds = (spec.at_least, spec.at_most)
@@ -87,10 +87,10 @@ class Tuned:
         return found
 
     def as_json(self, metric: str) -> dict[str, Any]:
-        """Return the entry of this setting in compare.json. ``metric`` is the name of the dev metric."""
+        """Return the entry of this variant in compare.json. ``metric`` is the name of the dev metric."""
         chosen = self.chosen
         return {
-            "setting": self.setting.label,
+            "setting": self.variant.label,
             "metric": metric,
             "chosen": None if chosen is None else dict(chosen),
             "at_the_edge": self.edges(),
@@ -100,7 +100,7 @@ class Tuned:
                     "values": dict(each),
                     "dev": {str(share): rung.get(each) for share, rung in zip(self.shares, self.rungs, strict=True)},
                 }
-                for each in self.setting.candidates
+                for each in self.variant.candidates
             ],
             "invalid": self.invalid,
         }
@@ -113,23 +113,23 @@ def _number(text: str | None) -> float | None:
         return None
 
 
-def tune(settings: list[Tuned], train: Callable[[list[tuple[Setting, Values, Fraction]]], list[float | None]]) -> None:
-    """Run all rungs of all settings. Save the dev metrics in ``settings``.
+def tune(tuned: list[Tuned], train: Callable[[list[tuple[Variant, Values, Fraction]]], list[float | None]]) -> None:
+    """Run all rungs of all variants. Save the dev metrics in ``tuned``.
 
     train: function that trains candidates with shares of the budget. It returns the dev metric of each run, or None for a failed
-    run. The same rung of all settings is trained in one call, so that several devices have enough work.
+    run. The same rung of all variants is trained in one call, so that several devices have enough work.
     """
-    for number in range(max((len(each.shares) for each in settings), default=0)):
-        current = [each for each in settings if len(each.shares) > number]
+    for number in range(max((len(each.shares) for each in tuned), default=0)):
+        current = [each for each in tuned if len(each.shares) > number]
         runs = [(each, candidate) for each in current for candidate in each.alive()]
-        scores = train([(each.setting, candidate, each.shares[number]) for each, candidate in runs])
+        scores = train([(each.variant, candidate, each.shares[number]) for each, candidate in runs])
         for each in current:
             mine = {candidate: score for (owner, candidate), score in zip(runs, scores, strict=True) if owner is each}
             each.trained.append(len(mine))
             each.rungs.append({candidate: score for candidate, score in mine.items() if score is not None})
 
 
-def run_name(setting: Setting, candidate: Values, seed: int, share: Fraction) -> str:
+def run_name(variant: Variant, candidate: Values, seed: int, share: Fraction) -> str:
     """Return the name of a training run with these values. It is also the name of the folder."""
     part = "" if share == 1 else f"-{share.numerator}of{share.denominator}"
-    return f"{named(setting.label, candidate)}-seed{seed}{part}"
+    return f"{named(variant.label, candidate)}-seed{seed}{part}"

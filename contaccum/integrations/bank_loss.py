@@ -46,7 +46,7 @@ class BankLoss:
         None: the value of ``step_pairs`` in ``begin``.
         similarity: ``cosine`` or ``dot``.
         temperature: every similarity is divided by this number.
-        mask_false_negatives: for each query, leave out the negatives that equal the positive passage.
+        mask_false_negatives: for each query, mask the negatives that equal the positive passage.
         hard_negatives: store hard negatives in the bank.
         bank_options: ``queries=False`` stores only passages in the bank. For row_weight, age_decay, keep and warmup_steps,
         see BankOptions.

@@ -47,7 +47,7 @@ class ContAccumLoss(CachedLossMixin, nn.Module):
         step, so that no query is older than one step. 0: no bank (plain gradient accumulation).
         temperature: every similarity is divided by this number. The ``scale`` of sentence-transformers is 1 / temperature.
         similarity: ``cosine`` or ``dot``. Default: the similarity of the model.
-        mask_false_negatives: for each query, leave out the negatives that have the same tokens as the positive passage.
+        mask_false_negatives: for each query, mask the negatives that have the same tokens as the positive passage.
         mini_batch_size: number of pairs in one forward pass. A smaller number needs less memory, because gradients are cached
         within a batch. Default: the whole batch in one pass, without caching.
         bank_options: hard_negatives (False: do not store hard negatives), queries (False: store only passages), and row_weight,
@@ -104,7 +104,10 @@ class ContAccumLoss(CachedLossMixin, nn.Module):
         if not self.bank_loss.loss.similarity.mask_false_negatives:
             return None
         if not all("input_ids" in each and "attention_mask" in each for each in passages):
-            raise InputError("passages have no input_ids and attention_mask. Use texts, or mask_false_negatives=False.")
+            raise InputError(
+                "masking of false negatives identifies passages by their token ids, but input_ids or attention_mask is missing. "
+                "Use text inputs, or set mask_false_negatives=False."
+            )
         columns = [zip(each["input_ids"].cpu(), each["attention_mask"].cpu().bool(), strict=True) for each in passages]
         return torch.stack([content_ids([row[real].tolist() for row, real in each]) for each in columns], 1)
 

@@ -1,7 +1,8 @@
 """Dual memory bank: a ring buffer of the embeddings of past queries and passages.
 
 One slot of the ring stores one row: a query, its passages and the passage ids. The query bank and the passage bank are therefore
-always aligned. Stored embeddings have no gradient.
+always aligned. Stored embeddings have no gradient. A block is a group of consecutive slots: ``NestedLogSumExp`` stores one
+log-sum-exp for each row and block. The rules (``PairRules``) mask pairs for other reasons than a known positive.
 Source: Kim et al. 2024 (arXiv 2406.12356), section 4.
 """
 
@@ -83,8 +84,9 @@ class Bank:
         self.column_ids = torch.full((size, 1 + options.hard_negatives), NO_PASSAGE)
         self.positives = torch.full((size, 1), NO_PASSAGE)
         self.query_numbers = torch.zeros(size, dtype=torch.long)  # row numbers in the training set, for the rules
-        # index of the row among the rows of its optimizer step
-        self.index_in_step = torch.zeros(size, dtype=torch.long)
+        self.index_in_step = torch.zeros(
+            size, dtype=torch.long
+        )  # index of the row among the rows of its optimizer step
         self.journal = RollbackJournal()
         self._map_ids()
         self._clear()
@@ -106,10 +108,7 @@ class Bank:
         return self.sums.total(self.fill)
 
     def ages(self) -> Tensor:
-        """Return the age of each stored row, (stored,) int64.
-
-        The age is the number of optimizer steps since the row was encoded. A row from the current step has age 0.
-        """
+        """Return the number of optimizer steps since each stored row was encoded, (stored,) int64. It is 0 in the same step."""
         return self.step - self.written_step[: self.stored]
 
     def age_penalty(self) -> Tensor | None:
@@ -123,11 +122,10 @@ class Bank:
         return (self.ages()[: self.fill] * self.options.age_decay).to(self.passages)
 
     def partial(self, rows: int, columns: int) -> PartialLogSumExp | None:
-        """Return an empty PartialLogSumExp for the next push, or None if this push cannot use one.
+        """Return an object in which the loss saves the log-sum-exps that the next push reuses, or None if it cannot reuse them.
 
-        rows: number of rows of the push. columns: number of passages per row. A push can use a PartialLogSumExp only if the
-        bank stores the queries and all passages of each row, the loss uses the bank, and the rows fill exactly one of the
-        smallest blocks.
+        rows: number of rows of the push. columns: number of passages per row. The push can reuse them only if the bank stores
+        the queries and all passages of each row, the loss uses the bank, and the rows fill exactly one of the smallest blocks.
         """
         one_block = rows == self.push_rows and self.pointer % rows == 0 and self.pointer + rows <= self.size
         if self.sums is None or not self.fill or not one_block or columns != 1 + self.options.hard_negatives:
@@ -171,7 +169,7 @@ class Bank:
         self.stored = min(self.size, self.stored + b)
         self.pushed += b
         if self.sums is not None:
-            for slots in written:  # the rules compare other logits with these
+            for slots in written:  # before the log-sum-exps: the similarity rule compares their logits with these
                 self._update_positive_logits(slots)
             for slots in written:
                 self.sums.overwrite(slots.start, slots.stop, self.stored, partials[0] if partials else None)
@@ -209,15 +207,16 @@ class Bank:
         return self._by_positive.find(column_ids.unsqueeze(1), rows)
 
     def rule_rows(self, slots: slice) -> Rows:
-        """Return what the rules need of the rows in ``slots``."""
+        """Return the rows in ``slots`` as the rules take them: query numbers, positives, and the logits of the positives."""
+        # all logits that the rules compare contain the hardness weight, but ``positive_logits`` do not
         scores = self.positive_logits[slots] / self.similarity.positive_share
         return Rows(self.query_numbers[slots], self.column_ids[slots, 0], scores, self.similarity.scale)
 
     def logits(self, rows: slice, slots: slice, reverse: bool = False) -> Tensor:
         """Return the logits of the bank rows ``rows`` and of all columns in the bank slots ``slots``.
 
-        The shape is (slots * columns per slot, rows). Logits of masked pairs are minus infinity. With ``reverse``, the rules
-        apply to the direction from passages to queries, and only to positives.
+        The shape is (slots * columns per slot, rows). Logits of masked pairs are minus infinity, and the age penalty is
+        subtracted. With ``reverse``, the rules apply to the direction from passages to queries, and only to positives.
         """
         assert self.queries is not None
         per_slot = self.column_ids.shape[1]
@@ -259,10 +258,7 @@ class Bank:
             bank.end_step()
 
     def empty(self) -> None:
-        """Remove all rows, but keep the number of finished optimizer steps.
-
-        Call this function only between two optimizer steps.
-        """
+        """Remove all rows, but keep the number of finished steps. Call this function only between two optimizer steps."""
         self._clear()
         self._begin_step()
         for bank in self.truncated:
@@ -279,7 +275,7 @@ class Bank:
     def rollback(self) -> None:
         """Restore exactly the state that the bank had at the beginning of the current optimizer step."""
         self.journal.restore()
-        self.pointer, self.stored, self.positives, open_blocks = self._before
+        self.pointer, self.stored, self.positives, open_blocks = self._at_step_start
         self._map_ids()
         if self.sums is not None:
             self.sums.open = open_blocks
@@ -288,9 +284,10 @@ class Bank:
             bank.rollback()
 
     def _begin_step(self) -> None:
+        """Save the values that ``rollback`` restores and the journal does not record."""
         self.pushed = 0
         self.journal.clear()
-        self._before = (self.pointer, self.stored, self.positives, list(self.sums.open) if self.sums else [])
+        self._at_step_start = (self.pointer, self.stored, self.positives, list(self.sums.open) if self.sums else [])
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return all tensors that have one entry per slot. The keys are their names in a saved state."""

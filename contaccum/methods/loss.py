@@ -46,11 +46,11 @@ class LossValue(NamedTuple):
     negatives: Tensor
     """Mean number of unmasked negatives per query of the current batch. Scalar."""
     masked: Tensor
-    """Number of masked (row, column) pairs of the current rows. Scalar."""
+    """Number of pairs of the current rows that are masked because the column is a known positive. Scalar."""
     row_weight: Tensor
     """Weight of each row in ``contrast``, the same for current rows and bank rows. Scalar."""
     filtered: Tensor | None = None
-    """Number of pairs of the current rows that the similarity rule left out. Scalar; None without a similarity rule."""
+    """Number of other pairs of the current rows that the similarity rule masked. Scalar; None without a similarity rule."""
     distilled: Tensor | None = None
     """Distillation loss (see ``contaccum.methods.objective.Distillation``). Scalar with gradient; None without distillation."""
     partials: tuple[PartialLogSumExp | None, ...] = ()
@@ -60,10 +60,10 @@ class LossValue(NamedTuple):
     """
     replayed: tuple[float, float] | None = None
     """Two values of partial replay: the share of the texts that it encoded, and the relative variance that sampling added."""
-    counted: float = 1.0
-    """Denominator of ``contrast``, divided by the number of rows in its sum.
+    counted_share: float = 1.0
+    """``contrast`` is the sum of the losses of n rows, divided by m. This is m / n.
 
-    It is below 1 if the sum includes bank rows that the denominator does not count.
+    It is below 1 if the sum includes bank rows that m does not count (``row_weight`` current).
     """
 
     @property
@@ -73,8 +73,8 @@ class LossValue(NamedTuple):
 
     @property
     def mean(self) -> Tensor:
-        """Loss for the log. It is like ``value``, but InfoNCE is always divided by the number of all current and bank rows."""
-        return self.value - self.contrast * (1 - self.counted)
+        """Loss for the log: ``contrast * counted_share``, the mean over all current and bank rows, plus distillation loss."""
+        return self.value - self.contrast * (1 - self.counted_share)
 
     def detach(self) -> "LossValue":
         """Return a copy for the log, without graph and without ``partials``."""
@@ -149,21 +149,23 @@ class InfoNCE:
             penalty = bank.age_penalty() if bank is not None else None
             sums = _Sums(self.similarity, queries.detach(), current.detach(), partial, penalty)
             sums.add_current_rows(ids, bank)
-            n_rows = n_summed = len(queries)
+            n_counted = n_summed = len(queries)  # rows in the denominator, and rows in the sum
             if rows is not None and rows.queries is not None and rows.fill:
                 sums.add_bank_rows(rows, rows.queries, ids.columns.flatten())
-                n_rows, n_summed = n_rows + rows.weighted_rows, n_summed + rows.fill
+                n_counted, n_summed = n_counted + rows.weighted_rows, n_summed + rows.fill
             if self.symmetric:
                 stored = rows if n_summed > len(queries) else None
                 assert stored is None or isinstance(stored, SymmetricBank)
                 sums.average(PassageToQuery(self.similarity, queries.detach(), passages[:, 0].detach(), ids, stored))
-        value = _WithGradients.apply(queries, current, sums.total, sums.for_queries, sums.for_columns) / n_rows
-        found = (sums.n_columns - 1 - sums.n_masked / len(queries), sums.n_masked, 1 / n_rows)
+        value = _WithGradients.apply(queries, current, sums.total, sums.for_queries, sums.for_columns) / n_counted
+        found = (sums.n_columns - 1 - sums.n_masked / len(queries), sums.n_masked, 1 / n_counted)
         negatives, masked, weight = (value.new_full((), number) for number in found)
+        kept, by_similarity = sums.counts.unbind()
         if self.similarity.rules:
-            negatives = sums.counts[0] / len(queries) - 1
-        filtered = None if self.similarity.rules.margin is None else sums.counts[1]
-        return LossValue(value, negatives, masked, weight, filtered, partials=(partial,), counted=n_rows / n_summed)
+            negatives = kept / len(queries) - 1  # a row's own positive is always kept
+        filtered = None if self.similarity.rules.margin is None else by_similarity
+        share = n_counted / n_summed
+        return LossValue(value, negatives, masked, weight, filtered, partials=(partial,), counted_share=share)
 
 
 class _Sums:
@@ -184,17 +186,21 @@ class _Sums:
         self.for_queries = torch.zeros_like(queries)
         self.for_columns = torch.zeros_like(columns)
         self.n_masked = self.n_columns = 0
-        # numbers of pairs of current rows that the rules keep, and that the similarity rule left out; only if there are rules
+        # numbers of pairs of current rows that the rules keep, and that the similarity rule masks; only if there are rules
         self.counts = queries.new_zeros(2, dtype=torch.long)
 
     def add_current_rows(self, ids: RowIds, bank: "Bank | None") -> None:
-        """Add the losses of the current rows over current columns and the columns of ``bank``. Also add the gradients."""
+        """Add the losses of the current rows over current columns and the columns of ``bank``. Also add the gradients.
+
+        The loss of a row is ``log_sum - positive``, where ``log_sum`` is the log-sum-exp of its logits. Its gradient for a logit
+        is exp(logit - log_sum), minus 1 for the row's own positive.
+        """
         b, c = len(self.queries), len(self.columns)
         own = torch.arange(0, c, c // b, device=self.queries.device)  # index of the column with each row's own positive
         masked = self.similarity.masked_pairs(ids.positives, ids.columns.flatten())
         masked = masked.without(torch.arange(b), torch.arange(0, c, c // b))
         self.n_masked, self.n_columns = len(masked), c
-        against_bank, for_rules = None if bank is None else self._bank_columns(ids, bank), None
+        bank_columns, for_rules = None if bank is None else self._bank_columns(ids, bank), None
         for tile in tiles(b, self.tile // c):
             rows = self.queries[tile]
             logits = self.similarity.logits(rows, self.columns, masked.block(tile, slice(0, c)))  # (r, c)
@@ -207,13 +213,13 @@ class _Sums:
                 for_rules = Rows(queries, ids.columns[tile, 0], scores, self.similarity.scale)
                 own_pairs = tile, slice(0, b)
                 rules.leave_out(logits, for_rules, ids.columns.flatten(), own_pairs, counts=self.counts)
-            denominator = logits.logsumexp(1)
-            if against_bank is not None:
-                over_bank, mean = self._against_bank(tile, for_rules, *against_bank)
-                denominator = torch.logaddexp(denominator, over_bank)
-                self.for_queries[tile].add_((over_bank - denominator).exp().unsqueeze(1) * mean)
-            self.total += (denominator - positive).sum()
-            weights = logits.sub_(denominator.unsqueeze(1)).exp_()  # (r, c), softmax over the columns
+            log_sum = logits.logsumexp(1)
+            if bank_columns is not None:
+                over_bank, gradient = self._over_bank(tile, for_rules, *bank_columns)
+                log_sum = torch.logaddexp(log_sum, over_bank)
+                self.for_queries[tile].add_((over_bank - log_sum).exp().unsqueeze(1) * gradient)
+            self.total += (log_sum - positive).sum()
+            weights = logits.sub_(log_sum.unsqueeze(1)).exp_()  # (r, c), softmax over the columns
             weights.scatter_add_(1, own[tile].unsqueeze(1), weights.new_full((len(rows), 1), -1))
             self.for_queries[tile].addmm_(weights, self.columns, alpha=self.scale)
             self.for_columns.addmm_(weights.T, rows, alpha=self.scale)
@@ -231,7 +237,7 @@ class _Sums:
         self.n_columns += len(columns)
         return columns, bank.column_ids[: bank.fill].flatten(), penalty, masked
 
-    def _against_bank(
+    def _over_bank(
         self,
         current: slice,
         for_rules: Rows | None,
@@ -240,14 +246,17 @@ class _Sums:
         penalty: Tensor | None,
         masked: MaskedPairs,
     ) -> tuple[Tensor, Tensor]:
-        """Compute the log-sum-exp of some current rows over all bank columns.
+        """Return the log-sum-exp L of r current rows q over all bank columns k, (r,), and its gradient, (r, d).
 
+            L(q) = log( sum over k of exp(l(q, k)) )        dL/dq = sum over k of exp(l(q, k) - L(q)) k/t
+
+        where l is the logit. Both sums are computed tile by tile, as sums of exp(l - m) with the running maximum m.
         current: slice of the r current rows. for_rules: the same rows for the rules, or None without rules. The other arguments
-        are the values that ``_bank_columns`` returned. Returns the log-sum-exp (r,), and its gradient for the r rows, (r, d).
+        are the values that ``_bank_columns`` returned.
         """
         rows, rules = self.queries[current], self.similarity.rules
         masked = masked.block(current, slice(0, len(columns)))
-        limits, highest = torch.finfo(rows.dtype), None
+        limits, maximum = torch.finfo(rows.dtype), None
         for tile in tiles(len(columns), self.tile // len(rows)):
             block = masked.block(slice(0, len(rows)), tile)
             logits = self.similarity.logits(rows, columns[tile], block)  # (r, t)
@@ -257,24 +266,24 @@ class _Sums:
                 logits.sub_(penalty[tile])
             if self.partial is not None:
                 self.partial.add(current, tile.start, logits)
-            raised = logits.amax(1, keepdim=True)
+            larger = logits.amax(1, keepdim=True)
             if rules or len(block):  # a row may be masked in all columns of the tile
-                raised.clamp_(min=limits.min)
-            raised = raised if highest is None else torch.maximum(highest, raised)
-            weights = logits.sub_(raised).exp_()
-            if highest is None:
-                mass, mean = weights.sum(1, keepdim=True), weights @ columns[tile]
+                larger.clamp_(min=limits.min)
+            larger = larger if maximum is None else torch.maximum(maximum, larger)
+            weights = logits.sub_(larger).exp_()
+            if maximum is None:
+                total, weighted = weights.sum(1, keepdim=True), weights @ columns[tile]
             else:
-                shrink = (highest - raised).exp()
-                mass = mass * shrink + weights.sum(1, keepdim=True)
-                mean.mul_(shrink).addmm_(weights, columns[tile])
-            highest = raised
-        assert highest is not None
-        over_bank = (highest + mass.log()).squeeze(1)
+                rescale = (maximum - larger).exp()
+                total = total * rescale + weights.sum(1, keepdim=True)
+                weighted.mul_(rescale).addmm_(weights, columns[tile])
+            maximum = larger
+        assert maximum is not None
+        over_bank = (maximum + total.log()).squeeze(1)
         # if all columns of a row are masked, its log-sum-exp is minus infinity and its gradient is zero
         if rules or len(masked):
-            mass = mass.clamp(min=limits.tiny)
-        return over_bank, mean.div_(mass * self.similarity.temperature)
+            total = total.clamp(min=limits.tiny)
+        return over_bank, weighted.div_(total * self.similarity.temperature)
 
     def add_bank_rows(self, bank: "Bank", queries: Tensor, column_ids: Tensor) -> None:
         """Add the losses of the bank rows, and their gradients for the current columns.
@@ -292,9 +301,9 @@ class _Sums:
                 self.similarity.rules.leave_out(logits.T, bank.rule_rows(tile), column_ids)
             if self.penalty is not None:
                 logits.sub_(self.penalty[tile])
-            denominator = torch.logaddexp(torch.logsumexp(logits, 0, out=sums[tile]), over_bank[tile])
-            self.total += (denominator - bank.positive_logits[tile]).sum()
-            weights = logits.sub_(denominator).exp_()
+            log_sum = torch.logaddexp(torch.logsumexp(logits, 0, out=sums[tile]), over_bank[tile])
+            self.total += (log_sum - bank.positive_logits[tile]).sum()
+            weights = logits.sub_(log_sum).exp_()
             self.for_columns.addmm_(weights, queries[tile], alpha=self.scale)
 
     def average(self, other: PassageToQuery) -> None:

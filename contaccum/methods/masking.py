@@ -1,10 +1,10 @@
-"""Rules for (row, column) pairs that the loss leaves out, besides the known positives.
+"""Rules that mask (row, column) pairs of the loss, besides the known positives.
 
 A row is a query, and a column is a passage. In the passage-to-query direction of the symmetric loss, a row is a positive and a
 column is a query. The rules are computed block by block on the device, from small numbers that the micro-batch and the bank have
-for each row and column. No rule reads a value from the device. A rule never leaves out a row's own positive.
+for each row and column. No rule reads a value from the device. A rule never masks a row's own positive.
 
-Similarity rule: let s+ be the score of a row and its own positive. A column with a score above s+ - margin is left out. With a
+Similarity rule: let s+ be the score of a row and its own positive. A column with a score above s+ - margin is masked. With a
 relative margin, the bound is s+ - margin |s+|. The score of a stored row and a stored column never changes, so the cached
 log-sum-exps of the bank stay valid.
 Source: Solatorio 2024 (GISTEmbed, arXiv 2402.16829), here with a margin.
@@ -54,7 +54,7 @@ class Guide(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PairRules:
-    """Rules for pairs of current and banked rows and columns. Without arguments, no pair is left out."""
+    """Rules for pairs of current and banked rows and columns. Without arguments, no pair is masked."""
 
     missing: bool = False
     """Whether columns may be MISSING. No row is compared with such a column."""
@@ -87,13 +87,13 @@ class PairRules:
         of_queries: bool = False,
         counts: Tensor | None = None,
     ) -> None:
-        """Mask the pairs that the rules leave out: their logits become minus infinity.
+        """Apply the rules: the logits of the pairs that they mask become minus infinity.
 
         logits: (r, c). columns: passage id of each column, (c,) on the CPU; with ``of_queries``, the row number of each query,
         or None if no rule uses it.
         pairs: pair numbers of the rows and of the columns; all pairs have equally many columns. None: no row and column belong to
         the same pair. counts: two whole numbers, (2,). The number of pairs that are kept, and the number that the similarity rule
-        left out, are added to them.
+        masked, are added to them.
         """
         own = None if pairs is None else _own_columns(logits, *pairs)
         self._leave_out_by_id(logits, rows, None if of_queries else columns, own)
@@ -136,7 +136,7 @@ class PairRules:
                 own.copy_(kept)
 
     def _bounds(self, scores: Tensor, scale: float) -> Tensor:
-        """Return, for each row, the score above which a column is left out, (r, 1). scores: scores of the rows' own positives."""
+        """Return, for each row, the score above which a column is masked, (r, 1). scores: scores of the rows' own positives."""
         assert self.margin is not None
         drop = scores.abs() * self.margin if self.relative else self.margin * scale
         return (scores - drop + TOLERANCE * scores.abs().clamp(min=scale)).unsqueeze(1)

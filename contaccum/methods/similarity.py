@@ -110,7 +110,7 @@ class Similarity:
     tile: int | None = None
     """Number of similarities to compute at once. Default: 2^20 on a CPU, 2^27 on other devices."""
     rules: PairRules = NO_RULES
-    """Rules for other pairs that the loss leaves out."""
+    """Rules that mask other pairs."""
     hardness: float = 0.0
     """Factor of the similarity in the weight exp(hardness * s) of a negative. The weight has no gradient."""
 

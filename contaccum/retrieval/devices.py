@@ -1,4 +1,8 @@
-"""Find the candidates of the exact search, with torch on the CPU or one GPU, or with faiss on GPUs."""
+"""Find the candidates of the exact search, with torch on the CPU or one GPU, or with faiss on GPUs.
+
+Float32 products round differently on each device. They therefore only select candidates, a few more passages than needed, and
+``exact.py`` computes the scores of the candidates again in float64.
+"""
 
 import warnings
 from collections.abc import Iterator
@@ -122,7 +126,9 @@ class TorchCandidates:
                 if number >= 2:
                     _wait(buffers[number % 2][1])
                 buffer = torch.empty(block.size, dtype=torch.from_numpy(block[:0].copy()).dtype, pin_memory=cuda)
-                buffers[number % 2 : number % 2 + 1] = [(buffer, None)]
+                buffers[number % 2 : number % 2 + 1] = [
+                    (buffer, None)
+                ]  # append the first two buffers, later replace one
             buffer, copied = buffers[number % 2]
             _wait(copied)  # wait until the previous copy from this buffer to the GPU has finished
             host = buffer[: block.size].view(block.shape)
@@ -167,7 +173,7 @@ class FaissGpuCandidates:
         try:
             self._index = flat_index_on_gpus(shards, search_gpus(device))
         except RuntimeError as error:
-            self._leave(error)
+            self._fall_back_to_torch(error)
 
     def __call__(self, queries: np.ndarray, k: int) -> TopRows:
         """Return scores and row numbers of k candidates for each query vector. ``queries`` is (n, d) float32."""
@@ -175,10 +181,10 @@ class FaissGpuCandidates:
             try:
                 return self._index.search(np.ascontiguousarray(queries), k)
             except RuntimeError as error:
-                self._leave(error)
+                self._fall_back_to_torch(error)
         return self._torch(queries, k)
 
-    def _leave(self, error: RuntimeError) -> None:
+    def _fall_back_to_torch(self, error: RuntimeError) -> None:
         warnings.warn(f"faiss cannot search on the GPU ({reason_of(error)}); torch searches instead", stacklevel=3)
         self._index = None  # frees the memory of the GPUs for torch
 

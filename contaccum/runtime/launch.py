@@ -77,13 +77,13 @@ def refuse_launcher_options(precision: str) -> None:
     mixed, backend = (os.environ.get(f"ACCELERATE_{name}", "no") for name in ("MIXED_PRECISION", "DYNAMO_BACKEND"))
     if mixed.lower() not in ("no", precision):
         raise InputError(
-            f"accelerate launch has --mixed_precision {mixed}, but run.precision is {precision}. Set run.precision, or remove "
-            "the option from the launch or from accelerate's config file."
+            f"accelerate launch was given --mixed_precision {mixed}, but run.precision is {precision}. Set run.precision, or "
+            "remove the option from the command line or from accelerate's config file."
         )
     if backend.lower() != "no":
         raise InputError(
-            f"accelerate launch has --dynamo_backend {backend.lower()}, which has no effect here. Set run.compile, and remove "
-            "the option from the launch or from accelerate's config file."
+            f"accelerate launch was given --dynamo_backend {backend.lower()}, which has no effect here. Use run.compile "
+            "instead, and remove the option from the command line or from accelerate's config file."
         )
 
 

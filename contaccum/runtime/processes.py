@@ -183,14 +183,17 @@ def refuse_missing_processes(world: int) -> None:
         )
 
 
-def recorded(command: Callable[[], None]) -> None:
-    """Run a command. If it fails, torchrun's report shows the traceback of the process that failed first."""
+def run_with_error_file(command: Callable[[], None]) -> None:
+    """Run a command. If it fails, write the traceback into the error file from which torchrun makes its report.
+
+    InputError and Interrupted are raised without a traceback in the file, because their message says enough.
+    """
 
     def run() -> InputError | Interrupted | None:
         try:
             command()
-        except (InputError, Interrupted) as error:  # the user sees the message, but no traceback
-            return error
+        except (InputError, Interrupted) as error:
+            return error  # ``record`` writes the file for every exception that leaves this function
         return None
 
     if error := record(run)():

@@ -96,10 +96,10 @@ class Training:
             engine.shard(self.encoder, config.run.cpu_offload)
         parts.apply_switches(self.encoder, config)
         self.batches = parts.build_batches(config, engine, self.encoder, train_set)
-        self.size = build_size(config, engine, self.batches)
+        self.micro_batch_size = build_size(config, engine, self.batches)
         self.loss = parts.build_loss(config, self.encoder, parts.build_rules(config, engine, train_set))
         self.bank = parts.build_bank(config, engine, self.encoder, self.loss)
-        self.drift = Drift(engine, self.bank, self.batches.clone(), self.size)
+        self.drift = Drift(engine, self.bank, self.batches.clone(), self.micro_batch_size)
         self.examples = None if isinstance(train_set, StreamSet) else len(train_set.queries)
         epochs = config.optim.epochs * (self.examples or 0) / config.batch.global_batch_size
         self.total = config.optim.max_steps or max(1, math.ceil(epochs))
@@ -135,10 +135,10 @@ class Training:
             self.bank.empty()
             warnings.warn(f"the bank starts empty, because settings changed: {', '.join(changed)}", stacklevel=2)
         self.engine.load_scaler_state(state["scaler"])
-        self.size.load_state(state["micro_batch"])
+        self.micro_batch_size.load_state(state["micro_batch"])
         self.done, self.best, self.evaluated = state["step"], state["best"], state["evaluated"]
         self.skipped = state["skipped"]
-        if self.dev and self.best and not self._comparable(self._measure()):
+        if self.dev and self.best and not self._comparable(self._score_identity()):
             self.best, self.evaluated = {}, 0  # evaluate this step again if an evaluation is due
             warnings.warn("the best score so far is ignored: the metric or the dev set changed", stacklevel=2)
         if self.engine.is_main:
@@ -152,9 +152,9 @@ class Training:
                 self.save()
             self.engine.reset_peak_memory()
             while self.done < self.total:
-                size = self.size.now  # changes only if memory runs out
+                size = self.micro_batch_size.now  # changes only if memory runs out
                 with Prefetch(self._step_batches(step, size) for step in range(self.done, self.total)) as prepared:
-                    while self.done < self.total and self.size.now == size:
+                    while self.done < self.total and self.micro_batch_size.now == size:
                         start, waited = time.perf_counter(), prepared.waited
                         micro_batches = next(prepared)
                         try:
@@ -163,9 +163,9 @@ class Training:
                             self.skip_step(error)
                         else:
                             if values is None:
-                                self.log.say(shrink(self.size, self.config, self.done, self._last_good))
-                                continue
-                            self._log_step(values, time.perf_counter() - start, prepared.waited - waited)
+                                self.log.say(shrink(self.micro_batch_size, self.config, self.done, self._save_if_good))
+                                continue  # repeat the step with smaller micro-batches
+                            self._finish_step(values, time.perf_counter() - start, prepared.waited - waited)
                         self.after_step(signals)
             if self.dev is None:
                 self._save_model()
@@ -243,7 +243,8 @@ class Training:
         norms = norms if finite and not tied else dict.fromkeys(norms)
         return {"learning_rate": rate if finite else 0.0, "grad_norm": norm if finite else None, **norms}
 
-    def _log_step(self, values: dict[str, Any], seconds: float, waited: float) -> None:
+    def _finish_step(self, values: dict[str, Any], seconds: float, waited: float) -> None:
+        """Count the step as done and log its values. waited: seconds that the step waited for data."""
         speed = self.config.batch.global_batch_size / seconds
         values |= {"seconds": seconds, "waited": waited, "pairs_per_second": speed}
         self.done += 1
@@ -260,23 +261,24 @@ class Training:
         self.bank.rollback()
         if self.skipped == self.config.run.skips():
             raise InputError(
-                f"{error}; {self._last_good()}. To skip such steps, add --resume --run.on_nan skip:N; or lower "
-                "optim.learning_rate."
+                f"{error}; {self._save_if_good()}. To skip up to N such steps, use --resume --run.on_nan skip:N. "
+                "Otherwise, use --resume --allow_changes true and a lower optim.learning_rate."
             ) from error
         self.bank.end_step()
         self.done += 1
         self.skipped += 1
         self.log.skipped(self.done, str(error), self.skipped)
 
-    def _last_good(self) -> str:
+    def _save_if_good(self) -> str:
         """Save a checkpoint if all weights are finite. Return a sentence that names the newest checkpoint."""
         if self.done and self.engine.finite_weights():
             self.save()
         return self._newest_saved()
 
     def _newest_saved(self) -> str:
-        saved = all_checkpoints(self.folder)
-        return f"the last good state is {saved[0]}" if saved else "the run has no checkpoint yet"
+        if saved := all_checkpoints(self.folder):
+            return f"the last good state is {saved[0]}"
+        return "the run has no checkpoint yet, so --resume starts at step 0"
 
     def after_step(self, signals: StopSignals) -> None:
         """Evaluate the model and save a checkpoint, if they are due. After a signal, save and raise Interrupted."""
@@ -320,18 +322,18 @@ class Training:
         better = not self.best or score > self.best["score"]
         self.log.say(f"step {self.done}: dev {name} {score:.4f}{' (best so far)' if better else ''}")
         if better:
-            self.best = {"step": self.done, "score": score, **self._measure()}
+            self.best = {"step": self.done, "score": score, **self._score_identity()}
             self._save_model()
             if self.engine.is_main:
                 write_json(self.folder / DEV_METRICS_FILE, metrics)
 
-    def _measure(self) -> dict[str, str]:
+    def _score_identity(self) -> dict[str, str]:
         """Return the metric and the fingerprint of the dev set. Only scores with the same metric and dev set can be compared."""
         assert self.dev is not None
         return {"metric": self.config.run.metric, "dev": self.dev.fingerprint()}
 
-    def _comparable(self, measure: dict[str, str]) -> bool:
-        return measure["metric"] == self.best["metric"] and same_content(self.best["dev"], measure["dev"])
+    def _comparable(self, identity: dict[str, str]) -> bool:
+        return identity["metric"] == self.best["metric"] and same_content(self.best["dev"], identity["dev"])
 
     def _save_model(self) -> None:
         if self.engine.is_main or self.engine.sharded:
@@ -341,7 +343,7 @@ class Training:
         """Save a checkpoint. Only the main process writes it; the other processes wait. Sharded processes write their parts."""
         if self.engine.is_main or self.engine.sharded:
             counted = {name: getattr(self, name) for name in ("best", "evaluated", "identity", "skipped")}
-            state = counted | {"scaler": self.engine.scaler_state(), "micro_batch": self.size.state()}
+            state = counted | {"scaler": self.engine.scaler_state(), "micro_batch": self.micro_batch_size.state()}
             optimizer, keep = self.engine.optimizer.optimizer, self.config.run.keep_checkpoints
             save_checkpoint(self.folder, self.encoder, optimizer, self.bank, {"step": self.done, **state}, keep)
         self.engine.barrier()

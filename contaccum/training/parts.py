@@ -175,7 +175,7 @@ def check_guide(config: TrainConfig) -> None:
 
 
 def build_rules(config: TrainConfig, engine: Engine, train_set: TrainSet | StreamSet) -> PairRules:
-    """Build the rules for the pairs that the loss leaves out. All processes must call this.
+    """Build the rules that mask pairs of the loss. All processes must call this.
 
     If there is a guide, it encodes the training queries and passages whose vectors are not in the cache.
     """

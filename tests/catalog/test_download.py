@@ -380,7 +380,7 @@ def test_hostile_entries_are_refused_and_nothing_is_unpacked(tmp_path, entry, wo
 def test_a_bomb_within_the_limit_is_told_by_its_ratio(tmp_path):
     """30 MB of zeros in 30 kB; the same bytes beside as many that do not shrink are let in."""
     archive(tmp_path / "nq.zip", [("nq/corpus.jsonl", bytes(30_000_000))])
-    with pytest.raises(InputError, match="probably not a data set"):
+    with pytest.raises(InputError, match=r"unpacks to more than \d+ bytes"):
         unpack(tmp_path / "nq.zip", "nq", tmp_path / "out" / "nq")
     assert not (tmp_path / "out").exists()
     archive(
@@ -393,7 +393,7 @@ def test_a_bomb_is_stopped_by_what_it_unpacks_to_and_not_by_what_it_says(tmp_pat
     archive(
         tmp_path / "nq.zip", [("nq/corpus.jsonl", bytes(30_000_000)), ("nq/queries.jsonl", random.randbytes(400_000))]
     )
-    with pytest.raises(InputError, match="probably not a data set"):
+    with pytest.raises(InputError, match=r"unpacks to more than \d+ bytes"):
         unpack(tmp_path / "nq.zip", "nq", tmp_path / "out" / "nq", limit=30_399_999)
     assert not (tmp_path / "out").exists()
     unpack(tmp_path / "nq.zip", "nq", tmp_path / "out" / "nq", limit=30_400_000)

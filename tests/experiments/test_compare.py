@@ -20,7 +20,7 @@ from contaccum.cli import main
 from contaccum.config import MixtureConfig, to_yaml
 from contaccum.config.experiments import CompareConfig
 from contaccum.experiments.jobs import baseline_identity
-from contaccum.experiments.settings import read_tune, read_values, settings
+from contaccum.experiments.settings import read_tune, read_values, variants
 from contaccum.runtime.files import read_json
 from contaccum.training.log import read_log
 
@@ -150,7 +150,7 @@ def test_folder_with_other_settings_is_refused(study_folder, capsys):
         (["--vary", "run.save_steps=1,2"], "is not a setting that changes the trained model"),
         (["--vary", "bank.size="], "expected GROUP.FIELD=v1,v2"),
         (["--vary", "bank.size=16,many"], "cont_accum-size=many: bank.size is 'many', expected a whole number"),
-        (["--vary", "bank.size=2"], "cont_accum-size=2: bank.size is 2 rows, but"),
+        (["--vary", "bank.size=2"], "cont_accum-size=2: bank.size is 2 entries, but"),
         (["--vary", "optim.learning_rate=1e-3,0.001"], "equal settings; give every value once"),
         (["--tune", "optim.learning_rate=1e-3,0.001"], "equal settings; give every value once"),
         (["--data.train", "./absent", "--test", FILE], "absent: no such"),
@@ -431,12 +431,12 @@ def test_methods_vary_only_over_settings_that_they_use():
         "loss.matryoshka_dims": ["[64,32]", "[]", "[16]"]
     }
     varied = read_values("--vary", ("bank.size=1,2", "batch.micro_batch_size=4,8", "optim.learning_rate=1,2"))
-    names = [one.label for one in settings(["in_batch", "grad_cache"], varied, {})]
+    names = [one.label for one in variants(["in_batch", "grad_cache"], varied, {})]
     assert names == [
         "in_batch-learning_rate=1", "in_batch-learning_rate=2",
         *(f"grad_cache-micro_batch_size={b}-learning_rate={rate}" for b in (4, 8) for rate in (1, 2)),
     ]  # fmt: skip
-    assert len(settings(["cont_cache"], varied, {})) == 8
+    assert len(variants(["cont_cache"], varied, {})) == 8
 
 
 def test_baselines_of_different_data_have_different_identities():

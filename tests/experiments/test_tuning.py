@@ -10,7 +10,7 @@ from helpers import train_config
 from contaccum.config import METHOD_SPECS
 from contaccum.errors import InputError
 from contaccum.experiments.budget import limited, parse_budget
-from contaccum.experiments.settings import Setting, read_settings, read_values, settings
+from contaccum.experiments.settings import Variant, read_settings, read_values, variants
 from contaccum.experiments.tuning import Tuned, rung_shares, survivors, tune
 
 FULL = Fraction(1)
@@ -75,8 +75,8 @@ def test_without_budget_a_rung_shortens_steps_or_epochs():
     assert limited(config, None, FULL, None) == config
 
 
-def grid(count: int) -> Setting:
-    return Setting("one", "cont_accum", (), tuple((("optim.learning_rate", f"{n + 1}e-5"),) for n in range(count)))
+def grid(count: int) -> Variant:
+    return Variant("one", "cont_accum", (), tuple((("optim.learning_rate", f"{n + 1}e-5"),) for n in range(count)))
 
 
 def halved(count: int, rungs: int | None = None, score=lambda rate, share: rate) -> Tuned:
@@ -114,7 +114,7 @@ def test_failed_combinations_are_no_candidates():
 def test_optimum_at_the_edge_of_a_range_is_marked():
     assert halved(3).edges() == ["optim.learning_rate"]
     assert halved(3, score=lambda rate, share: -abs(rate - 2e-5)).edges() == []  # negative control: in the middle
-    shares = Setting("r", "grad_cache", (), tuple((("replay.share", value),) for value in ("0.5", "0.7", "1")))
+    shares = Variant("r", "grad_cache", (), tuple((("replay.share", value),) for value in ("0.5", "0.7", "1")))
     for best, marked in (("0.5", ["replay.share"]), ("1", [])):  # a share above 1 does not exist
         tuned = Tuned(shares, rung_shares(3, None))
         tune([tuned], lambda runs, best=best: [float(dict(values)["replay.share"] == best) for _, values, _ in runs])
@@ -123,7 +123,7 @@ def test_optimum_at_the_edge_of_a_range_is_marked():
 
 def test_settings_that_a_method_does_not_read_do_not_multiply_its_combinations():
     tuned = read_values("--tune", ("bank.size=16,32", "replay.share=0.5,1", "optim.learning_rate=1,2,3"))
-    counts = {one.label: len(one.candidates) for one in settings(list(METHOD_SPECS), {}, tuned)}
+    counts = {one.label: len(one.candidates) for one in variants(list(METHOD_SPECS), {}, tuned)}
     assert counts == {
         "in_batch": 3, "grad_accum": 3, "grad_cache": 6, "passage_bank": 6, "cont_accum": 6, "cont_cache": 12,
     }  # fmt: skip

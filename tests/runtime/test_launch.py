@@ -28,7 +28,7 @@ from contaccum.runtime.launch import refuse_launcher_options
         (
             "fp32",
             {"DYNAMO_BACKEND": "INDUCTOR"},
-            "--dynamo_backend inductor, which has no effect here. Set run.compile",
+            "--dynamo_backend inductor, which has no effect here. Use run.compile",
         ),
         ("bf16", {"MIXED_PRECISION": "bf16", "DYNAMO_BACKEND": "AOT_EAGER"}, "--dynamo_backend aot_eager"),
     ],
@@ -57,7 +57,7 @@ def test_accelerate_launch_is_refused_in_one_sentence(options, said, tmp_path):
     done = subprocess.run(call, capture_output=True, text=True, check=False, env=environment)
     found = [line for line in done.stderr.splitlines() if line.startswith("contaccum: ")]
     assert len(found) == 1
-    assert f"accelerate launch has {options[0]} {said}" in found[0]
+    assert f"accelerate launch was given {options[0]} {said}" in found[0]
     assert not (tmp_path / "run").exists()
 
 

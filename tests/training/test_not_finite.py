@@ -91,7 +91,7 @@ def test_nan_stops_the_run_and_names_examples_and_checkpoint(kind, data, tmp_pat
         SPOILERS[kind](patch, 4)
         with pytest.raises(InputError, match=SENTENCES[kind]) as error:
             train(train_config(data, run))
-    assert f"the last good state is {run / 'checkpoints' / 'step-00000003'}. To skip" in str(error.value)
+    assert f"the last good state is {run / 'checkpoints' / 'step-00000003'}. To skip up to N" in str(error.value)
     assert newest_checkpoint(run).state["step"] == 3
     assert not (run / "model").exists()
     train(train_config(data, run, resume=True))
