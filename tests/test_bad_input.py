@@ -243,7 +243,7 @@ CASES: dict[str, Case] = {
     "psgs: tab inside a text": row("2\ttwo\tand\tT", "found 4 columns", "three columns"),
     "psgs: empty id": row("\ttwo\tT", "the id is empty", "needs an id"),
     "psgs: id again": row("1\ttwo\tT", "'1' (first at line 2)", "ids must be unique"),
-    "psgs: quote left open": row('2\t"two\tT', "is a quote not closed?", "three columns"),
+    "psgs: quote left open": row('2\t"two\tT', "perhaps a quote is not closed", "three columns"),
     "psgs: letters behind a quote": row('2\t"two"x\tT', "expected after", "three columns"),
     "psgs: carriage return inside": row("2\ttwo\rmore\tT", "each row needs three columns"),
     "psgs: empty text": row("2\t\tT", "passage '2' has an empty text", "passage needs a text"),

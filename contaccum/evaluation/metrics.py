@@ -126,7 +126,7 @@ def read_metrics(path: Path) -> dict[str, Any]:
     found: Metrics = read_json(path, Metrics)
     for where, values in {"mean": found["mean"], **found.get("per_query", {})}.items():
         if not all(map(isfinite, values.values())):
-            raise InputError(f"{path}: {where}: a value is not finite; finite numbers are expected")
+            raise InputError(f"{path}: {where}: a value is NaN or infinite; expected finite numbers")
     return {**read_json(path), **found}
 
 

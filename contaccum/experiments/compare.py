@@ -167,7 +167,7 @@ class Study:
                 name = named(variant.label, candidate)
                 same = by_settings.setdefault(repr(self._config(variant, candidate)), name)
                 if same != name:
-                    raise InputError(f"{name} and {same}: equal settings; give every value once")
+                    raise InputError(f"{name} and {same} have equal settings; give each value once")
         self._check_data()
         if self.budget is None or self.budget.unit != "s":  # with seconds, the time of a step must be measured first
             self._check_folders()

@@ -138,7 +138,7 @@ def load_run_record(folder: str | Path) -> RunRecord:
     metrics_file = path if path.is_file() else path / METRICS_FILE
     for name in (METRICS_FILE, CONFIG_FILE, LOG_FILE, ENVIRONMENT_FILE):
         if os.path.lexists(path / name) and not (path / name).is_file():
-            raise InputError(f"{path / name}: is not a regular file; expected the {name} that a training run writes")
+            raise InputError(f"{path / name}: not a regular file; expected the {name} that a training run writes")
     metrics = read_metrics(metrics_file) if metrics_file.is_file() else None
     if not (path / CONFIG_FILE).is_file():
         if metrics is None:

@@ -144,7 +144,7 @@ def _rows(path: Path, expected: str, rejected: RejectedRecords) -> Iterator[tupl
             (number, line), *others = taken
             location = SourceLocation(path, number)
             rejected.start(location, line)
-            rejected.reject(location.error(f"{error} (is a quote not closed?); each row needs {expected}"))
+            rejected.reject(location.error(f"{error} (perhaps a quote is not closed); each row needs {expected}"))
             again += reversed(others)
             rows = csv.reader(lines(), delimiter="\t", strict=True)
             continue

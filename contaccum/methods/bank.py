@@ -34,7 +34,7 @@ class BankOptions:
     columns_only: bool = False
     """Whether to store only passages and no queries. The bank then adds columns to the loss, but no rows."""
     row_weight: str = "all"
-    """What the sum of the losses of all rows is divided by.
+    """Denominator of the mean loss.
 
     ``all``: number of current rows plus number of bank rows. ``current``: number of current rows.
     """

@@ -101,8 +101,8 @@ def refuse_other_sharding() -> None:
     for variable, name in _SHARDING.items():
         if os.environ.get(variable, "false").lower() == "true":
             raise InputError(
-                f"accelerate launched for {name}, which has no effect here. If the model does not fit on one device, launch "
-                "with torchrun or accelerate launch --multi_gpu, and set run.sharding to fsdp."
+                f"accelerate launch was configured for {name}, which has no effect here. If the model does not fit on one "
+                "device, start with torchrun or accelerate launch --multi_gpu, and set run.sharding to fsdp."
             )
 
 

@@ -237,7 +237,7 @@ LINE = {"step": 1, "loss": 1.0, "bank_fill": 0, "seconds": 1.0, "waited": 0.0, "
         ("metrics.json", "[1]", "found array; object is expected"),
         ("metrics.json", "{}", "the field 'mean' is missing"),
         ("metrics.json", '{"mean": {"ndcg@10": "high"}}', r"mean\[\.\.\.\]: found str; float is expected"),
-        ("metrics.json", '{"mean": {"ndcg@10": NaN}}', "mean: a value is not finite"),
+        ("metrics.json", '{"mean": {"ndcg@10": NaN}}', "mean: a value is NaN or infinite"),
         ("metrics.json", '{"mean": {"ndcg@10": 1}, "per_query": [1]}', "per_query: found array; object is expected"),
         ("metrics.json", '{"mean": {"ndcg@10": 1}, "per_query": {"q": 5}}', "found int; object is expected"),
         ("metrics.json", '{"mean"', "line 1"),
