@@ -40,6 +40,8 @@ NEAR = 0.05
 """Largest difference of ndcg@10 between fp32 and half precision."""
 SAME_LOSS = 1e-2
 """Largest relative difference between losses of a step in whole and in smaller micro-batches."""
+SMALLEST = {"model.tiny_width": 32, "model.tiny_vocabulary": 300}
+"""Encoder of ``--quick``. Most of the time of a larger vocabulary is spent on learning it."""
 WARM_UP, COUNTED = 5, 2
 """Steps before and while synchronisations are counted; the next step is profiled."""
 Findings = tuple[list[str], list[list[Any]], dict[str, Any]]
@@ -81,7 +83,7 @@ def check_precision(args: Any, scratch: Path) -> Findings:
     rows, found = [], {}
     for precision in ("fp32", "bf16", "fp16"):
         folder = scratch / precision
-        short = {"optim.max_steps": 4, "model.tiny_width": 32} if args.quick else {}
+        short = {"optim.max_steps": 4, **SMALLEST} if args.quick else {}
         settings = {"run.device": args.device, "run.precision": precision, "run.save_steps": 0, **short}
         on_cpu = encoding_device(args.device).type == "cpu"
         if contaccum(*demo(folder, settings), success=precision != "fp16" or not on_cpu):
@@ -140,14 +142,15 @@ def check_shrink(args: Any, scratch: Path) -> Findings:
 
 def check_resume(args: Any, scratch: Path) -> Findings:
     """Stop a run by SIGTERM, resume it, and compare its weights with those of an uninterrupted run."""
-    settings = {"run.device": args.device, "run.save_steps": 5, "optim.max_steps": 20, "bank.warmup_steps": 2}
-    settings |= {"model.tiny_width": 32} if args.quick else {}
+    steps, saved, stop = (8, 2, 3) if args.quick else (20, 5, 7)
+    settings = {"run.device": args.device, "run.save_steps": saved, "optim.max_steps": steps, "bank.warmup_steps": 2}
+    settings |= SMALLEST if args.quick else {}
     whole, broken = scratch / "whole", scratch / "broken"
     contaccum(*demo(whole, settings))
     with open(scratch / "stderr", "w") as stderr:
         call = [sys.executable, "-m", "contaccum", *demo(broken, settings)]
         process = subprocess.Popen(call, stderr=stderr, stdout=stderr)
-        while process.poll() is None and len(losses(broken)) < 7:
+        while process.poll() is None and len(losses(broken)) < stop:
             time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
         code = process.wait()

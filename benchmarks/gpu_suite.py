@@ -102,7 +102,11 @@ def study(out: Path, device: str, precision: str, quick: bool) -> Step:
         variables = f"FULL=1 MEDQUAD=$DATA OUT={shlex.quote(str(out / 'study'))} DEVICE={device} PRECISION={precision}"
         return Step(3, "study", ["bash", "-c", f"{variables} {call}"], most=60 * PART_MINUTES)
     methods, seeds = ("grad_accum,cont_accum", "1") if quick else ("grad_accum,grad_cache,cont_accum,cont_cache", "3")
-    short = ["--optim.max_steps", "4", "--model.tiny_width", "32", "--baselines", "none"] if quick else []
+    short = (
+        ["--optim.max_steps", "4", "--model.tiny_width", "32", "--model.tiny_vocabulary", "300", "--baselines", "none"]
+        if quick
+        else []
+    )
     call = [
         PYTHON,
         "-m",
