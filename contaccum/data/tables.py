@@ -176,7 +176,7 @@ def warn_of_rejected(source: Path, count: int, folder: Path) -> None:
         warnings.warn(f"{source}: {what}, listed in {folder / REJECTED_FILE}", stacklevel=2)
 
 
-def load_array(path: Path) -> np.ndarray:
+def load_array(path: Path) -> np.memmap:
     """Map a .npy file of a cache folder into memory."""
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
@@ -193,7 +193,8 @@ class TokenTable:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._tokens, self._offsets = load_array(folder / "tokens.npy"), load_array(folder / "offsets.npy")
+        self._file = folder / "tokens.npy"
+        self._tokens, self._offsets = load_array(self._file), load_array(folder / "offsets.npy")
         if self._offsets[-1] != len(self._tokens):
             raise InputError(
                 f"{folder}: token ids and offsets do not match. Delete this folder; the next call builds it again."
@@ -207,8 +208,11 @@ class TokenTable:
         return [self._tokens[self._offsets[index] : self._offsets[index + 1]] for index in indices]
 
     def largest_id(self) -> int:
-        """Return the largest token id of all texts."""
-        return int(self._tokens.max(initial=0))
+        """Return the largest token id of all texts. The file is read in pieces, because it may exceed memory."""
+        dtype, first = self._tokens.dtype, self._tokens.offset
+        starts = range(0, len(self._tokens), _OFFSETS)
+        pieces = (np.fromfile(self._file, dtype, _OFFSETS, offset=first + dtype.itemsize * start) for start in starts)
+        return max((int(piece.max()) for piece in pieces), default=0)
 
     def longest(self) -> int:
         """Return the number of tokens of the longest text. The table is read in pieces, because it may exceed memory."""
