@@ -193,8 +193,7 @@ class TokenTable:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._file = folder / "tokens.npy"
-        self._tokens, self._offsets = load_array(self._file), load_array(folder / "offsets.npy")
+        self._tokens, self._offsets = load_array(folder / "tokens.npy"), load_array(folder / "offsets.npy")
         if self._offsets[-1] != len(self._tokens):
             raise InputError(
                 f"{folder}: token ids and offsets do not match. Delete this folder; the next call builds it again."
@@ -209,9 +208,8 @@ class TokenTable:
 
     def largest_id(self) -> int:
         """Return the largest token id of all texts. The file is read in pieces, because it may exceed memory."""
-        dtype, first = self._tokens.dtype, self._tokens.offset
-        starts = range(0, len(self._tokens), _OFFSETS)
-        pieces = (np.fromfile(self._file, dtype, _OFFSETS, offset=first + dtype.itemsize * start) for start in starts)
+        file, first, total = str(self._tokens.filename), self._tokens.offset, len(self._tokens)
+        pieces = (np.fromfile(file, "<i4", _OFFSETS, offset=first + 4 * start) for start in range(0, total, _OFFSETS))
         return max((int(piece.max()) for piece in pieces), default=0)
 
     def longest(self) -> int:
