@@ -387,11 +387,11 @@ def test_torchrun_reports_the_traceback_of_the_first_failure(tmp_path):
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "launched for FSDP"),
-        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "launched for FSDP"),
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "launched for DeepSpeed"),
-        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "launched for Megatron-LM"),
-        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "launched for a parallelism config"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "configured for FSDP"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "configured for FSDP"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "configured for DeepSpeed"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "configured for Megatron-LM"),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "configured for a parallelism config"),
         ({"ACCELERATE_USE_CPU": "True", "MASTER_PORT": "29500"}, "started one process instead of several"),
     ],
 )
