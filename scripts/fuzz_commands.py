@@ -155,8 +155,8 @@ def run_command(call: str, output: Path, seconds: float = 600, enough: Callable[
     return 124
 
 
-def make_project(folder: Path, kinds: list[str]) -> None:
-    """Create the project: data in every format, a run with checkpoints, models, embeddings, an index and unfinished mining."""
+def write_inputs(folder: Path) -> None:
+    """Write a data set in every format, and a config."""
     chosen = random.Random(0)
     text = [" ".join(chosen.choices(WORDS, k=8)) for _ in range(60)]
     (folder / "data" / "qrels").mkdir(parents=True)
@@ -184,6 +184,11 @@ def make_project(folder: Path, kinds: list[str]) -> None:
         "data:\n  train: data\nbatch: {global_batch_size: 8, micro_batch_size: 4}\nbank:\n  size: 16\n"
         "optim: {max_steps: 1, learning_rate: 1.0e-3}\nrun: {device: cpu}\n"
     )
+
+
+def make_project(folder: Path, kinds: list[str]) -> None:
+    """Create the project: data in every format, a run with checkpoints, models, embeddings, an index and unfinished mining."""
+    write_inputs(folder)
     for call in (
         f"{TRAIN} 4 --output_dir run",
         f"{TRAIN} 2 --output_dir lora --lora.rank 2 --model.name run/model/query_encoder",

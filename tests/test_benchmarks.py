@@ -64,6 +64,14 @@ def test_each_benchmark_prints_its_table_and_writes_its_figures(name, tiny_folde
 
 
 @pytest.mark.acceptance
+def test_the_methods_are_measured_with_compiled_encoders(tiny_folder):
+    call = ["benchmarks/methods.py", "--quick", "--device", "cpu", "--model", str(tiny_folder)]
+    done = run(sys.executable, *call, "--compile", "default")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "compile default" in done.stdout
+
+
+@pytest.mark.acceptance
 @pytest.mark.parametrize("part", [1, 2, 3])
 def test_each_part_of_the_gpu_suite_runs_on_a_cpu(part, tmp_path):
     out = tmp_path / "out"

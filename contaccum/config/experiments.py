@@ -98,7 +98,8 @@ class PlanConfig:
     the time of a search. Default: no estimate."""
     processes: int | None = setting(None, at_least=2, unit="processes")
     """Also plan for this many processes, with `run.sharding`, with LoRA, and with both. The steps are measured in one process
-    without sharding, so small micro-batches must fit into the memory of this device. Default: one process."""
+    without sharding, so small micro-batches must fit into the memory of this device. Default: no plan for
+    several processes."""
     output: str | None = None
     """JSON file to write the plan to."""
 

@@ -45,11 +45,8 @@ def check(path: str | Path, split: str | None = None, policy: DataPolicy = DEFAU
     """
     given = path
     data = open_dataset(given, split or "train", policy)
-    path, kind, policy = (
-        data.path,
-        data.kind,
-        data.policy,
-    )  # the local copy of a published data set, with its own policy
+    # the local copy of a published data set, with its own policy
+    path, kind, policy = data.path, data.kind, data.policy
     if kind == "beir":
         about = _beir(path, split, policy)
     elif kind == "corpus":

@@ -245,8 +245,7 @@ def evaluate_benchmark(
         saved, index_dir = (value and str(Path(value) / name) for value in (settings.embeddings, settings.index_dir))
         own_settings = replace(settings, embeddings=saved, index_dir=index_dir)
         identity = {**shared, "data_sha256": data_digest(each)}
-        if encoder:
-            identity["dtype"] = (saved_dtype(saved) or settings.dtype) if saved else "float32"
+        identity |= {"dtype": (saved_dtype(saved) or settings.dtype) if saved else "float32"} if encoder else {}
         identity |= {"data": each.data, "split": each.split}
         file = Path(output) / f"{name}.json" if output is not None else None
         metrics = _finished(file, identity)

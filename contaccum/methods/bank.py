@@ -84,9 +84,8 @@ class Bank:
         self.column_ids = torch.full((size, 1 + options.hard_negatives), NO_PASSAGE)
         self.positives = torch.full((size, 1), NO_PASSAGE)
         self.query_numbers = torch.zeros(size, dtype=torch.long)  # row numbers in the training set, for the rules
-        self.index_in_step = torch.zeros(
-            size, dtype=torch.long
-        )  # index of the row among the rows of its optimizer step
+        # index of each row among the rows of its optimizer step
+        self.index_in_step = torch.zeros(size, dtype=torch.long)
         self.journal = RollbackJournal()
         self._map_ids()
         self._clear()

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from contaccum.experiments.sizes import largest, predict
 from contaccum.runtime.sharding import saved_bytes
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
+PYTHON = sys.executable
 
 
 def curve(size: int) -> float:
@@ -100,7 +102,9 @@ def test_durations_and_sizes_are_readable():
 DEMO = ["--config", "configs/demo.yaml", "--model.tiny_vocabulary", "300", "--batch.micro_batch_size", "4"]
 
 
-def test_plan_command_measures_and_writes_json(tmp_path, capsys):
+def test_plan_command_measures_and_writes_json(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "executable", PYTHON)  # a forked process would not read this variable
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # freed memory goes back, so the peak is a line in B
     output = tmp_path / "plan.json"
     extra = ["--methods", "cont_accum", "--memory", "4GB", "--corpus_size", "1000000", "--output", str(output)]
     extra += ["--processes", "2"]
@@ -115,8 +119,7 @@ def test_plan_command_measures_and_writes_json(tmp_path, capsys):
     made = json.loads(output.read_text())["methods"][0]
     assert made["micro_batch_size"] in (4, 8, 16, 32, 64, 128)
     assert 1e8 < made["peak"] <= 4e9
-    # the C library keeps freed blocks up to 32 MB and returns larger ones, so 128 pairs need less than the line predicts
-    assert -0.1 < made["error"] < 0.4
+    assert abs(made["error"]) < 0.2
     assert made["largest_bank"] > 10_000
 
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -190,3 +191,17 @@ def test_pack_contains_settings_log_and_scores_of_every_run():
         assert len(run["per_query"]) in (0, len(queries.get(run["test"], [])))
         steps = run["config"].get("optim.max_steps")  # else an epoch's
         assert steps is None or run["log"]["step"][-1] == steps
+
+
+def test_the_quality_in_readme_is_that_of_the_study():
+    """Rows of README's table: sets in order, methods in columns. The study's tables are held to the packed runs."""
+    readme, page = ((ROOT / name).read_text() for name in ("README.md", "docs/results/study.md"))
+    (row,) = re.findall(r"^\| \[quality\].*$", readme, re.M)
+    shown = [cell.strip().split("; ") for cell in row.split("|")[2:6]]
+    for number, study in enumerate(("medquad", "scifact", "xquad")):
+        table = page.partition(f"<!-- table: {study}-6144f -->")[2].partition("<!-- table")[0]
+        scores = {
+            line.split("|")[1].split()[0]: line.split("|")[5] for line in table.splitlines() if line.startswith("| ")
+        }
+        expected = [f"{float(scores[name]):.3f}" for name in ("grad_accum", "cont_accum", "cont_cache", "grad_cache")]
+        assert [cells[number] for cells in shown] == expected, study

@@ -157,7 +157,9 @@ def leftovers(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if is_leftover(path.name)] if folder.is_dir() else []
 
 
-def survive_kills(call: Callable[[Path], object], folder: Path, first: int, result: Callable[[Path], object]) -> None:
+def assert_survives_kills(
+    call: Callable[[Path], object], folder: Path, first: int, result: Callable[[Path], object]
+) -> None:
     """Kill a call at every third moment; the next call must leave no unfinished file, and the result of a call that ended."""
     call(folder / "whole")
     expected, left_behind = result(folder / "whole"), 0
@@ -190,13 +192,13 @@ def test_the_call_after_a_killed_mining_leaves_no_unfinished_file(tmp_path, firs
     def call(folder: Path) -> None:
         mine(EncoderConfig("bm25"), str(data), str(folder / "mined.jsonl"), mining=SETTINGS)
 
-    survive_kills(call, tmp_path, first, lambda folder: (folder / "mined.jsonl").read_bytes())
+    assert_survives_kills(call, tmp_path, first, lambda folder: (folder / "mined.jsonl").read_bytes())
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
 def test_the_call_after_a_killed_encoding_leaves_no_unfinished_file(tmp_path, first):
     texts = Texts.of_queries({f"q{n}": f"word{n}" for n in range(20)})
-    survive_kills(
+    assert_survives_kills(
         lambda folder: encode_texts(WordEncoder(), texts, folder / "e", shard_size=10), tmp_path, first, files
     )
 
@@ -205,4 +207,6 @@ def test_the_call_after_a_killed_encoding_leaves_no_unfinished_file(tmp_path, fi
 def test_the_call_after_a_killed_index_leaves_no_unfinished_file(tmp_path, first):
     vectors = np.random.default_rng(0).standard_normal((50, 8)).astype(np.float32)
     shards, origin = [Shard([str(n) for n in range(50)], vectors)], Origin("SQ8")
-    survive_kills(lambda folder: Index.load_or_build(folder / "i", origin, lambda: shards), tmp_path, first, files)
+    assert_survives_kills(
+        lambda folder: Index.load_or_build(folder / "i", origin, lambda: shards), tmp_path, first, files
+    )
