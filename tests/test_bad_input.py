@@ -157,7 +157,7 @@ CASES: dict[str, Case] = {
     "passage: number id again": passage('{"_id": "p0", "text": "x"}', "duplicate passage id 'p0'", "ids must be unique"),
     "passage: empty text": passage({"_id": "p1", "text": ""}, "passage 'p1' has an empty text", "passage needs a text"),
     "passage: blank text": passage({"_id": "p1", "text": " \u2028\t"}, "passage 'p1' has an empty text", "passage needs a text"),
-    "passage: NUL": passage('{"_id": "p1", "text": "a\0b"}', "NUL", "text cannot contain it"),
+    "passage: NUL": passage('{"_id": "p1", "text": "a\0b"}', "NUL", "text must not contain NUL"),
     "passage: half a character": passage('{"_id": "p1", "text": "\\ud83d"}', "half a character", "Unicode"),
     "passage: half a character as a key": passage('{"_id": "p1", "text": "x", "\\udc00": 1}', "half a character"),
     "passage: nested without end": passage('{"_id": "p1", "text": ' + "[" * 90_000, "not usable JSON", "a passage"),
@@ -215,7 +215,7 @@ CASES: dict[str, Case] = {
         words=["d/qrels/test.tsv:3", "grade 1 here and 2 earlier", "only one grade"]
     ),
     "qrels: columns swapped": judgement("p0\tq0\t1", "query id 'p0'", "queries.jsonl has no such id"),
-    "qrels: NUL": judgement("q0\tp\0\t1", "NUL", "text cannot contain it"),
+    "qrels: NUL": judgement("q0\tp\0\t1", "NUL", "text must not contain NUL"),
     "qrels: a control character alone": judgement("\x1c", "found 1 columns", "must have 3"),
     "qrels: a separator alone": Case(
         "evaluate --run run.trec --qrels q.tsv", ["q.tsv:1", "found 0 columns", "must have 3 columns"], {"q.tsv": "\x1c"}

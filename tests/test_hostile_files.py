@@ -258,7 +258,7 @@ CLIMBING = ["../canary", "../../canary", "../../../canary", "{canary}", "a/canar
 def test_splits_are_never_paths(split, tmp_path, canary):
     split = split.format(canary=canary)
     (tmp_path / "set").mkdir()
-    with pytest.raises(InputError, match=r"split '.*' cannot name a file; use a plain name such as train"):
+    with pytest.raises(InputError, match=r"split '.*' cannot be a file name; use a plain name such as train"):
         write_beir_folder(tmp_path / "set", [], [], {"train": [("q", "p", 1)], split: [("q", "p", 1)]})
     assert not list((tmp_path / "set").iterdir())
     assert not list(tmp_path.rglob("*canary*"))

@@ -12,13 +12,13 @@ NANO = {
     "hotpotqa": "HotpotQA", "msmarco": "MSMARCO", "nfcorpus": "NFCorpus", "nq": "NQ", "quora": "QuoraRetrieval",
     "scidocs": "SCIDOCS", "scifact": "SciFact", "webis-touche2020": "Touche2020",
 }  # fmt: skip
-"""NanoBEIR data sets. Key: name of the data set in BEIR. Value: name of its split on the Hub, without the prefix Nano."""
+"""NanoBEIR data sets: name of the data set in BEIR -> name of the split on the Hub, without the prefix Nano."""
 NANO_REPOSITORY = "hub:sentence-transformers/NanoBEIR-en"
 HUB_PREFIX = "hub:"
 
 
 def table(file: str) -> list[list[str]]:
-    """Read a TSV file of this package; return a list of columns for each line."""
+    """Read a TSV file of this package; return the list of the cells of each line."""
     text = resources.files("contaccum.catalog").joinpath(file).read_text(encoding="utf-8")
     return [line.split("\t") for line in text.splitlines()]
 
@@ -36,8 +36,9 @@ def fetch(name: str | Path, split: str = "test") -> Path:
     - a MIRACL language: ``miracl/sw``
     - a DPR file: ``dpr/nq-train``, ``dpr/psgs_w100``
 
-    split: split of a Hub data set or MTEB task; other data sets do not use it. Raises InputError if the name is unknown or the
-    download fails.
+    split: split of a Hub data set or MTEB task, ignored for other data sets.
+
+    Raises InputError if the name is unknown or the download fails.
     """
     text = str(name)
     refuse_url(text)

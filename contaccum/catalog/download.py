@@ -1,7 +1,8 @@
 """Download BEIR data sets and DPR files into the cache, check the files, and unpack archives safely.
 
-A download is first written to a temporary file, the part file. If the connection breaks, the next call continues an archive with
-a published MD5, and a gzip file, because it can check them at the end. It downloads every other file again from the start.
+A download is first written to a temporary file, the part file. If the connection breaks, the next call continues from the part
+file if the complete file can be checked: an archive whose MD5 is known, or a gzip file. Every other file is downloaded again
+from the start.
 """
 
 import gzip
@@ -30,9 +31,9 @@ from contaccum.runtime.locks import waiting_lock
 BASE_URL = "https://public.ukp.informatik.tu-darmstadt.de/thakur/BEIR/datasets"
 DPR_URL = "https://dl.fbaipublicfiles.com/dpr"
 MD5 = {name: md5 or None for name, _, md5 in table("archives.tsv") if not name.startswith("dpr/")}
-"""Name of each BEIR data set, and MD5 checksum of its archive. None: BEIR publishes no checksum of this archive."""
+"""Name of a BEIR data set -> MD5 checksum of the archive, or None if BEIR publishes no checksum."""
 DPR = {name.removeprefix("dpr/"): path for name, path, _ in table("archives.tsv") if name.startswith("dpr/")}
-"""Name of each DPR file, and its path below ``DPR_URL``. The files hold Wikipedia passages, training data or questions."""
+"""Name of a DPR file -> path below ``DPR_URL``. The files have Wikipedia passages, training data or questions."""
 LICENSED = ("bioasq", "signal1m", "trec-news", "robust04")  # BEIR is not allowed to distribute these data sets
 FORUMS = (
     *("android", "english", "gaming", "gis", "mathematica", "physics"),
@@ -40,9 +41,9 @@ FORUMS = (
 )
 
 CHUNK = 1 << 20  # bytes per read
-_OTHER_RANGE = (206, 416)  # HTTP status codes: 206 sends a part of the file; 416 says that the file has no such part
+_WRONG_RANGE = (206, 416)  # HTTP status codes: the server sent another part of the file; the file has no such part
 _TIMEOUT = 30  # maximum number of seconds without data
-_MIN_RATE = 1024  # minimum number of bytes per second, on average over _TIMEOUT
+_MIN_RATE = 1024  # minimum number of bytes per second, averaged over _TIMEOUT seconds
 MAX_DOWNLOAD = 16 << 30  # 16 GiB; the largest archive, cqadupstack, has 5 GiB
 MAX_UNPACKED = 64 << 30  # 64 GiB
 _MAX_ENTRIES = 1000
@@ -61,8 +62,10 @@ def beir_folder(
 
     name: such as ``scifact`` or ``cqadupstack/android`` (``cqadupstack`` has twelve data sets). md5: expected MD5 checksum of
     the archive; None: the checksum in ``MD5``. max_download: maximum bytes of the archive. max_unpacked: maximum bytes of the
-    unpacked files. Raises InputError if the name is unknown, if the download fails, if the checksum is wrong, or if the archive
-    is too large or unsafe to unpack.
+    unpacked files.
+
+    Raises InputError if the name is unknown, if the licence forbids the download, if the download fails, if the checksum is
+    wrong, or if the archive is too large or unsafe to unpack.
     """
     name, _, forum = str(name).partition("/")
     folder = Path(cache or cache_folder() / "beir") / _checked_name(name, forum)
@@ -75,7 +78,7 @@ def beir_folder(
         if folder.parent.is_dir():
             sweep(folder.parent)
         try:
-            test = partial(_refuse_other, checksum) if checksum else None
+            test = partial(_refuse_wrong_md5, checksum) if checksum else None
             transfer(f"{base_url}/{name}.zip", archive, test, max_download, folder)
             unpack(archive, folder.name, folder, max_unpacked)
         finally:
@@ -108,25 +111,25 @@ def _refuse_broken_gzip(url: str, part: Path) -> None:
         raise InputError(f"{url}: the gzip stream is damaged or truncated ({error})") from error
 
 
-def _refuse_other(md5: str, url: str, part: Path) -> None:
+def _refuse_wrong_md5(md5: str, url: str, part: Path) -> None:
     digest = hashlib.md5(usedforsecurity=False)  # BEIR publishes no other checksum
     with open(part, "rb") as file:
         while chunk := file.read(CHUNK):
             digest.update(chunk)
     if (found := digest.hexdigest()) != md5:
-        raise InputError(f"{url}: the archive has MD5 {found}; expected {md5}. Download it again.")
+        raise InputError(f"{url}: the archive has MD5 {found}; expected {md5}. Try the download again.")
 
 
 def _checked_name(name: str, forum: str) -> str:
     """Return ``name`` if BEIR allows the download of this data set. Raise InputError otherwise."""
     if name in LICENSED:
         raise InputError(
-            f"{name}: its licence forbids the download. Build the data set as BEIR explains, and give its folder."
+            f"{name}: the data set's licence forbids the download. Build it as BEIR explains, and give the path of its folder."
         )
     if name not in MD5:
         raise InputError(
             f"{name}: no folder or data set has this name; expected a path, one of {', '.join(sorted(MD5))}, or a name that "
-            "starts with nanobeir/, mteb/, miracl/, dpr/ or hub: (contaccum data fetch --help)"
+            "starts with nanobeir/, mteb/, miracl/, dpr/ or hub: (see contaccum data fetch --help)"
         )
     if name == "cqadupstack" and forum not in FORUMS:
         given = f"{name}/{forum}".rstrip("/")
@@ -145,7 +148,7 @@ def unpack(archive: Path, name: str, target: Path, limit: int = MAX_UNPACKED) ->
     """
     left = limit = min(limit, MAX_RATIO * archive.stat().st_size + (1 << 20))
     too_large = InputError(
-        f"{archive}: unpacks to more than {limit} bytes; the archive may be damaged or wrong. Delete it and download it again."
+        f"{archive}: unpacks to more than {limit} bytes; the archive may be damaged or wrong. Try the download again."
     )
     try:
         with zipfile.ZipFile(archive) as bundle, whole_folder(target) as part:
@@ -164,7 +167,7 @@ def unpack(archive: Path, name: str, target: Path, limit: int = MAX_UNPACKED) ->
 
 
 def _safe_path(entry: zipfile.ZipInfo, archive: Path) -> PurePosixPath:
-    """Return the relative path of an entry. Raise InputError for a path outside the folder, a link, and an encrypted entry."""
+    """Return the relative path of an entry. Raise InputError if the path leaves the folder, or for a link or encrypted entry."""
     path = PurePosixPath(entry.filename)
     kind = stat.S_IFMT(entry.external_attr >> 16)
     if path.is_absolute() or ".." in path.parts or "\\" in entry.filename or ":" in entry.filename:
@@ -188,7 +191,7 @@ def _extract(bundle: zipfile.ZipFile, entry: zipfile.ZipInfo, path: Path, left: 
 
 
 def alone(folder: Path, kind: str) -> AbstractContextManager[None]:
-    """Return a context in which only this process downloads into ``folder``. Other processes wait for the end of the context."""
+    """Return a context in which only this process downloads into ``folder``; other processes wait until the context ends."""
     digest = hashlib.sha256(os.fsencode(folder.absolute())).hexdigest()[:32]
     return waiting_lock(cache_folder() / "locks" / f"{kind}-{digest}.lock")
 
@@ -197,8 +200,8 @@ def transfer(url: str, archive: Path, test: Callable[[str, Path], None] | None, 
     """Download ``url`` to a part file, check the part file with ``test``, and rename the part file to ``archive``.
 
     test: function of URL and part file that raises InputError if the file is wrong. None: no check, and the next call after a
-    broken download starts from the beginning. limit: maximum number of bytes. target: path that error messages suggest to users
-    who download the data themselves.
+    broken download starts from the beginning. limit: maximum number of bytes. target: where users put data that they download
+    themselves, for error messages.
     """
     part = archive.with_name(f".{archive.name}.part")
     keep = test is not None
@@ -209,10 +212,8 @@ def transfer(url: str, archive: Path, test: Callable[[str, Path], None] | None, 
         if test:
             test(url, part)
         os.replace(part, archive)
-    except _Broken:
-        raise
-    except InputError:
-        keep = False
+    except InputError as error:
+        keep = keep and isinstance(error, _DownloadFailed)
         raise
     except OSError as error:
         raise InputError(f"{archive}: cannot be written ({error.strerror or error})") from error
@@ -222,12 +223,12 @@ def transfer(url: str, archive: Path, test: Callable[[str, Path], None] | None, 
                 part.unlink()
 
 
-class _Broken(InputError):
-    """The connection broke. The part file is kept if the next call can continue the download."""
+class _DownloadFailed(InputError):
+    """The download failed or broke off. The part file is kept if the next call can continue the download."""
 
 
 def _fetch(url: str, file: BinaryIO, limit: int, folder: Path) -> None:
-    """Download the missing end of an open file. If the server cannot send only the end, download the complete file."""
+    """Download the rest of an unfinished file. If the server cannot send only the rest, download the complete file."""
     start = file.tell()
     headers = {"Range": f"bytes={start}-", "Accept-Encoding": "identity"} if start else {}
     try:
@@ -239,11 +240,11 @@ def _fetch(url: str, file: BinaryIO, limit: int, folder: Path) -> None:
             if not continues:
                 file.truncate(0)
                 file.seek(0)
-            if continues or not start or response.status_code not in _OTHER_RANGE:
+            if continues or not start or response.status_code not in _WRONG_RANGE:
                 response.raise_for_status()
                 _copy(response, url, file, limit, folder.name)
                 return
-        _fetch(url, file, limit, folder)  # the part file belonged to a different archive and is now empty: start again
+        _fetch(url, file, limit, folder)  # the part file was of another file and is now empty: start again
     except InputError:
         raise
     except (requests.RequestException, HTTPError, ValueError, TimeoutError) as error:  # ValueError: a broken redirect
@@ -252,8 +253,8 @@ def _fetch(url: str, file: BinaryIO, limit: int, folder: Path) -> None:
             reason = f"HTTP status {answer.status_code}"
         elif isinstance(error, TimeoutError):
             reason = f"the server is too slow: {error}"
-        what = "the file" if folder.suffix else "its folder (corpus.jsonl, queries.jsonl, qrels/)"
-        raise _Broken(
+        what = "the file" if folder.suffix else "the data set's folder (corpus.jsonl, queries.jsonl, qrels/)"
+        raise _DownloadFailed(
             f"{folder.name}: not found in {folder.parent}, and {url} cannot be downloaded ({reason}). Put {what} at {folder}, or "
             "give the path of a local copy."
         ) from error
@@ -273,5 +274,5 @@ def _copy(response: requests.Response, url: str, file: BinaryIO, limit: int, nam
             received += len(chunk)
             if (seconds := time.monotonic() - since) > _TIMEOUT:
                 if received < _MIN_RATE * seconds:
-                    raise TimeoutError(f"{received} bytes came in {seconds:.0f} s")
+                    raise TimeoutError(f"received {received} bytes in {seconds:.0f} s")
                 received, since = 0, time.monotonic()

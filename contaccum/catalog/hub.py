@@ -1,9 +1,11 @@
 """Download data sets of the Hugging Face Hub into the cache, or stream them.
 
-The name of a data set is ``hub:owner/name``. It may continue with ``@revision``, ``:configuration`` and ``:split``. If the
-columns have other names than our fields, it ends with ``?query=COLUMN&pos=COLUMN&neg=COLUMN,COLUMN``. A local folder may replace
-``owner/name``. The library ``datasets`` finds the files of a configuration. JSON files are read by contaccum itself, because
-``datasets`` converts texts such as 2020-01-01 to dates.
+The name of a data set is ``hub:owner/name[@revision][:configuration][:split][?query=COLUMN&pos=COLUMN&neg=COLUMN,COLUMN]``. The
+part after the question mark maps columns to our fields, if the columns have other names. A local folder may replace
+``owner/name``.
+
+The library ``datasets`` finds the files of a configuration. contaccum reads JSON files itself, because ``datasets`` converts
+texts such as 2020-01-01 to dates.
 """
 
 import json
@@ -37,21 +39,21 @@ FAILURES: tuple[Any, ...] = (
     *(OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError, YAMLError, DatasetsError),
     *HfHubHTTPError.__bases__,  # without a connection, the error is one of these
 )
-"""Errors of ``datasets`` and ``huggingface_hub`` if they cannot load a data set. RuntimeError: the data set is a script."""
+"""Errors of ``datasets`` and ``huggingface_hub`` while they load a data set. RuntimeError: the data set is a script."""
 _NAME = re.compile(r"(?P<repository>[^:?@]+)(@(?P<revision>[^:?]+))?(:(?P<configuration>[^:?]*))?(:(?P<split>[^:?]+))?")
 _REMOTE = re.compile(r"hf://datasets/(?P<repository>[^@]+)@(?P<commit>[^/]+)/(?P<path>.+)")
 
 
 @dataclass(frozen=True)
 class HubName:
-    """Parts of the name of a Hub data set. The methods of this class read files of this data set."""
+    """Parts of the name of a Hub data set, and methods that find and download the files of the data set."""
 
     text: str  # the complete name
     repository: str  # owner/name, or a local folder
     revision: str | None = None
     configuration: str | None = None
     split: str | None = None
-    columns: dict[str, list[str]] = field(default_factory=dict)  # our field name -> column names; may be empty
+    columns: dict[str, list[str]] = field(default_factory=dict)  # our field -> columns; empty: the name maps no columns
 
     @classmethod
     def of(cls, text: str) -> "HubName":
@@ -75,7 +77,7 @@ class HubName:
         return cls(text, **parts, columns=columns)
 
     def builder(self, configuration: str | None) -> DatasetBuilder:
-        """Return the ``datasets`` builder of a configuration. The builder has the list of the files."""
+        """Return the ``datasets`` builder of a configuration. The builder lists the files."""
         with self.available():
             return load_dataset_builder(self.repository, configuration, revision=self.revision)
 
@@ -99,10 +101,10 @@ class HubName:
         return set(retrieval_parts(found)[:2]) <= found
 
     def available(self) -> AbstractContextManager[None]:
-        """Return a context that converts errors of the Hub to InputError."""
-        problem = f"{self.text}: cannot be loaded from the Hub"
-        local = os.path.isdir(self.repository)
-        return (library_errors if local else hub_errors)(problem, *FAILURES)
+        """Return a context that converts errors of loading the data set to InputError."""
+        if os.path.isdir(self.repository):
+            return library_errors(f"{self.text}: cannot be loaded", *FAILURES)
+        return hub_errors(f"{self.text}: cannot be loaded from the Hub", *FAILURES)
 
 
 def files_by_split(builder: DatasetBuilder) -> dict[str, list[str]]:
@@ -115,7 +117,7 @@ class HubSplit:
     """Files of one split of a data set, and functions that read these files."""
 
     def __init__(self, name: HubName, configuration: str | None, split: str, only: bool = False) -> None:
-        """Find the files of a split. only: if the data set has a single split, use it whatever its name is."""
+        """Find the files of a split. only: if the data set has a single split, use this split, whatever its name."""
         self.name, self._builder = name, name.builder(configuration)
         found = files_by_split(self._builder)
         if split not in found and not (only and len(found) == 1):
@@ -123,7 +125,7 @@ class HubSplit:
         self.files = found[split] if split in found else next(iter(found.values()))
 
     def key(self) -> list[Any]:
-        """Return a key that changes with the files: commit and path of a Hub file, or path, size and time of a local file."""
+        """Return a cache key that changes if a file changes: addresses of Hub files, ``file_key`` of local files."""
         return [file if _REMOTE.fullmatch(file) else file_key(Path(file)) for file in self.files]
 
     def version(self) -> str:
@@ -145,10 +147,12 @@ class HubSplit:
 def fetch_hub(text: str, split: str) -> Path:
     """Download a Hub data set, and return the path of a local copy in one of our formats.
 
-    If the data set has the configurations ``corpus`` and ``queries`` (as in NanoBEIR and MTEB), the copy is a BEIR folder. Its
-    judgements come from the configuration ``default`` or ``qrels``. Otherwise, or if ``text`` names a configuration or columns,
-    the copy is a file of training examples. The columns of examples must have the field names of one of our formats, unless
-    ``text`` maps columns to fields. split: split of the examples or judgements, if ``text`` names no split.
+    A data set with the configurations ``corpus`` and ``queries`` (as in NanoBEIR and MTEB) becomes a BEIR folder. The judgements
+    come from the configuration ``default`` or ``qrels``. A data set without these configurations becomes a file of training
+    examples, and so does every data set if ``text`` names a configuration or maps columns. Unless ``text`` maps columns, the
+    columns must have the field names of one of our formats.
+
+    split: split of the examples or judgements, used if ``text`` names no split.
     """
     name = HubName.of(text)
     if name.is_retrieval_set():
@@ -167,7 +171,7 @@ def fetch_hub(text: str, split: str) -> Path:
 
 
 class HubLines:
-    """Training examples of a Hub data set. They are read over the network and yielded as JSON lines."""
+    """Training examples of a Hub data set as JSON lines. The files are read over the network and not stored."""
 
     def __init__(self, text: str, split: str) -> None:
         """Find the files of a data set. Raise InputError if the data set has a corpus and queries instead of examples."""
@@ -183,7 +187,7 @@ class HubLines:
         return self._files.version()
 
     def columns(self) -> list[str]:
-        """Return the field names of the JSON lines."""
+        """Return the fields to which the name maps columns, or the columns of the first row (InputError if there is none)."""
         if self._name.columns:
             return list(self._name.columns)
         if first := next(self._files.stream(), {}):
@@ -209,7 +213,7 @@ def example_lines(name: HubName, rows: Iterable[Record]) -> Iterator[tuple[int, 
 
 
 def _mapped(name: HubName, row: Record, number: int) -> Record:
-    """Return a record with our field names. A column has a text or a list of texts; empty texts are removed."""
+    """Return a row as a record with our field names. A column has a text or a list of texts; empty texts are removed."""
     record: Record = {"neg": []}
     for key, columns in name.columns.items():
         texts = [text for column in columns for text in _texts(name, number, column, row)]
@@ -225,18 +229,18 @@ def _texts(name: HubName, number: int, column: str, row: Record) -> list[str]:
     value = row[column]
     values = value if isinstance(value, list) else [value]
     kept = [str(each) if isinstance(each, int) else each for each in values if each not in (None, "")]
-    if not all(isinstance(each, str) for each in kept):
+    if wrong := [type(each).__name__ for each in kept if not isinstance(each, str)]:
         raise InputError(
-            f"{name.text}, row {number}: column {column!r} is a {type(value).__name__}; expected a text or a list of texts"
+            f"{name.text}, row {number}: column {column!r} has a {wrong[0]}; expected a text or a list of texts"
         )
     return kept
 
 
 def retrieval_parts(found: Collection[str], prefix: str = "") -> tuple[str, str, str]:
-    """Return the names of three configurations, chosen as in MTEB: for the corpus, for the queries and for the judgements.
+    """Return the names of the configurations of the corpus, the queries and the judgements, chosen as in MTEB.
 
-    found: names of all configurations of the data set. prefix: first part of the configuration names of a subset (``sw-``). The
-    data set may lack a returned configuration; the caller must check. Source: ``_load_qrels`` and ``_load_queries`` of
+    found: names of all configurations of the data set. prefix: first part of the configuration names of a subset (``sw-``). A
+    returned name may be missing in ``found``; the caller must check. Source: ``_load_qrels`` and ``_load_queries`` of
     mteb/abstasks/retrieval_dataset_loaders.py, mteb 2.26.24.
     """
     queries = "query" if "query" in found else f"{prefix}queries"

@@ -71,7 +71,7 @@ class Task(NamedTuple):
 
 @cache
 def tasks() -> dict[str, Task]:
-    """Return all tasks. The key is the name of the task in lower case."""
+    """Return all MTEB tasks: name of the task in lower case -> task."""
     return {
         name.casefold(): Task(name, Repository(repository, commit), tuple(subsets[0].split(",")) if subsets else ())
         for name, repository, commit, *subsets in table("mteb.tsv")
@@ -82,11 +82,12 @@ def mteb_folder(member: str, split: str) -> Path:
     """Return the BEIR folder of an MTEB task; download the data set if necessary.
 
     member: a task such as NFCorpus, or a task and a subset such as MIRACLRetrieval/sw. The case of the task name does not matter.
-    split: split of the task. If all splits share a corpus, the folder has the judgements of all splits. If each split has its own
-    corpus, the folder has only ``split``. Raises InputError if the task, subset or split is unknown, or if a file cannot be
-    downloaded or read.
+    split: needed if each split has a separate corpus; the folder then has only this split. Otherwise, the folder has the
+    judgements of all splits.
+
+    Raises InputError if the task, the subset or a needed split is unknown, or if a file cannot be downloaded or read.
     """
-    task, subset = _named(member)
+    task, subset = _task_and_subset(member)
     key = [*task.repository, subset]
     folder = cached_folder("mteb", key, partial(_write, task, subset))
     if not (folder / SPLITS).is_file():
@@ -96,7 +97,7 @@ def mteb_folder(member: str, split: str) -> Path:
     return cached_folder("mteb", [*key, split], partial(_write_split, task, subset, split))
 
 
-def _named(member: str) -> tuple[Task, str]:
+def _task_and_subset(member: str) -> tuple[Task, str]:
     name, _, subset = member.partition("/")
     task = tasks().get(name.casefold())
     if task is None:
@@ -109,7 +110,7 @@ def _named(member: str) -> tuple[Task, str]:
     return task, subset
 
 
-class _Parts:
+class _TaskFiles:
     """Files of a task or subset. ``corpus``, ``queries`` and ``grades`` (judgements) each map a split to its files."""
 
     def __init__(self, task: Task, subset: str) -> None:
@@ -120,7 +121,7 @@ class _Parts:
         try:
             found = self._resolve(prefix)
         except InputError as error:
-            try:  # without a network, read the complete copy that may be in the cache of the Hub
+            try:  # without a network, use the complete copy in the cache of the Hub, if there is one
                 copy = task.repository.snapshot(local=True)
             except InputError:
                 raise InputError(f"{error}. {task.repository.hint}") from error
@@ -139,7 +140,7 @@ class _Parts:
         """Read the rows of ``split``. If ``part`` (split -> files) has only one split, read that split, as MTEB does."""
         if split not in part and len(part) > 1:
             raise InputError(
-                f"{self.text}: {split!r} has judgements, but the corpus or the queries exist only for {', '.join(part)}"
+                f"{self.text}: split {split!r} has judgements, but the corpus or the queries have only {', '.join(part)}"
             )
         return local_rows([self._name.fetch(file) for file in part.get(split, next(iter(part.values())))])
 
@@ -163,8 +164,8 @@ def _check_size(readme: Path) -> None:
 
 
 def _write(task: Task, subset: str, folder: Path) -> None:
-    """Write a BEIR folder with all splits. If each split has its own corpus, write only a file with the names of the splits."""
-    parts = _Parts(task, subset)
+    """Write a BEIR folder with all splits. If each split has a separate corpus, write only a list of the splits."""
+    parts = _TaskFiles(task, subset)
     if len(parts.corpus) > 1:
         write_json(folder / SPLITS, list(parts.grades))
         return
@@ -183,7 +184,7 @@ def _write(task: Task, subset: str, folder: Path) -> None:
 
 
 def _write_split(task: Task, subset: str, split: str, folder: Path) -> None:
-    parts = _Parts(task, subset)
+    parts = _TaskFiles(task, subset)
     corpus, queries, grades = (parts.rows(part, split) for part in (parts.corpus, parts.queries, parts.grades))
     beir_from_rows(folder, parts.text, corpus, queries, {split: grades})
 
@@ -220,7 +221,7 @@ def _write_miracl(language: str, folder: Path) -> None:
         if not (judged / file).is_file():
             raise InputError(f"{JUDGED.name}: file {file} not found in commit {JUDGED.commit}. {JUDGED.hint}")
     pattern = f"miracl-corpus-v1.0-{language}/docs-[0-9]*.jsonl.gz"
-    parts = _all_of(sorted(CORPUS.snapshot(pattern).glob(pattern)), language)
+    parts = _sorted_parts(sorted(CORPUS.snapshot(pattern).glob(pattern)), language)
     rows = {split: ((each.query_id, each.passage_id, each.grade) for each in read_qrels(judged / file))
             for split, file in zip(splits, grades, strict=True)}  # fmt: skip
     lines = (json_lines(part, "a passage (an object with docid, title and text)", _passage) for part in parts)
@@ -228,8 +229,8 @@ def _write_miracl(language: str, folder: Path) -> None:
     write_beir_folder(folder, passages, _queries([judged / file for file in topics]), rows)
 
 
-def _all_of(parts: list[Path], language: str) -> list[Path]:
-    """Sort the files of a corpus by their number. Raise InputError if a number is missing."""
+def _sorted_parts(parts: list[Path], language: str) -> list[Path]:
+    """Sort the files of a corpus by the number in the file name. Raise InputError if a number is missing."""
     numbered = {int(re.findall(r"\d+", part.name)[0]): part for part in parts}
     for number in range(max(numbered, default=0) + 1):
         if number not in numbered:

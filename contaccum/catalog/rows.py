@@ -1,4 +1,4 @@
-"""Read the rows of JSON, Parquet and CSV files, local or on the Hub. Write rows to a BEIR folder."""
+"""Read rows from JSON, Parquet, CSV and TSV files, local or on the Hub, and write rows to a BEIR folder."""
 
 import json
 import zlib
@@ -19,12 +19,12 @@ from contaccum.formats.readers import grade_of
 from contaccum.formats.records import SourceLocation, decoded, open_bytes, unpacked_limit, write_beir_folder
 
 Rows = Iterable[tuple[SourceLocation, Record]]
-"""Rows of a file. Each row is a pair: the location for error messages, and the record."""
+"""Rows of a file: pairs of the location (for error messages) and the record."""
 _UNREADABLE = (OSError, ValueError, RuntimeError, DatasetsError, EOFError, TypeError, zlib.error)
 """Errors that a damaged file causes. EOFError and zlib.error: a damaged gzip file."""
 
 
-class _Row(SourceLocation):
+class _RowLocation(SourceLocation):
     """Location of a row in a Parquet or CSV file, for error messages."""
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ _READERS: dict[str, Callable[[Any], Rows]] = {
     ".parquet": partial(_table, "parquet"), ".jsonl": _objects, ".json": _objects,
     ".csv": partial(_table, "csv"), ".tsv": partial(_table, "csv", sep="\t"),
 }  # fmt: skip
-"""Function that reads a file, for each file ending. The file may also be gzipped (such as .jsonl.gz)."""
+"""File ending -> function that reads the file. The file may also be gzipped (such as .jsonl.gz)."""
 
 
 def numbered(path: Path, rows: Iterable[Record]) -> Iterator[tuple[SourceLocation, Record]]:
@@ -78,7 +78,7 @@ def numbered(path: Path, rows: Iterable[Record]) -> Iterator[tuple[SourceLocatio
     number = 0
     try:
         for number, row in enumerate(rows, 1):
-            yield _Row(path, number), row
+            yield _RowLocation(path, number), row
     except _UNREADABLE as error:
         raise InputError(
             f"{path}: cannot be read after row {number} ({in_one_line(error)}); the file is probably damaged"
@@ -88,7 +88,7 @@ def numbered(path: Path, rows: Iterable[Record]) -> Iterator[tuple[SourceLocatio
 def beir_from_rows(folder: Path, name: str, corpus: Rows, queries: Rows, grades: Mapping[str, Rows]) -> None:
     """Write rows with the column names of MTEB to a BEIR folder.
 
-    name: name of the data set, for error messages. grades: the rows of the judgements for each split.
+    name: name of the data set, for error messages. grades: split -> rows of the judgements.
     """
     judged = {split: starmap(_judgement, rows) for split, rows in grades.items()}
     try:

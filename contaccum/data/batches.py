@@ -1,7 +1,9 @@
 """Make the padded micro-batches of an optimizer step from tables or from a stream.
 
-A pair is a query with its 1 + H passages. A partition divides the N pairs of a step into micro-batches. The size of a micro-batch
-is a number of pairs or of padded tokens. A partition is a list of index arrays, one for each micro-batch. The array of
+A pair is a query with 1 + H passages: a positive and H hard negatives. The size of a micro-batch is a number of pairs or of
+padded tokens.
+
+A partition divides the N pairs of a step into micro-batches. It is a list of index arrays, one for each micro-batch. The array of
 micro-batch k has shape (W * B_k,) for W processes: B_k pairs of process 0, then B_k pairs of process 1, and so on. Every process
 computes the same partition.
 """
@@ -25,9 +27,9 @@ from contaccum.errors import InputError
 
 Side = Literal["right", "left"]
 Tokenized = dict[int, tuple[np.ndarray, list[np.ndarray]]]
-"""Token ids of pairs: index of the pair in the step -> (tokens of the query, tokens of each passage).
+"""Index of a pair in the step -> (token ids of the query, token ids of each passage).
 
-A missing passage has one token, the first token of the positive. The loss masks its column.
+For a missing passage, the token ids are only the first token id of the positive. The loss masks the column of a missing passage.
 """
 
 
@@ -42,16 +44,16 @@ def partition_by_tokens(queries: np.ndarray, passages: np.ndarray, budget: int, 
     """Divide the pairs of a step into micro-batches of at most ``budget`` padded tokens per process.
 
     queries (N,) and passages (N, 1 + H) are lengths in tokens. B pairs have B * (longest query + (1 + H) * longest passage)
-    padded tokens. Pairs are sorted by length. The longest pairs come first, so that an out-of-memory error comes early. The
-    number of micro-batches is as small as possible. With this number, the largest micro-batch is as small as possible. Each group
-    of ``world`` pairs of similar length stays together: every process gets one of these pairs.
+    padded tokens. Pairs are sorted by length. The longest pairs come first, so that an out-of-memory error comes early. Of each
+    ``world`` consecutive pairs, every process gets one. The number of micro-batches is as small as possible, and, with this
+    number, the largest micro-batch is as small as possible.
     """
     longest = passages.max(axis=1)
     order = np.lexsort((-queries, -longest)).reshape(-1, world)  # (N / W, W); stable
     query_tokens = queries[order].max(axis=1)
-    passage_tokens = longest[order].max(axis=1) * passages.shape[1]  # (N / W,); never increases
+    passage_tokens = longest[order].max(axis=1) * passages.shape[1]  # (N / W,), in descending order
     single = int((query_tokens + passage_tokens).max())
-    assert single <= budget, "BatchSource refuses a budget below its longest pair"
+    assert single <= budget, "Batches refuses a budget below the longest pair"
     fewest = len(_ends(query_tokens, passage_tokens, budget))
     low, high = single, budget
     while low < high:
@@ -94,8 +96,8 @@ class BatchForm:
 
     micro_batch_size: int  # number of pairs
     micro_batch_tokens: int | None = None  # maximum number of padded tokens; replaces micro_batch_size
-    pad_ids: tuple[int, int] = (0, 0)  # token ids that pad queries and passages
-    side: Side = "right"  # end of each text where padding tokens are added
+    pad_ids: tuple[int, int] = (0, 0)  # padding token ids of queries and of passages
+    side: Side = "right"  # side of each text on which padding tokens are added
     rank: int = 0  # number of this process
     world: int = 1  # number of processes
 
@@ -106,9 +108,8 @@ class BatchForm:
     def smallest(self, query: int, passage: int, per_query: int) -> int:
         """Return the smallest allowed size of a micro-batch, in pairs, or in tokens if ``micro_batch_tokens`` is set.
 
-        ``query`` and ``passage`` are the lengths of the longest query and of the longest passage in tokens. ``per_query`` is the
-        number of passages of a query. Raises InputError if a query with its passages can have more than ``micro_batch_tokens``
-        tokens.
+        query, passage: tokens of the longest query and of the longest passage. per_query: number of passages of a query. Raises
+        InputError if a query with its passages can have more than ``micro_batch_tokens`` tokens.
         """
         if self.micro_batch_tokens is None:
             return 1
@@ -125,8 +126,8 @@ class BatchForm:
 class Batches(ABC):
     """Micro-batches of one process.
 
-    Micro-batch k has the texts of B_k pairs of this process. It also has the ids of W * B_k pairs of all W processes, in the
-    order of the processes.
+    Micro-batch k has the texts of the B_k pairs of this process, and the ids of the W * B_k pairs of all W processes, in rank
+    order.
     """
 
     def __init__(
@@ -159,9 +160,9 @@ class Batches(ABC):
         return [width] * (self._sampler.size // width)
 
     def _partition(self, rows: StepRows | StreamRows, size: int) -> tuple[list[np.ndarray], Tokenized]:
-        """Divide the pairs of a step into micro-batches. Return the micro-batches and the token ids of pairs.
+        """Return the partition of a step, and token ids.
 
-        With ``micro_batch_tokens``, the result has the token ids of all pairs; without, those of this process only.
+        The token ids are of all pairs with ``micro_batch_tokens``, and only of the pairs of this process otherwise.
         """
         if self._form.micro_batch_tokens:
             tokens = self._tokenized(rows, np.arange(len(rows.queries)))
@@ -173,23 +174,20 @@ class Batches(ABC):
 
     def _tokenized(self, rows: StepRows | StreamRows, indices: np.ndarray) -> Tokenized:
         queries, passages = self._tokens(rows, indices)
-        found, there = iter(passages), (rows.columns[indices] != MISSING).tolist()
+        found, present = iter(passages), (rows.columns[indices] != MISSING).tolist()
         tokens = {}
-        for index, query, own in zip(indices.tolist(), queries, there, strict=True):
+        for index, query, own in zip(indices.tolist(), queries, present, strict=True):
             positive = next(found)
             tokens[index] = query, [positive, *(next(found) if each else positive[:1] for each in own[1:])]
         return tokens
 
     @abstractmethod
     def _tokens(self, rows: Any, indices: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Return the token ids of the pairs ``indices``: one array for each query, and one array for each passage.
-
-        Missing passages are left out.
-        """
+        """Return the token ids of the pairs at ``indices``: one array for each query, and one for each passage not MISSING."""
 
     @abstractmethod
-    def _names(self, rows: Any, indices: np.ndarray) -> list[str]:
-        """Return the query ids of the pairs ``indices``."""
+    def _ids(self, rows: Any, indices: np.ndarray) -> list[str]:
+        """Return the query ids of the pairs at ``indices``."""
 
     def _micro_batch(self, rows: StepRows | StreamRows, tokens: Tokenized, pairs: np.ndarray) -> MicroBatch:
         local = self._form.local(pairs)
@@ -200,12 +198,12 @@ class Batches(ABC):
             pad(queries, self._form.pad_ids[0], self._form.side),
             pad(list(chain(*passages)), self._form.pad_ids[1], self._form.side),
             RowIds(torch.from_numpy(rows.columns[pairs]), torch.from_numpy(rows.positives[pairs]), teacher, numbers),
-            self._names(rows, local),
+            self._ids(rows, local),
         )
 
 
 class BatchSource(Batches):
-    """Micro-batches of one process. The token ids come from token tables."""
+    """Micro-batches of one process, from token tables."""
 
     def __init__(
         self,
@@ -231,21 +229,18 @@ class BatchSource(Batches):
         queries, passages = self._query_tokens.rows(rows.queries[indices]), rows.passages[indices]
         return queries, self._passage_tokens.rows(passages[passages != MISSING])
 
-    def _names(self, rows: StepRows, indices: np.ndarray) -> list[str]:
+    def _ids(self, rows: StepRows, indices: np.ndarray) -> list[str]:
         return [self._query_ids[int(query)] for query in rows.queries[indices]]
 
 
 class StreamSource(Batches):
-    """Micro-batches of one process. The texts come from a stream.
-
-    Every process reads the whole stream, so the processes do not exchange ids.
-    """
+    """Micro-batches of one process, from a stream. Every process reads the whole stream, so processes do not exchange ids."""
 
     def __init__(
         self, sampler: StreamSampler, query_tokens: TextTokens, passage_tokens: TextTokens, form: BatchForm
     ) -> None:
         self._query_tokens, self._passage_tokens = query_tokens, passage_tokens
-        # the longest text of a stream is unknown, so every text may have max_length tokens
+        # the longest texts of a stream are unknown: assume max_length tokens
         super().__init__(sampler, form, (query_tokens.max_length, passage_tokens.max_length))
 
     def clone(self) -> "Batches":
@@ -257,5 +252,5 @@ class StreamSource(Batches):
         queries = self._query_tokens.rows((rows.queries[index].text,) for index in indices)
         return queries, self._passage_tokens.rows(passage[1:] for index in indices for passage in rows.passages[index])
 
-    def _names(self, rows: StreamRows, indices: np.ndarray) -> list[str]:
+    def _ids(self, rows: StreamRows, indices: np.ndarray) -> list[str]:
         return [rows.queries[index].id for index in indices]

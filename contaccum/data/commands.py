@@ -4,9 +4,9 @@ Conversion keeps the ids of queries and passages. If a format has no field for a
 (``query_id``, ``pos_id`` or ``neg_id``). This package reads the extra fields; other tools ignore them. JSONL has no titles: the
 title and the text of a passage become one string.
 
-DPR separates ``negative_ctxs`` from hard negatives. Conversion keeps them in DPR, and writes them to BEIR as passages without a
-grade. JSONL and Tevatron files do not get them. Teacher scores are written only to JSONL and Tevatron. BEIR has no field for
-teacher scores. In DPR, the field ``score`` is a search score.
+The ``negative_ctxs`` of DPR are kept in DPR, become passages without a grade in BEIR, and are dropped in JSONL and Tevatron.
+Teacher scores are written only to JSONL and Tevatron: BEIR has no field for teacher scores, and in DPR the field ``score`` is a
+search score.
 """
 
 import gzip
@@ -24,11 +24,11 @@ from datasets import Dataset
 from tqdm import tqdm
 
 from contaccum.config import DataPolicy
-from contaccum.data.corpus import load_questions, open_corpus, open_queries
+from contaccum.data.corpus import beir_records, load_questions, open_corpus, open_queries
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.data.examples import ExampleTable, load_examples
 from contaccum.data.retrieval_set import JudgedSplit, judged_split, keep_answerable, qrels_file, splits_of
-from contaccum.data.tables import PASSAGE_COLUMNS, QUERY_COLUMNS, column_batches
+from contaccum.data.tables import PASSAGE_COLUMNS, column_batches
 from contaccum.errors import InputError
 from contaccum.formats.records import Example, plain_id, plain_split, record_line, write_beir_folder
 from contaccum.formats.training import Form, example_record, framed
@@ -40,12 +40,11 @@ Stats = dict[str, Any]
 def check(path: str | Path, split: str | None = None, policy: DataPolicy = DEFAULT_POLICY) -> Stats:
     """Read a whole data set and return statistics. ``split`` selects one split of a BEIR folder; None selects all splits.
 
-    Invalid data, including teacher scores, causes the same errors and warnings as in training and evaluation. Text lengths are
-    counted in words.
+    Invalid data causes the same errors and warnings as in training and evaluation. Teacher scores are checked too. Text lengths
+    are counted in words.
     """
-    given = path
-    data = open_dataset(given, split or "train", policy)
-    # the local copy of a published data set, with its own policy
+    data = open_dataset(path, split or "train", policy)
+    # for a downloaded data set: the path of the local copy, and a policy that may repair
     path, kind, policy = data.path, data.kind, data.policy
     if kind == "beir":
         about = _beir(path, split, policy)
@@ -55,8 +54,8 @@ def check(path: str | Path, split: str | None = None, policy: DataPolicy = DEFAU
     elif kind == "queries":
         if path.name.removesuffix(".gz") not in ("queries.jsonl", "queries.tsv"):
             warnings.warn(
-                f"{path}: read as queries, because no record has a title. A search would read it as passages; name the file "
-                "corpus.jsonl to check it as passages.",
+                f"{path}: read as queries, because no record has a title. A search would read this file as passages; to check "
+                "it as passages, name it corpus.jsonl.",
                 stacklevel=2,
             )
         queries = open_queries(path, policy)
@@ -66,7 +65,7 @@ def check(path: str | Path, split: str | None = None, policy: DataPolicy = DEFAU
         about = _questions(path, policy)
     else:
         about = _examples(load_examples(path, policy, scores=True))
-    return {"path": str(given), "kind": kind, **about}
+    return {"path": str(data.name), "kind": kind, **about}
 
 
 def _left_out(records: int) -> Stats:
@@ -189,11 +188,10 @@ def convert(
 ) -> None:
     """Convert ``source`` to the format ``to``. ``source`` is a BEIR folder or a file of training examples.
 
-    If ``source`` is a BEIR folder, the split ``split`` is read. If ``to`` is ``beir``, the new split is named ``split``. A
-    conversion from BEIR to BEIR writes the whole corpus. Every other conversion writes only the passages of the examples. A
-    passage with a grade above 0 is a positive; any other judged passage is a negative. In a new BEIR folder, positives have grade
-    1 and negatives have grade 0. Teacher scores are checked and written. If the new format has no field for teacher scores, they
-    are dropped with a warning.
+    split: split to read from a BEIR folder, and name of the split in a new BEIR folder. A conversion from BEIR to BEIR writes the
+    whole corpus; every other conversion writes only the passages of the examples. From BEIR, passages with a grade above 0 become
+    positives, and other judged passages become negatives. To BEIR, positives get grade 1 and negatives get grade 0. Teacher
+    scores are checked and written, or dropped with a warning if ``to`` has no field for teacher scores.
 
     Raises InputError if ``target`` exists (for ``beir`` an empty folder is allowed), and for ``beir`` if an id has a tab or a
     line break.
@@ -208,12 +206,12 @@ def convert(
         raise InputError(f"{target}: already exists; choose a new path")
     found = open_dataset(source, split, policy).examples(scores=True)
     if found.teacher is not None and to in ("beir", "dpr"):
-        warnings.warn(f"{source}: teacher scores are dropped, {to} has no field for them", stacklevel=2)
+        warnings.warn(f"{source}: teacher scores are dropped, because {to} has no field for them", stacklevel=2)
         found = replace(found, teacher=None)
     examples = tqdm(found, desc="converting", unit=" examples", disable=None)
     if to == "beir":
         kept = found.queries.select(np.flatnonzero(found.positives.lengths))
-        corpus, queries = _records(found.passages, PASSAGE_COLUMNS), _records(kept, QUERY_COLUMNS)
+        corpus, queries = map(_plain, beir_records(found.passages)), map(_plain, beir_records(kept))
         with whole_folder(target) as folder:
             write_beir_folder(folder, corpus, queries, {split: _grades(examples)})
     else:
@@ -222,15 +220,14 @@ def convert(
 
 
 def _sweep(target: Path) -> None:
-    """Remove unfinished files and folders that killed calls left next to ``target``."""
+    """Remove unfinished files and folders that killed processes left next to ``target``."""
     with suppress(OSError):  # the folder does not exist, or a file belongs to another user
         sweep(target.parent, target.name, shared=True)
 
 
-def _records(table: Dataset, columns: Sequence[str]) -> Iterator[dict[str, str]]:
-    for batch in column_batches(table, columns):
-        for key, *texts in zip(*(batch[column] for column in columns), strict=True):
-            yield {"_id": plain_id(key), **dict(zip(columns[1:], texts, strict=True))}
+def _plain(record: dict[str, str]) -> dict[str, str]:
+    plain_id(record["_id"])
+    return record
 
 
 def _grades(examples: Iterable[Example]) -> Iterator[tuple[str, str, int]]:

@@ -1,7 +1,6 @@
 """Read a corpus as a memory-mapped table, and read files of queries and of questions.
 
-The first call for a corpus checks the corpus and writes an Arrow file into the cache. Later calls map this Arrow file into
-memory.
+The first call for a corpus checks it and writes an Arrow file into the cache. Later calls map this Arrow file into memory.
 """
 
 import os
@@ -21,6 +20,7 @@ from contaccum.config import DataPolicy
 from contaccum.data.tables import (
     PASSAGE_COLUMNS,
     TableWriter,
+    column_batches,
     open_table,
     read_about,
     report_rejected,
@@ -72,12 +72,11 @@ def duplicate_id(what: str, key: str, first: object, repairable: bool = True) ->
 def open_corpus(path: str | Path, policy: DataPolicy) -> Corpus:
     """Open a corpus: a BEIR folder, a corpus.jsonl, a DPR TSV or MS MARCO's collection.tsv.
 
-    A duplicate passage id, or a passage without text, raises InputError. Published data sets have such records, so ``repair``
-    accepts them: the last passage with an id is used, as in BEIR's loader, and passages without text are kept. Warnings give the
-    numbers of both.
+    A passage with a duplicate id or without text is invalid. Published data sets have such passages, so ``repair`` accepts them
+    with a warning: of several passages with the same id, the last is used, as in BEIR's loader; passages without text are kept.
     """
     source = Path(path)
-    if os.path.isdir(source):  # accepts any string; Path.is_dir does not
+    if os.path.isdir(source):  # Path.is_dir raises an error for some strings
         source = beir_file(source, "corpus.jsonl")
     if not os.path.isfile(source):
         raise InputError(f"{source}: no such file or folder")
@@ -117,9 +116,8 @@ def _write_corpus(
 ) -> tuple[array, dict[str, object], RejectedRecords]:
     """Write the table of passages without the lines in ``dropped``.
 
-    ``dropped`` maps the number of each such line to the number of the first line with the same passage id. Without ``repair``,
-    the dropped lines are rejected records. Returns the hash of every passage id, the content of about.json, and the rejected
-    records.
+    dropped: line number -> number of the first line with the same passage id. Without ``repair``, dropped lines are rejected
+    records. Returns the hash of every passage id, the content of about.json, and the rejected records.
     """
     writer, rejected = TableWriter(folder / "passages.arrow", PASSAGE_COLUMNS), RejectedRecords.of(policy)
     hashes, empty = array("q"), 0
@@ -204,6 +202,13 @@ def load_questions(path: str | Path, policy: DataPolicy) -> tuple[list[Question]
         raise InputError(f"{path}: is empty; it needs at least one question")
     report_rejected(Path(path), rejected)
     return questions, len(rejected.entries)
+
+
+def beir_records(table: Dataset) -> Iterator[dict[str, str]]:
+    """Yield the rows of a table of passages or queries as records of a BEIR file."""
+    names = ["_id", *table.column_names[1:]]
+    for batch in column_batches(table, table.column_names):
+        yield from (dict(zip(names, row, strict=True)) for row in zip(*batch.values(), strict=True))
 
 
 def find_rows(corpus: Dataset, ids: Iterable[str]) -> dict[str, int]:

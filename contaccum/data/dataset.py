@@ -33,10 +33,10 @@ DEFAULT_POLICY = DataPolicy()
 
 
 class RetrievalDataset:
-    """A data set of any format. Each property reads and checks its files when it is used for the first time.
+    """A data set of any format. A property reads and checks files at its first use. Invalid files raise InputError.
 
     Published data sets have duplicate ids and passages without text. A BEIR folder that was downloaded by name (BEIR, MTEB,
-    MIRACL, Hub) is therefore always read with ``repair``. Invalid files raise InputError.
+    MIRACL, Hub) is therefore always read with ``repair``.
     """
 
     def __init__(self, name: str | Path, split: str, policy: DataPolicy) -> None:
@@ -57,7 +57,7 @@ class RetrievalDataset:
 
     @cached_property
     def kind(self) -> Kind:
-        """Format of the data set, which is detected from the content of the files."""
+        """Format of the data set, detected from the content of the files."""
         return kind_of_data(self.path, self.policy.max_bad_records)
 
     @cached_property
@@ -69,7 +69,7 @@ class RetrievalDataset:
 
     @cached_property
     def queries(self) -> dict[str, str]:
-        """Dict from query id to text, from a BEIR folder or a file of queries."""
+        """Query id -> text, from a BEIR folder or a file of queries."""
         queries = open_queries(self.path, self.policy)
         self._count(queries.source.name, queries.left_out)
         return queries.texts
@@ -83,7 +83,7 @@ class RetrievalDataset:
 
     @cached_property
     def qrels(self) -> Qrels:
-        """Grades of a qrels file. Queries without a positive are left out."""
+        """Grades of the qrels file with the path ``name``. Queries without a positive are left out."""
         source = Path(self.name)
         grades = read_grades(source, self._policy)
         report_rejected(source, grades.rejected)
@@ -99,7 +99,7 @@ class RetrievalDataset:
 
     @cached_property
     def searchable_set(self) -> RetrievalSet:
-        """Retrieval set for search. From a folder without qrels, or a file of passages, it has a corpus but no queries."""
+        """Retrieval set for search. For a folder without qrels or a file of passages, the set has only a corpus."""
         has_queries = splits_of(self.path) if self.path.is_dir() else self.kind in ("dpr", "jsonl", "tevatron")
         return self.retrieval_set if has_queries else RetrievalSet(self.corpus, {}, {})
 
@@ -110,6 +110,7 @@ class RetrievalDataset:
         return replace(judged, queries={query: judged.queries[query] for query in kept}, qrels=kept)
 
     def examples(self, scores: bool = False) -> ExampleTable:
+        """Return the data set as training examples. scores: read teacher scores too (a BEIR folder has none)."""
         if self.kind != "beir":
             return load_examples(self.path, self.policy, scores)
         none: list[list[int]] = [[] for _ in self._judged.queries]
@@ -151,7 +152,7 @@ def load_training(data: DataConfig, scores: bool = False) -> TrainSet:
     without in-batch negatives has no hard negatives.
     """
     if data.streaming:
-        raise InputError("data.streaming is true, but this command cannot read a stream; set it to false")
+        raise InputError("data.streaming is true, but this command cannot read a stream; set data.streaming to false")
     named = [(each.train, each.split) for each in data.mixture] or [(data.train, data.split)]
     sets = [open_dataset(path, split, data.policy).train_set(data.hard_negatives, scores) for path, split in named]
     if scores:

@@ -1,36 +1,35 @@
 """Write small dev sets as BEIR folders.
 
-A dev set has a sample of the judged queries, all judged passages of these queries, and a sample of the other passages. Training
-computes the dev score often, and most of the time goes into encoding the passages. A score on a sampled corpus is higher than a
-score on the whole corpus, so compare only scores on the same corpus.
+A dev set has a sample of the judged queries, all judged passages of these queries, and a sample of the other passages. The corpus
+is small because training often computes the dev score, and encoding the passages takes most of that time. A score on a sampled
+corpus is higher than a score on the whole corpus, so compare only scores on the same corpus.
 """
 
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from datasets import Dataset
 
+from contaccum.data.corpus import beir_records
 from contaccum.data.dataset import RetrievalDataset
 from contaccum.data.examples import ExampleTable
 from contaccum.data.retrieval_set import Qrels, RetrievalSet
-from contaccum.data.tables import PASSAGE_COLUMNS, column_batches
 from contaccum.errors import InputError
 from contaccum.formats.records import write_beir_folder
 from contaccum.runtime.files import whole_folder
 
 SHARE = 10
-"""The dev set gets at most one tenth (1 / SHARE) of the training queries."""
+"""``hold_out`` puts at most one tenth (1 / SHARE) of the training queries into the dev set."""
 
 
 def write_dev_set(source: RetrievalSet, folder: Path, most_queries: int, most_passages: int, seed: int) -> None:
     """Write a BEIR folder with the split ``dev``. Queries and passages are a sample of ``source``.
 
-    The dev set has at most ``most_queries`` queries and at most ``most_passages`` passages. All judged passages of the queries
-    are written, even if there are more than ``most_passages``.
+    The dev set has at most ``most_queries`` queries, all their judged passages, and random other passages, until there are
+    ``most_passages``.
     """
     names = sorted(source.queries)
     kept = sorted(random.Random(seed).sample(names, min(most_queries, len(names))))
@@ -40,9 +39,9 @@ def write_dev_set(source: RetrievalSet, folder: Path, most_queries: int, most_pa
 def hold_out(source: RetrievalDataset, folder: Path, most_queries: int, most_passages: int, seed: int) -> None:
     """Divide training queries into a dev set, ``folder/dev``, and a training set, ``folder/train``.
 
-    The dev set has a sample of the passages, as in ``write_dev_set``. The training set has the other queries and all passages.
-    Queries with equal texts are either all in the dev set or all in the training set. The dev set has at most a tenth of the
-    queries. Raises InputError if the dev set would have no query.
+    The dev set has at most a tenth of the queries, and a sample of the passages as in ``write_dev_set``. The training set has the
+    other queries and all passages. Queries with the same text (except for case and spaces) stay together. Raises InputError if
+    the dev set would have no query.
     """
     examples = source.examples()
     numbers = np.flatnonzero(examples.positives.lengths)
@@ -59,8 +58,8 @@ def hold_out(source: RetrievalDataset, folder: Path, most_queries: int, most_pas
             held += group
     if not held:
         raise InputError(
-            f"{source.path}: has {len(numbers)} training queries; holding out dev queries needs at least "
-            f"{SHARE} different ones. Set data.dev."
+            f"{source.path}: has {len(numbers)} training queries; holding out a dev set needs at least "
+            f"{SHARE} with different texts. Set data.dev."
         )
     held.sort()
     passages: list[str] = examples.passages["id"]
@@ -72,7 +71,7 @@ def hold_out(source: RetrievalDataset, folder: Path, most_queries: int, most_pas
         rest = sorted(set(numbers.tolist()) - set(held))
         records = ({"_id": ids[number], "text": texts[number]} for number in rest)
         grades = {"train": _grades(examples, rest, ids, passages)}
-        write_beir_folder(part / "train", _records(examples.passages), records, grades)
+        write_beir_folder(part / "train", beir_records(examples.passages), records, grades)
 
 
 def _write_dev(
@@ -86,13 +85,7 @@ def _write_dev(
     grades = ((query, passage, grade) for query in queries for passage, grade in qrels[query].items())
     with whole_folder(folder) as part:
         records = ({"_id": key, "text": text} for key, text in queries.items())
-        write_beir_folder(part, _records(corpus.select(sorted(rows))), records, {"dev": grades})
-
-
-def _records(corpus: Dataset) -> Iterator[dict[str, Any]]:
-    for batch in column_batches(corpus, PASSAGE_COLUMNS):
-        for key, title, text in zip(*(batch[column] for column in PASSAGE_COLUMNS), strict=True):
-            yield {"_id": key, "title": title, "text": text}
+        write_beir_folder(part, beir_records(corpus.select(sorted(rows))), records, {"dev": grades})
 
 
 def _grades(

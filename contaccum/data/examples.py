@@ -1,7 +1,7 @@
-"""Tables of training examples: a table of passages, a table of queries, and the passages of each query.
+"""Tables of training examples: a table of passages, a table of queries, and for each query the row numbers of its passages.
 
-Every passage is stored once. The passages of a query are row numbers. The first call for a file checks the file and writes the
-tables into the cache. Later calls map these tables into memory.
+Every passage is stored once. The first call for a file checks the file and writes the tables into the cache. Later calls map
+these tables into memory.
 """
 
 import math
@@ -52,7 +52,9 @@ class FlatTeacherScores(NamedTuple):
     negatives: np.ndarray
 
 
-class _Tolerated(TypedDict):
+class _SavedProblem(TypedDict):
+    """A ``_Problem`` in about.json."""
+
     text: str
     count: int
     first: str
@@ -69,7 +71,7 @@ class _About(_OptionalAbout):
     fingerprint: str
     examples: int
     answerable: int
-    problems: list[_Tolerated]
+    problems: list[_SavedProblem]
     bad: int
 
 
@@ -77,9 +79,8 @@ class _About(_OptionalAbout):
 class ExampleTable:
     """Training examples as tables.
 
-    ``positives``, ``negatives`` and ``others`` have one list for each query. List i has the row numbers of the passages of query
-    i in the table ``passages``. ``others`` are DPR's ``negative_ctxs``. A loop over an ExampleTable reads the passages from disk
-    and yields the examples that have a positive, in file order.
+    ``positives``, ``negatives`` and ``others`` (DPR's ``negative_ctxs``) have one list for each query: row numbers in the table
+    ``passages``. Iteration reads the passages from disk and yields the examples that have a positive, in file order.
     """
 
     queries: Dataset  # columns id, text
@@ -113,7 +114,7 @@ class ExampleTable:
         return [Passage(*row) for row in zip(*(batch[column] for column in PASSAGE_COLUMNS), strict=True)]
 
     def _scores(self, number: int) -> TeacherScores | None:
-        """Return the teacher scores of an example, or None. Each float is the shortest decimal of its float32."""
+        """Return the teacher scores of an example, or None. A score is the shortest decimal that gives the same float32."""
         if self.teacher is None:
             return None
         lists = zip((self.positives, self.negatives), self.teacher, strict=True)
@@ -126,10 +127,11 @@ class ExampleTable:
 def load_examples(path: str | Path, policy: DataPolicy, scores: bool = False) -> ExampleTable:
     """Open a file of training examples: DPR JSON, JSONL of query, pos and neg, or Tevatron JSONL.
 
-    An empty text or a duplicate query id raises InputError. Two problems cause a warning, or InputError with ``strict``: queries
-    without a positive, and passages with the same id but different texts (the first text is used). ``repair`` has no effect on a
-    file of examples and causes a warning. With ``scores``, teacher scores are read. In each example, either all positives and
-    negatives have a finite score, or none has one.
+    An example with an empty text or a duplicate query id is invalid. Two problems cause a warning, or InputError with ``strict``:
+    queries without a positive, and passages with the same id but different texts (the first text is used). ``repair`` has no
+    effect on a file of examples and causes a warning.
+
+    scores: read teacher scores too. In each example, either all positives and negatives must have a finite score, or none.
     """
     path = Path(path)
     if not os.path.isfile(path):
@@ -148,7 +150,7 @@ def load_examples(path: str | Path, policy: DataPolicy, scores: bool = False) ->
     if not about["examples"]:
         raise InputError(f"{path}: is empty; it needs at least one example")
     if not about["answerable"]:
-        raise InputError(f"{path}: no query has a positive; at least one query needs a positive")
+        raise InputError(f"{path}: no query has a positive passage; at least one query must have one")
     lists = {
         name: Ragged(*(load_array(folder / f"{name}_{part}.npy") for part in ("offsets", "values"))) for name in _LISTS
     }
@@ -166,7 +168,7 @@ def _save(folder: Path, name: str, numbers: array, dtype: type = np.int64) -> No
 def check_texts(location: SourceLocation, example: Example, known: Container[str] = ()) -> None:
     """Raise InputError if the query or a passage of an example has an empty text.
 
-    A passage is not checked if its id is in ``known``, or if an earlier passage of the example has the same id.
+    A passage is not checked if the id is in ``known`` or belongs to an earlier passage of the example.
     """
     query = example.query
     if is_blank(query.text):
@@ -179,7 +181,7 @@ def check_texts(location: SourceLocation, example: Example, known: Container[str
 
 
 class _Problem:
-    """Problem that causes a warning: the number of its cases, and the message of the first case."""
+    """Problem that causes a warning: description, number of cases, and message of the first case."""
 
     def __init__(self, text: str) -> None:
         self.text, self.count, self.first = text, 0, ""
@@ -190,6 +192,8 @@ class _Problem:
 
 
 class _Builder:
+    """Reads and checks a file of examples, and writes the tables into a cache folder."""
+
     def __init__(self, path: Path, folder: Path, rejected: RejectedRecords, scores: bool) -> None:
         self.path, self.folder, self.rejected, self.with_scores = path, folder, rejected, scores
         self.scored = 0  # number of examples with scores

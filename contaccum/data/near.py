@@ -1,45 +1,39 @@
 """Order the examples so that each step gets examples with similar vectors.
 
-The examples are divided into groups of one step each by bisection. Balanced 2-means of a sample gives a direction. The examples
-are sorted by their inner product with this direction and split in two; each part is then split in the same way.
+The examples are divided by bisection into groups, one for each step. Balanced 2-means of a sample gives a direction. The
+examples are sorted by their inner product with this direction and split in two; each half is then split in the same way.
 Sources: steps of one cluster, Hofstaetter et al. 2021 (arXiv 2104.06967); steps of similar examples as hard negatives of each
 other, Thirukovalluru et al. 2025 (arXiv 2505.11293).
 """
 
 import numpy as np
 
-SAMPLE = 1024  # number of examples that decide the direction of a cut
+SAMPLE = 1024  # number of examples that decide the direction of a split
 ROUNDS = 4  # number of iterations of 2-means
-LEVELS = 1023  # largest number of a rounded vector
+LEVELS = 1023  # largest absolute value in a rounded vector
 BLOCK = 65_536  # number of vectors to multiply at once
 
 
 def rounded(vectors: np.ndarray) -> np.ndarray:
-    """Round vectors (n, d) to whole numbers from -LEVELS to LEVELS: (n, d) int16.
+    """Scale vectors (n, d) and round them to integers from -LEVELS to LEVELS: (n, d) int16.
 
-    Sums of their products are whole numbers below 2^53, which float64 adds without rounding. Therefore every machine finds the
-    same order.
+    Inner products are then integers below 2^53, which float64 adds without rounding, so every machine finds the same order.
     """
     largest = float(np.abs(vectors).max(initial=0)) or 1.0
-    return np.concatenate(
-        [
-            np.rint(vectors[start : start + BLOCK] * (LEVELS / largest)).astype(np.int16)
-            for start in range(0, len(vectors), BLOCK)
-        ]
-    )
+    blocks = (vectors[start : start + BLOCK] for start in range(0, len(vectors), BLOCK))
+    return np.concatenate([np.rint(block * (LEVELS / largest)).astype(np.int16) for block in blocks])
 
 
 def near_order(vectors: np.ndarray, random: np.random.Generator, size: int, first: int) -> np.ndarray:
-    """Return an order of n examples in which consecutive groups have similar vectors: (n,) int64.
+    """Return an order of n examples in which the examples of each group have similar vectors: (n,) int64.
 
-    vectors: (n, d) from ``rounded``. size: number of examples of a group. first: number of examples of the first group, which
-    completes a step of the epoch before; 0 if there is none. The groups between the first and the last are in random order.
+    vectors: (n, d) from ``rounded``. size: number of examples of a group. first: number of examples that complete the last step
+    of the epoch before; these come first. The full groups follow in random order, then a last group if examples are left.
     """
     first = min(first, len(vectors))
     full, last = divmod(len(vectors) - first, size)
-    groups = _bisected(
-        vectors, np.arange(len(vectors)), [first] * (first > 0) + [size] * full + [last] * (last > 0), random
-    )
+    sizes = [first] * (first > 0) + [size] * full + [last] * (last > 0)
+    groups = _bisected(vectors, np.arange(len(vectors)), sizes, random)
     start = int(first > 0)
     middle = [groups[start + number] for number in random.permutation(full)]
     return np.concatenate([*groups[:start], *middle, *groups[start + full :]])
@@ -59,7 +53,7 @@ def _bisected(vectors: np.ndarray, rows: np.ndarray, sizes: list[int], random: n
 
 
 def _direction(sample: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Return the difference of the sums of both halves of a sample (s, d) after balanced 2-means: (d,)."""
+    """Divide a sample (s, d) by balanced 2-means. Return the difference of the sums of both halves, (d,)."""
     one, other = random.choice(len(sample), 2, replace=False)
     direction = sample[one] - sample[other]
     half = len(sample) // 2

@@ -66,7 +66,7 @@ class JudgedSplit(RetrievalSet):
 
 
 def qrels_file(folder: str | Path, split: str) -> Path:
-    """Return the path of the qrels file of a split. If it does not exist, raise InputError that lists the splits."""
+    """Return the path of the qrels file of a split. If the split does not exist, raise an InputError that lists the splits."""
     splits = splits_of(folder)
     if split not in splits:
         raise InputError(f"{folder}: split {split!r} not found; found {', '.join(splits) or 'no qrels/<split>.tsv'}")
@@ -88,12 +88,12 @@ def judged_split(path: str | Path, split: str, policy: DataPolicy) -> JudgedSpli
     source = qrels_file(path, split)
     grades = read_grades(source, policy)
     queries = open_queries(path, policy, grades.queries.keys())
-    known = [_KnownIds("query", grades.queries, queries.texts, queries.source, queries.left_out)]
+    known = [_MissingIds("query", grades.queries, queries.texts, queries.source, queries.left_out)]
     if known[0].missing:
         grades = read_grades(source, policy, known)
     corpus = open_corpus(path, policy)
     rows = find_rows(corpus.table, grades.passages)
-    known.append(_KnownIds("passage", grades.passages, rows, corpus.source, corpus.left_out))
+    known.append(_MissingIds("passage", grades.passages, rows, corpus.source, corpus.left_out))
     if known[1].missing:
         grades = read_grades(source, policy, known)
     report_rejected(source, grades.rejected)
@@ -128,7 +128,7 @@ class Grades(NamedTuple):
     rejected: RejectedRecords
 
 
-class _KnownIds:
+class _MissingIds:
     """Ids that the qrels name but the file of queries or passages lacks: ids of rejected records, and unknown ids."""
 
     def __init__(self, what: str, named: Collection[str], known: Collection[str], file: Path, left_out: int) -> None:
@@ -139,7 +139,7 @@ class _KnownIds:
         self.unknown = frozenset(self.missing[left_out:])
 
 
-def read_grades(source: Path, policy: DataPolicy, known: Sequence[_KnownIds] = ()) -> Grades:
+def read_grades(source: Path, policy: DataPolicy, known: Sequence[_MissingIds] = ()) -> Grades:
     """Read a qrels file. Reject judgements with an unknown id; skip judgements that name a rejected query or passage."""
     qrels: Qrels = {}
     lines: tuple[dict[str, int], dict[str, int]] = ({}, {})
@@ -165,7 +165,7 @@ def read_grades(source: Path, policy: DataPolicy, known: Sequence[_KnownIds] = (
     return Grades(qrels, *lines, judgements, orphaned, rejected)
 
 
-def _check_judgement(source: Path, judgement: Judgement, known: Sequence[_KnownIds], qrels: Qrels) -> None:
+def _check_judgement(source: Path, judgement: Judgement, known: Sequence[_MissingIds], qrels: Qrels) -> None:
     """Raise InputError for an unknown id, or if an earlier line gives the same query and passage a different grade."""
     query, passage, grade, line = judgement
     location = SourceLocation(source, line)
@@ -180,7 +180,7 @@ def _check_judgement(source: Path, judgement: Judgement, known: Sequence[_KnownI
 
 
 def keep_answerable(source: Path, qrels: Qrels, strict: bool) -> Qrels:
-    """Keep only the queries that have a grade above 0. For dropped queries, warn, or raise InputError if ``strict``."""
+    """Return the qrels of the queries that have a grade above 0. If there are others, warn, or raise InputError if ``strict``."""
     kept = {query: grades for query, grades in qrels.items() if max(grades.values()) > 0}
     without = [query for query in qrels if query not in kept]
     if without and strict:

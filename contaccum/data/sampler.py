@@ -29,24 +29,26 @@ class StepRows(NamedTuple):
 
     @property
     def columns(self) -> np.ndarray:
-        """Ids of the passages, (N, 1 + H): here the row numbers. StreamRows has an attribute with the same name."""
+        """Ids of the passages, (N, 1 + H): the row numbers. StreamRows also has an attribute ``columns``, with hashes."""
         return self.passages
 
     @property
     def query_numbers(self) -> np.ndarray | None:
-        """Row numbers of the queries, (N,). StreamRows has an attribute with the same name; there it is None."""
+        """Row numbers of the queries, (N,). In StreamRows, ``query_numbers`` is None."""
         return self.queries
 
 
 class StepSampler:
     """Chooses the examples of each step from one training set.
 
-    The choice depends only on the seed and the step number, so a checkpoint stores only the step number. The examples are
-    repeated without end. ``order`` is the order of each epoch: random (``shuffled``), that of the training set (``file``), or
-    similar queries in each step (``near``, see ``near_order``). Step s takes examples s * N to (s + 1) * N - 1. A step may have
-    examples of two epochs, and no example is dropped. Each query gets one of its positives at random. Each query gets H different
-    hard negatives. If a query has fewer than H hard negatives, ``fill`` decides: ``random`` adds random other passages of the set
-    that are not positives of the query, ``none`` adds MISSING.
+    The choice depends only on the seed and the step number, so a checkpoint stores only the step number.
+
+    The epochs follow each other without end. ``order`` is the order of the examples in each epoch: random (``shuffled``), as in
+    the training set (``file``), or with similar queries in each step (``near``, see ``near_order``). Step s takes examples s * N
+    to (s + 1) * N - 1. A step may have examples of two epochs, and no example is dropped.
+
+    Each query gets a random positive and H different random hard negatives. If a query has fewer than H hard negatives, ``fill``
+    decides: ``random`` adds random passages of the set that are not positives of the query, ``none`` adds MISSING.
     """
 
     def __init__(
@@ -85,20 +87,20 @@ class StepSampler:
         if others < self.hard_negatives:
             query = train_set.queries[most]["id"]
             raise InputError(
-                f"query {query!r}: the training set has only {others} possible negatives for it, but "
-                f"data.hard_negatives is {self.hard_negatives}. Lower data.hard_negatives."
+                f"query {query!r}: the training set has only {others} possible negatives for this query, but data.hard_negatives "
+                f"is {self.hard_negatives}. Lower data.hard_negatives, or set data.fill_negatives to none."
             )
 
     def __call__(self, step: int) -> StepRows:
-        """Return the row numbers of optimizer step ``step``. Steps count from 0."""
+        """Return the examples of optimizer step ``step``. Steps count from 0."""
         return self.rows(step, step * self.size, self.size)
 
     def rows(self, step: int, start: int, count: int) -> StepRows:
-        """Return the row numbers of query, positive and hard negatives of the examples ``start`` to ``start + count - 1``.
+        """Return the examples ``start`` to ``start + count - 1``, counted over all epochs.
 
-        The random generators of step ``step`` choose the positive and the hard negatives.
+        The random generators of step ``step`` choose the positives and the hard negatives.
         """
-        queries = self._stream(start, count)
+        queries = self._query_rows(start, count)
         known = [self._positives.row(query) for query in queries]
         draw = random_stream(*self._seed, POSITIVES, step).random(len(queries))
         chosen = [int(share * len(rows)) for rows, share in zip(known, draw, strict=True)]
@@ -120,8 +122,8 @@ class StepSampler:
             positives[number, : len(rows)] = rows
         return StepRows(queries, passages, positives, None if self._teacher is None else teacher)
 
-    def _stream(self, start: int, count: int) -> np.ndarray:
-        """Return the query row numbers of the examples ``start`` to ``start + count - 1``, (count,) int64."""
+    def _query_rows(self, start: int, count: int) -> np.ndarray:
+        """Return the row numbers of the queries of the examples ``start`` to ``start + count - 1``, (count,) int64."""
         parts = []
         while count:
             epoch, offset = divmod(start, len(self._positives))
@@ -161,8 +163,8 @@ class MixtureSampler:
     """Chooses the examples of each step from a mixture. The choice depends only on the seed and the step number.
 
     With ``mixed``, each of the N examples of a step comes from a random set. With ``one_set``, all N examples of a step come from
-    the same random set. The probability of a set is proportional to the weight of the set. Each set has a separate sampler. To
-    find its position in each set, the sampler draws the numbers of examples of all earlier steps again.
+    the same random set. The probability of a set is proportional to the weight of the set. Each set has a separate StepSampler.
+    A resumed run finds the position in each set by drawing the numbers of examples of all earlier steps again.
     """
 
     def __init__(
@@ -187,14 +189,14 @@ class MixtureSampler:
         sizes = [(len(member.set.queries), len(member.set.passages)) for member in mixture.members]
         # row numbers of the first query and of the first passage of each set, (sets + 1, 2)
         self._starts = np.cumsum([(0, 0), *sizes], axis=0)
-        # a step number, and the number of examples of each set in all steps before that step
+        # a step number, and the number of examples of each set in all steps before this step
         self._drawn = (0, np.zeros(len(self._shares), dtype=np.int64))
 
     def __call__(self, step: int) -> StepRows:
-        """Return the row numbers of optimizer step ``step``. Steps count from 0."""
+        """Return the examples of optimizer step ``step``. Steps count from 0."""
         before, counts = self._before(step), self.counts(step)
         parts = [
-            _moved(sampler.rows(step, int(start), int(count)), *offsets)
+            _shifted(sampler.rows(step, int(start), int(count)), *offsets)
             for sampler, start, count, offsets in zip(self._samplers, before, counts, self._starts, strict=False)
             if count
         ]
@@ -228,7 +230,7 @@ class MixtureSampler:
         return taken
 
 
-def _moved(rows: StepRows, queries: int, passages: int) -> StepRows:
+def _shifted(rows: StepRows, queries: int, passages: int) -> StepRows:
     """Add ``queries`` to the row numbers of queries, and ``passages`` to the row numbers of passages."""
     known = np.where(rows.positives == NO_PASSAGE, NO_PASSAGE, rows.positives + passages)
     columns = np.where(rows.passages == MISSING, MISSING, rows.passages + passages)

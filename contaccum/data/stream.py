@@ -36,7 +36,7 @@ _ENDS = 1 << 20  # number of bytes at the start and at the end of a file; older 
 
 
 class StreamSet:
-    """Examples of a file or of a Hub set. The examples are read again, in order, each time they are needed."""
+    """Examples of a file or of a Hub set. Every iteration reads the examples again, in order."""
 
     def __init__(self, name: str, read: Reader, fingerprint: str, data: DataConfig, scores: bool = False) -> None:
         """Prepare a stream. ``read`` yields all examples with their locations. scores: the examples need teacher scores."""
@@ -45,10 +45,7 @@ class StreamSet:
         self._warned: set[str] = set()
 
     def texts(self) -> list[str]:
-        """Return the texts of queries and the titles and texts of passages in the first examples.
-
-        The number of these examples is the size of the shuffle buffer.
-        """
+        """Return all texts and titles of the first ``data.shuffle_buffer`` examples, to learn a vocabulary from."""
         first = list(islice(self.examples(), self.data.shuffle_buffer))
         parts = [
             part for example in first for passage in (*example.positives, *example.negatives) for part in passage[1:]
@@ -58,9 +55,9 @@ class StreamSet:
     def examples(self) -> Iterator[Example]:
         """Yield the examples that have a positive, in order.
 
-        If an example has too few hard negatives, its other negatives (DPR's ``negative_ctxs``) are appended to ``negatives``.
-        Each kind of problem causes one warning. Duplicate ids are not detected, because that would need the ids of all earlier
-        examples.
+        If an example has too few hard negatives, other negatives (DPR's ``negative_ctxs``) are appended to ``negatives``. Each
+        kind of problem causes one warning. Duplicate query ids are not detected, because the ids of all earlier examples may not
+        fit into memory.
         """
         rejected, scored = RejectedRecords.of(self.data), not self.scores
         found = answerable = reported = 0
@@ -86,12 +83,13 @@ class StreamSet:
             yield merged
         self._warn_rejected(rejected, reported)
         if not answerable:
-            what = "no query has a positive; at least one query needs a positive"
+            what = "no query has a positive passage; at least one query must have one"
             raise InputError(f"{self.name}: {what if found else 'is empty; it needs at least one example'}")
         if not scored:
             raise no_scores(self.name, f" in its first {answerable} examples")
 
     def _merged(self, example: Example) -> Example:
+        """Remove repeated passages, and append ``others`` to ``negatives`` if there are too few."""
         known: dict[str, tuple[Passage, float]] = {}  # passage id -> passage and its first score
         parts = []
         for name in ("positives", "negatives", "others"):
@@ -114,13 +112,13 @@ class StreamSet:
         return Example(example.query, own, hard, scores=given)
 
     def _has_scores(self, example: Example) -> bool:
-        """Return whether a positive and a negative have teacher scores. Warn about the first example without them."""
+        """Return whether a positive and a negative have teacher scores. If not, warn, but only once for the whole stream."""
         found = all(any(not math.isnan(score) for score in part) for part in example.scores or ())
         if not found:
             self._warn(
                 "unscored",
-                f"query {example.query.id!r} has no teacher scores for a positive and a negative; the loss of such "
-                "queries is InfoNCE only",
+                f"query {example.query.id!r} has no teacher scores for both a positive and a negative; the loss of "
+                "such queries is InfoNCE only",
             )
         return found
 
@@ -187,18 +185,19 @@ class StreamRows(NamedTuple):
 
 
 def passage_number(key: str) -> int:
-    """Return a 63-bit hash of a passage id, so that a passage has the same number in every step."""
+    """Return a 63-bit hash of a passage id, which is the number of the passage in every step."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1
 
 
 class StreamSampler:
     """Chooses the examples of each step from a stream.
 
-    The choice depends only on the seed, the size of the shuffle buffer and the step number. After a step, reading continues where
-    it stopped. The shuffle buffer yields a random example, which the next example of the stream replaces. At the end of an epoch,
-    the buffer yields all its remaining examples. Positives and hard negatives are drawn as in StepSampler. If a query has too few
-    hard negatives, random passages of other examples in the step and in the shuffle buffer are added; with
-    ``data.fill_negatives`` none, its other columns are MISSING.
+    The choice depends only on the seed, the size of the shuffle buffer and the step number. Each step continues reading where the
+    step before stopped. The shuffle buffer yields a random example, which the next example of the stream replaces. At the end of
+    an epoch, the buffer yields all remaining examples.
+
+    Positives and hard negatives are drawn as in StepSampler. If a query has too few hard negatives, ``data.fill_negatives``
+    decides: ``random`` adds random passages of other examples in the step and in the shuffle buffer, ``none`` adds MISSING.
     """
 
     def __init__(
@@ -210,7 +209,7 @@ class StreamSampler:
         shuffle_buffer: int,
         cached_steps: int,
     ) -> None:
-        """Start the stream. The last ``cached_steps`` steps stay in memory, so they can be read again."""
+        """Start the stream. cached_steps: number of steps that stay in memory, so that they can be returned again."""
         self._source, self._seed, self._capacity, self._keep = source, seed, shuffle_buffer, cached_steps
         self.size, self.hard_negatives = global_batch_size, hard_negatives
         self._lock = threading.Lock()
@@ -228,10 +227,10 @@ class StreamSampler:
             if step < self._next and step not in self._steps:
                 self._start()
             missing = range(self._next, step + 1)
-            far = len(missing) > self._keep  # a resumed run skips the examples of the earlier steps
+            far = len(missing) > self._keep  # after a resume, which skips the examples of all earlier steps
             for _ in tqdm(missing, desc="skipping", unit=" steps", disable=None if far else True):
                 examples = list(islice(self._examples, self.size))
-                assert len(examples) == self.size, "the stream has no end, unless an error ended it"
+                assert len(examples) == self.size, "only an error can end the stream"
                 if self._next > step - self._keep:
                     self._steps[self._next] = self._draw(self._next, examples)
                 self._steps.pop(self._next - self._keep, None)
@@ -298,7 +297,8 @@ class StreamSampler:
                     return hard
             if len(hard) == before:
                 raise InputError(
-                    f"query {example.query.id!r}: its step and the shuffle buffer have only {before} possible "
-                    f"negatives for it, but data.hard_negatives is {self.hard_negatives}. Lower data.hard_negatives."
+                    f"query {example.query.id!r}: the step and the shuffle buffer have only {before} possible negatives for this "
+                    f"query, but data.hard_negatives is {self.hard_negatives}. Lower data.hard_negatives, or set "
+                    "data.fill_negatives to none."
                 )
         return hard

@@ -54,13 +54,13 @@ class Ragged:
         return np.diff(self.offsets)
 
     def take(self, rows: np.ndarray) -> tuple["Ragged", np.ndarray]:
-        """Select the lists with the numbers ``rows``. Also return the index in ``values`` of each selected value."""
+        """Return the lists at the positions ``rows``, and for each value of these lists its index in ``values``."""
         indices = [np.empty(0, dtype=np.int64), *(np.arange(*self.offsets[row : row + 2]) for row in rows)]
         used = np.concatenate(indices)
         return Ragged(np.cumsum([0, *self.lengths[rows]], dtype=np.int64), self.values[used]), used
 
     def renumbered(self, used: np.ndarray) -> "Ragged":
-        """Replace each value by its index in ``used``. ``used`` is sorted and contains every value."""
+        """Replace each value by its index in ``used``, which is sorted and contains every value."""
         return Ragged(self.offsets, np.searchsorted(used, self.values))
 
     @classmethod
@@ -74,10 +74,9 @@ class Ragged:
 
     @classmethod
     def concatenated(cls, parts: Sequence["Ragged"], sizes: Sequence[int]) -> "Ragged":
-        """Concatenate lists of row numbers of tables that are concatenated too.
+        """Concatenate lists of row numbers, for tables that are concatenated too.
 
-        ``parts[i]`` has row numbers of table i, which has ``sizes[i]`` rows. The result has row numbers of the concatenated
-        table.
+        ``parts[i]`` has row numbers of table i, which has ``sizes[i]`` rows. The result has row numbers of the joined table.
         """
         starts = np.cumsum([0, *sizes])
         values = [part.values + start for part, start in zip(parts, starts, strict=False)]
@@ -134,9 +133,9 @@ def write_about(folder: Path, about: Mapping[str, Any]) -> None:
 
 
 def read_about(folder: Path, type_: Any) -> Any:
-    """Read about.json of a cache folder as ``type_``. Raise InputError if a file does not have the size that about.json gives.
+    """Read about.json of a cache folder as ``type_``. Raise InputError if a file has another size than in about.json.
 
-    In older cache folders, about.json contains no sizes; then no size is checked.
+    The about.json of older cache folders has no sizes to check.
     """
     about = read_json(folder / ABOUT_FILE, type_, version=ABOUT_VERSION)
     for name, size in about.get("bytes", {}).items():
@@ -163,7 +162,7 @@ def write_rejected(folder: Path, rejected: RejectedRecords) -> None:
 
 
 def report_rejected(source: Path, rejected: RejectedRecords) -> None:
-    """Write rejected records to a file in the cache and warn about them. For sources that have no table in the cache."""
+    """Save rejected records in the cache, and warn. Only for a source that has no table in the cache."""
     if rejected.entries:
         key = [file_key(source), rejected.entries]
         folder = cached_folder("quarantine", key, lambda folder: write_rejected(folder, rejected))
@@ -203,17 +202,17 @@ class TokenTable:
         return len(self._offsets) - 1
 
     def rows(self, indices: Sequence[int] | np.ndarray) -> list[np.ndarray]:
-        """Return the token ids of the texts with the numbers ``indices``: one int32 array for each text."""
+        """Return the token ids of the texts at ``indices``: one int32 array for each index."""
         return [self._tokens[self._offsets[index] : self._offsets[index + 1]] for index in indices]
 
     def largest_id(self) -> int:
-        """Return the largest token id of all texts. The file is read in pieces, because it may exceed memory."""
+        """Return the largest token id of all texts. The file is read in pieces, because it may not fit into memory."""
         file, first, total = str(self._tokens.filename), self._tokens.offset, len(self._tokens)
         pieces = (np.fromfile(file, "<i4", _OFFSETS, offset=first + 4 * start) for start in range(0, total, _OFFSETS))
         return max((int(piece.max()) for piece in pieces), default=0)
 
     def longest(self) -> int:
-        """Return the number of tokens of the longest text. The table is read in pieces, because it may exceed memory."""
+        """Return the number of tokens of the longest text. The offsets are read in pieces, as they may not fit into memory."""
         starts = range(0, len(self), _OFFSETS)
         return max(int(np.diff(self._offsets[start : start + _OFFSETS + 1]).max()) for start in starts)
 
@@ -226,13 +225,12 @@ class TextTokens:
     ) -> None:
         """Copy the tokenizer. A slow tokenizer raises InputError.
 
-        ``prefix`` is put before each text. A text with more than ``max_length`` tokens is truncated.
-        ``vocabulary`` is the number of word embeddings; a token id that is not below this number raises InputError.
+        prefix: text before each text. vocabulary: number of word embeddings, to refuse token ids without a word embedding.
         """
         _require_fast(tokenizer)
         self._tokenizer, self._prefix = copy.deepcopy(tokenizer), require_utf8(prefix, f"prefix {prefix!a}")
         self._vocabulary, self.max_length = vocabulary, max_length
-        """Maximum number of tokens of a text, including special tokens."""
+        """Maximum number of tokens of a text, including special tokens. A longer text is truncated."""
 
     def rows(self, texts: Iterable[tuple[str, ...]]) -> list[np.ndarray]:
         """Return the token ids of each text as an int32 array. A text is a tuple of columns, such as title and text."""
@@ -248,6 +246,8 @@ class TextTokens:
 
 
 class JoinedTokens:
+    """Concatenation of token tables."""
+
     def __init__(self, tables: Sequence[TokenTable]) -> None:
         self._tables = tables
         self._starts = np.cumsum([0, *map(len, tables)])
@@ -256,7 +256,7 @@ class JoinedTokens:
         return int(self._starts[-1])
 
     def rows(self, indices: Sequence[int] | np.ndarray) -> list[np.ndarray]:
-        """Return the token ids of the texts with the numbers ``indices``: one int32 array for each text."""
+        """Return the token ids of the texts at ``indices``: one int32 array for each index."""
         numbers = np.searchsorted(self._starts, indices, side="right") - 1
         return [
             self._tables[number].rows([index - self._starts[number]])[0]
@@ -280,9 +280,9 @@ def build_token_table(
 ) -> TokenTable:
     """Open the token table of ``texts``. Build the token table if it is not in the cache.
 
-    A text is ``prefix`` + the columns joined by a space and stripped. Title and text give ``Passage.content``. A text has at
-    most ``max_length`` tokens, including special tokens; a longer text is truncated. ``fingerprint`` is the hash of ``texts``. A
-    slow tokenizer raises InputError, and so does a token id that is not below ``vocabulary``, the number of word embeddings.
+    A text is ``prefix`` and then the columns, joined by a space and stripped (title and text: ``Passage.content``). A text with
+    more than ``max_length`` tokens, including special tokens, is truncated. fingerprint: hash of ``texts``. vocabulary: number
+    of word embeddings. Raises InputError for a slow tokenizer and for a token id without a word embedding.
     """
     _require_fast(tokenizer)
     key = [fingerprint, list(columns), tokenizer_hash(tokenizer), max_length, prefix]
@@ -305,7 +305,7 @@ def build_token_table(
 
 
 def _is_damaged(folder: Path) -> bool:
-    """Return whether a file of a token table differs from its saved hash. Tables of earlier versions have no hashes."""
+    """Return whether a file of a token table differs from the saved hash. Tables of earlier versions have no hashes."""
     if not (folder / ABOUT_FILE).is_file():
         return False
     hashes = read_json(folder / ABOUT_FILE, dict[str, Any], version=ABOUT_VERSION).get("sha256", {})
@@ -316,12 +316,12 @@ def _is_damaged(folder: Path) -> bool:
 
 def _require_fast(tokenizer: "PreTrainedTokenizerBase") -> None:
     if not tokenizer.is_fast:
-        raise InputError(f"the tokenizer of {tokenizer.name_or_path!r} is slow; contaccum needs a fast tokenizer")
+        raise InputError(f"{tokenizer.name_or_path!r} has no fast tokenizer; contaccum needs one (tokenizer.json)")
 
 
 def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
     state = json.loads(tokenizer.backend_tokenizer.to_str())
-    # a call changes the tokenizer's truncation and padding settings, so the hash does not include them
+    # encoding changes the tokenizer's truncation and padding settings, so the hash does not include them
     state.pop("truncation", None)
     state.pop("padding", None)
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
@@ -341,7 +341,7 @@ def _write_tokens(file: BinaryIO, texts: Dataset, columns: Sequence[str], tokens
     offsets = np.cumsum(np.concatenate(lengths))
     file.seek(0)
     _write_header(file, int(offsets[-1]))
-    assert file.tell() == data_start, "numpy pads the header so that the length fits"
+    assert file.tell() == data_start, "numpy pads the header, so both headers are equally long"
     return offsets
 
 

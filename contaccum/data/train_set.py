@@ -19,15 +19,15 @@ from contaccum.errors import InputError
 class TrainSet:
     """Queries and passages for training.
 
-    List i of ``positives`` has the row numbers of the positives of query i in the table ``passages``. List i of ``negatives`` has
-    the row numbers of the hard negatives of query i.
+    Lists ``positives[i]`` and ``negatives[i]`` have the positives and the hard negatives of query i, as row numbers in the table
+    ``passages``.
     """
 
     queries: Dataset  # n rows, columns id and text
     passages: Dataset  # columns id, title, text
     positives: Ragged  # n lists, none empty
     negatives: Ragged  # n lists; all are empty if no hard negatives were requested
-    fingerprint: str  # hash of all content, in hexadecimal; does not depend on paths
+    fingerprint: str  # hash of all content (not of paths), in hexadecimal
     teacher: FlatTeacherScores | None = None  # None: scores were not requested, or the data has none
 
     @property
@@ -54,7 +54,7 @@ class Member(NamedTuple):
     weight: float = 1.0
     query_prefix: str | None = None  # None: the model's prefix is used
     passage_prefix: str | None = None
-    in_batch_negatives: bool = True  # False: its queries are compared only with their own passages
+    in_batch_negatives: bool = True  # False: each query is compared only with its own passages
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def check_scores(names: Sequence[str], sets: Sequence[TrainSet]) -> None:
 
 
 def check_hard_negatives(name: str, examples: TrainSet) -> None:
-    """Raise InputError if no query of a set without in-batch negatives has a hard negative. Warn if some have none."""
+    """Check a set without in-batch negatives: warn if some queries have no hard negative, raise InputError if all have none."""
     without, count = int(np.count_nonzero(examples.negatives.lengths == 0)), len(examples.queries)
     found = f"{name}: {without} of {count} queries have no hard negative, and in_batch_negatives is false"
     if without == count:
@@ -93,7 +93,7 @@ def check_hard_negatives(name: str, examples: TrainSet) -> None:
 
 
 def no_scores(names: str, where: str = "") -> InputError:
-    """Return the InputError for data without teacher scores. ``where`` is added to the message and begins with a space."""
+    """Return the InputError for data without teacher scores. where: words to add to the message, with a leading space."""
     return InputError(
         f"{names}: no teacher scores found{where}; loss.distillation needs them. In JSONL with query, pos and neg, add "
         "pos_scores and neg_scores. In Tevatron JSONL, add a score to each passage."
@@ -111,7 +111,7 @@ def _has_scores(examples: TrainSet) -> np.ndarray:
 
 
 def mixture_of(members: Sequence[Member]) -> Mixture:
-    """Concatenate sets. A passage in two sets is kept twice, because the sets can have different prefixes."""
+    """Concatenate sets. A passage of two sets is stored twice, because the sets can have different prefixes."""
     sets = [member.set for member in members]
     sizes = [len(each.passages) for each in sets]
     positives = Ragged.concatenated([each.positives for each in sets], sizes)
@@ -147,7 +147,7 @@ def from_examples(examples: ExampleTable, hard_negatives: int) -> TrainSet:
     if examples.teacher is not None:
         indices = np.concatenate(sources)
         given = np.append(examples.teacher.negatives, np.float32(np.nan))[indices]
-        teacher = FlatTeacherScores(np.array(examples.teacher.positives), given)  # skipped queries have no positive
+        teacher = FlatTeacherScores(np.array(examples.teacher.positives), given)  # skipped queries have no positives
     lists = examples.positives.take(kept)[0], Ragged.of(negatives)
     return _train_set(examples, kept, lists, teacher)
 
@@ -155,7 +155,7 @@ def from_examples(examples: ExampleTable, hard_negatives: int) -> TrainSet:
 def _train_set(
     source: ExampleTable | TrainSet, rows: np.ndarray, lists: tuple[Ragged, Ragged], teacher: FlatTeacherScores | None
 ) -> TrainSet:
-    """Make a training set of the queries of ``source`` with the row numbers ``rows``.
+    """Make a training set of the queries of ``source`` at ``rows``.
 
     ``lists`` are the positives and the negatives of these queries, as row numbers of passages in ``source``. Passages that are in
     no list are dropped, so the row numbers change. The fingerprint is computed from the new content.
@@ -173,7 +173,7 @@ def _train_set(
 
 
 def subset(train_set: TrainSet, queries: np.ndarray) -> TrainSet:
-    """Make a training set of the queries with the row numbers ``queries``, in this order, and of their passages."""
+    """Make a training set of the queries at the rows ``queries``, in this order, and of their passages."""
     (positives, of_positives), (negatives, of_negatives) = (
         ragged.take(queries) for ragged in (train_set.positives, train_set.negatives)
     )

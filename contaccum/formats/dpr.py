@@ -20,14 +20,14 @@ _HEADER_WORDS = {
     "title", "text", "contents", "content", "passage", "document", "doc", "body", "sentence", "abstract", "url", "score", "grade",
     "label", "rel", "relevance", "qid", "query",
 }  # fmt: skip
-"""Usual column names. A first row is a header if all its cells, except perhaps the first, are such names."""
+"""Usual column names, to recognize a header."""
 _QUESTION_ROW = "two columns separated by a tab: a question, and a list of answers such as ['a', 'b']"
 
 
 def dpr_corpus(path: Path, rejected: RejectedRecords = STRICT) -> Iterator[tuple[int, Passage]]:
     """Yield the line number and the passage of each row of a DPR corpus TSV such as psgs_w100.tsv.
 
-    The columns are id, text and title. A cell may be in quotes. A header is skipped.
+    The columns are id, text and title. A cell may be in quotes. A header (id, text, title) is skipped.
     """
     return _tab_rows(path, _CORPUS_ROW, _passage, rejected, _is_header)
 
@@ -53,13 +53,13 @@ def _is_header(row: list[str], location: SourceLocation) -> bool:
 def id_text_lines(path: Path, rejected: RejectedRecords = STRICT) -> Iterator[tuple[int, str, str]]:
     """Yield the line number, the id and the text of each line of MS MARCO's collection.tsv or queries.tsv.
 
-    These files have no header. Quotation marks have no special meaning in these files.
+    These files have no header, and quotation marks are part of the text.
     """
     for number, line in numbered_lines(path, rejected=rejected):
         key, *texts = line.split("\t")
         fault = ""
         if number == 1 and {cell.strip().lower() for cell in (key, *texts)} <= _HEADER_WORDS:
-            fault = f"found the header {line!r}, which files of ids and texts do not have. Delete the line"
+            fault = f"found the header {line!r}; a file of ids and texts must have no header. Delete the line"
         elif len(texts) != 1 or key.split() != [key]:
             found = f"found {len(texts) + 1} columns" if len(texts) != 1 else f"the id is {key!r}"
             fault = f"{found}; each line must have an id without spaces, a tab and a text"

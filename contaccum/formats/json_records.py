@@ -24,7 +24,7 @@ from contaccum.formats.records import (
 Element = TypeVar("Element")
 Record = dict[str, Any]
 Read = Callable[[Record, SourceLocation, int], Element]
-"""Function that converts a record. Arguments: record, location, number of the record in the file (from 1). Raises InputError."""
+"""Convert a record. Arguments: record, location, number of the record (from 1). An invalid record raises InputError."""
 
 _PASSAGE_FIELDS = frozenset({"_id", "docid", "passage_id", "psg_id", "title", "text", "score"})
 _RECORD_FIELDS = _PASSAGE_FIELDS | {
@@ -38,14 +38,14 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 def json_lines(
     path: Path, expected: str, read: Read[Element], rejected: RejectedRecords = STRICT
 ) -> Iterator[tuple[SourceLocation, Element]]:
-    """Convert the JSON object in each line of a file with ``read``. ``expected`` describes a valid record in error messages."""
+    """Yield the location and the JSON object of each line, converted by ``read``. expected: valid record, for error messages."""
     return json_objects(path, numbered_lines(path, rejected=rejected), expected, read, rejected)
 
 
 def json_objects(
     path: Path, lines: Iterable[tuple[int, str]], expected: str, read: Read[Element], rejected: RejectedRecords
 ) -> Iterator[tuple[SourceLocation, Element]]:
-    """Convert the JSON object in each of these numbered lines with ``read``. Error messages name the file ``path``."""
+    """Convert the JSON objects in numbered lines, as ``json_lines`` does. path: name of the file, for error messages."""
     for count, (number, line) in enumerate(lines, 1):
         location = SourceLocation(path, number)
         try:
@@ -71,16 +71,16 @@ def _object_of(line: str, location: SourceLocation, expected: str) -> Record:
 def json_list(
     path: Path, expected: str, read: Read[Element], rejected: RejectedRecords = STRICT
 ) -> Iterator[tuple[SourceLocation, Element]]:
-    """Convert the objects of a file that is one JSON list. Only a part of the file is in memory at a time.
+    """Convert the objects of a file that is one JSON list, as ``json_lines`` does. Only a part of the file is in memory.
 
-    A syntax error always raises InputError, because the reader cannot find the next record after a syntax error.
+    A syntax error raises InputError even if ``rejected`` allows invalid records, because the next record cannot be found.
     """
     with open_bytes(path, rejected.max_unpacked) as file:
         yield from _ListReader(file, path, expected).objects(read, rejected)
 
 
 def json_stream(file: BufferedReader, path: Path, expected: str) -> Iterator[tuple[SourceLocation, Record]]:
-    """Yield the objects of an open file, which has JSON lines or one JSON list. Error messages name the file ``path``."""
+    """Yield the location and the object of each record of an open file. The file has JSON lines or is one JSON list."""
     if file.peek(1)[:1] == b"[":
         yield from _ListReader(file, path, expected).objects(lambda record, *_: record, STRICT)
     else:
@@ -95,10 +95,10 @@ class _ListReader:
         self._window, self._position, self._line, self._record = "", 0, 1, 0
 
     def objects(self, read: Read[Element], rejected: RejectedRecords) -> Iterator[tuple[SourceLocation, Element]]:
-        self._take("[")
+        self._expect("[")
         while self._peek() != "]":
             if self._record:
-                self._take(",")
+                self._expect(",")
                 self._peek()
             self._record += 1
             location, (value, text) = self._location(), self._value()
@@ -111,18 +111,18 @@ class _ListReader:
                 rejected.reject(error)
             else:
                 yield location, element
-        self._take("]")
+        self._expect("]")
         if self._peek():
             raise self._location().error("text follows the end of the list; the file must end there")
 
     def _location(self) -> SourceLocation:
         return SourceLocation(self._path, self._line, self._record)
 
-    def _more(self) -> bool:
+    def _read_more(self) -> bool:
         """Drop the text before the position, and read more text. Return False at the end of the file."""
         if len(self._window) - self._position > MAX_LINE:
             raise self._location().error(f"the record has more than {MAX_LINE} characters; longer records are not read")
-        # The number of bytes doubles, so that the time for a very long record is linear.
+        # Doubling the number of bytes keeps the time for a very long record linear.
         data = self._file.read(max(CHUNK, len(self._window)))
         try:
             chunk = self._utf8.decode(data, final=not data)
@@ -145,10 +145,10 @@ class _ListReader:
             self._advance(match.end())
             if self._position < len(self._window):
                 return self._window[self._position]
-            if not self._more():
+            if not self._read_more():
                 return ""
 
-    def _take(self, character: str) -> None:
+    def _expect(self, character: str) -> None:
         if (found := self._peek()) != character:
             what = repr(found) if found else "the end of the file"
             raise self._location().error(f"found {what} instead of {character!r}; the file must be one JSON list")
@@ -160,7 +160,7 @@ class _ListReader:
                 value, end = self._json.raw_decode(self._window, self._position)
                 break
             except json.JSONDecodeError as error:
-                if self._is_truncated(error) and self._more():
+                if self._is_truncated(error) and self._read_more():
                     continue
                 self._advance(error.pos)
                 raise self._location().error(
@@ -180,7 +180,7 @@ class _ListReader:
 
 
 def refuse_lone_surrogates(value: Any, location: SourceLocation) -> None:
-    """Raise InputError if the value contains half of a surrogate pair, such as "\\ud800". UTF-8 cannot encode it."""
+    """Raise InputError if the value contains half of a surrogate pair, such as "\\ud800", which UTF-8 cannot encode."""
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
@@ -188,7 +188,7 @@ def refuse_lone_surrogates(value: Any, location: SourceLocation) -> None:
 
 
 def known_fields(record: Record, known: frozenset[str] = _RECORD_FIELDS) -> Record:
-    """Copy a record and its passages, with only the fields that readers use."""
+    """Copy a record and its passages; keep only the fields that readers use."""
     found = {name: record[name] for name in record if name in known}
     for name, value in found.items():
         if isinstance(value, list):
@@ -215,7 +215,7 @@ def string_field(record: Record, name: str, location: SourceLocation) -> str:
     value = record.get(name)
     if isinstance(value, str):
         return value
-    raise _wrong(record, name, location, "a string")
+    raise _field_error(record, name, location, "a string")
 
 
 def title_field(record: Record, location: SourceLocation) -> str:
@@ -230,7 +230,7 @@ def id_field(record: Record, name: str, location: SourceLocation) -> str:
         return value
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    raise _wrong(record, name, location, "an id (a non-empty string or an integer)")
+    raise _field_error(record, name, location, "an id (a non-empty string or an integer)")
 
 
 def list_field(
@@ -240,16 +240,16 @@ def list_field(
     read: Callable[[Any, SourceLocation], Element],
     required: bool = False,
 ) -> Sequence[Element]:
-    """Convert the elements of the list field ``name``. If the field is not ``required``, a missing or null list is empty."""
+    """Convert the elements of the list field ``name`` with ``read``. A missing or null field gives () unless ``required``."""
     value = record.get(name)
     if value is None and not required:
         return ()
     if not isinstance(value, list):
-        raise _wrong(record, name, location, "a list")
+        raise _field_error(record, name, location, "a list")
     return [read(element, location._replace(field=f"{name}[{number}]")) for number, element in enumerate(value)]
 
 
-def _wrong(record: Record, name: str, location: SourceLocation, expected: str) -> InputError:
+def _field_error(record: Record, name: str, location: SourceLocation, expected: str) -> InputError:
     if name not in record:
         found = ", ".join(map(repr, list(record)[:8])) or "an empty object"
         return location.error(f"field {name!r} is missing (found {found}); it must be {expected}")

@@ -1,8 +1,8 @@
 """Readers of every data format. This module also detects the format of a file.
 
 Formats: BEIR (corpus.jsonl, queries.jsonl, qrels TSV), DPR (JSON, corpus TSV, question CSV), MS MARCO (collection.tsv,
-queries.tsv), JSONL of query, pos and neg, and Tevatron JSONL. Every file may be gzipped. A reader checks each record by itself.
-The package ``data`` checks what needs the whole data set: ids are unique, references to ids are valid, and no text is empty.
+queries.tsv), JSONL of query, pos and neg, and Tevatron JSONL. Every file may be gzipped. A reader checks each record separately.
+The package ``data`` checks that ids are unique, that references to ids are valid, and that no passage is empty.
 """
 
 import json
@@ -43,31 +43,28 @@ Kind = Literal["beir", "dpr", "jsonl", "tevatron", "corpus", "queries", "questio
 
 _PASSAGE = "a passage (an object with _id, title and text)"
 _QUERY = "a query (an object with _id and text)"
-_FILES = "JSON, a DPR corpus TSV, a question CSV, or MS MARCO's id and text"
-_OTHER_NAMES = {"corpus.jsonl": "collection.tsv", "queries.jsonl": "queries.tsv"}
+_FILES = "JSON, a DPR corpus TSV, a question CSV, or lines with id, tab and text (MS MARCO)"
+_MSMARCO_NAMES = {"corpus.jsonl": "collection.tsv", "queries.jsonl": "queries.tsv"}
 _RECORDS = ", or ".join([*RECORDS.values(), _PASSAGE])
-_MARKS: dict[str, Kind] = {
+_TYPICAL_FIELDS: dict[str, Kind] = {
     "positive_ctxs": "dpr",
     "positive_passages": "tevatron",
     "pos": "jsonl",
     "title": "corpus",
     "_id": "queries",
 }
-"""Fields that show the format of a record. If a record has several of them, the first field in this dict decides."""
+"""Field -> format of the records that have this field. If a record has several of these fields, the first one here decides."""
 _NAMES: dict[str, Kind] = {"corpus.jsonl": "corpus", "queries.jsonl": "queries"}
-_LOOKED_AT = 100  # maximum number of records, and of rejected records, that are read to detect a format
+_SAMPLE = 100  # maximum number of valid records, and of invalid records, that are read to detect a format
 MAX_GRADE = 99_999  # trec_eval needs memory for every grade up to the largest
 _GRADE = re.compile(r" *[+-]?[0-9]{1,5} *")
 _GRADES = "3 columns (query-id, corpus-id, score), or TREC's 4 columns (query, iteration, passage, grade)"
 
 
 def beir_file(folder: str | Path, name: str) -> Path:
-    """Return the path of a file in a BEIR folder. ``name`` is the file name in BEIR.
-
-    The file may be gzipped. The file may also have the name that MS MARCO gives it, such as collection.tsv.
-    """
+    """Return the path of the file ``name`` in a BEIR folder. The file may be gzipped, or have MS MARCO's name for it."""
     folder = Path(folder)
-    other = _OTHER_NAMES.get(name, name)
+    other = _MSMARCO_NAMES.get(name, name)
     for path in (folder / name, folder / f"{name}.gz", folder / other, folder / f"{other}.gz"):
         if path.is_file():
             return path
@@ -97,7 +94,7 @@ def _passage(record: Record, location: SourceLocation, number: int) -> Passage:
 def numbered_queries(path: str | Path, rejected: RejectedRecords = STRICT) -> Iterator[tuple[int, Query]]:
     """Yield the line number and the query of each record of a BEIR queries.jsonl or MS MARCO's queries.tsv.
 
-    A query without text is an invalid record.
+    A query without text is rejected.
     """
     path = Path(path)
     if _layout(path, rejected.limit) == "columns" and _columns(path, rejected.limit) == 2:
@@ -175,7 +172,7 @@ def numbered_examples(
 def line_examples(
     path: Path, lines: Iterable[tuple[int, str]], kind: Kind, rejected: RejectedRecords, scores: bool = False
 ) -> Iterator[tuple[SourceLocation, Example]]:
-    """Yield the location and the example of each of these numbered lines in the format ``kind``. Errors name ``path``."""
+    """Yield the location and the example of each numbered line. kind: format. path: name of the file, for error messages."""
     if kind not in RECORDS:
         raise InputError(
             f"{path}: is a {kind} file; training examples are DPR JSON, JSONL of query, pos and neg, or Tevatron JSONL"
@@ -184,7 +181,7 @@ def line_examples(
 
 
 def kind_of_data(path: str | Path, max_bad_records: int = 0) -> Kind:
-    """Detect the format of a folder or file from its first records. Skip up to ``max_bad_records`` invalid records."""
+    """Detect the format of a folder or file from the first records. Skip up to ``max_bad_records`` invalid records."""
     path = Path(path)
     if os.path.isdir(path):
         beir_file(path, "corpus.jsonl")  # raises an error for other folders
@@ -192,16 +189,15 @@ def kind_of_data(path: str | Path, max_bad_records: int = 0) -> Kind:
     layout = _layout(path, max_bad_records)
     if layout == "list":
         return "dpr"
-    if layout == "lines":
-        return _kind_of_lines(path, max_bad_records)
-    return _kind_of_table(path, max_bad_records)
+    return (_kind_of_lines if layout == "lines" else _kind_of_table)(path, max_bad_records)
 
 
 def _kind_of_table(path: Path, max_bad_records: int) -> Kind:
-    """Detect the format of a file with columns.
+    """Detect the format of a file with columns. Three columns are a DPR corpus.
 
-    A file with two columns has DPR questions and answers if it is a .csv file or if the second column has lists. Otherwise it has
-    ids and texts (MS MARCO): queries if the file name contains ``quer``, else passages.
+    A file with two columns has DPR questions and answers if it is a .csv file, or if most lines have a list in the second column
+    or a first column that cannot be an id. Every other file has ids and texts (MS MARCO): queries if the file name contains
+    ``quer``, otherwise passages.
     """
     rows = [line.split("\t") for _, line in _first_lines(path, max_bad_records)]
     if not rows:
@@ -226,8 +222,8 @@ def _columns(path: Path, max_bad_records: int) -> int | None:
 
 
 def _first_lines(path: Path, max_bad_records: int) -> list[tuple[int, str]]:
-    """Return so many first lines that at most ``max_bad_records`` invalid ones are fewer than half of them."""
-    enough = 2 * min(max_bad_records, _LOOKED_AT) + 1
+    """Return so many of the first lines that the majority is valid if at most ``max_bad_records`` lines are invalid."""
+    enough = 2 * min(max_bad_records, _SAMPLE) + 1
     return list(islice(numbered_lines(path, rejected=RejectedRecords(enough - 1)), enough))
 
 
@@ -239,8 +235,8 @@ def _most_common(found: Iterable[Value]) -> Value | None:
 def _layout(path: Path, max_bad_records: int) -> Literal["list", "lines", "columns"]:
     """Return whether a file is one JSON list, lines of JSON objects, or a table with columns.
 
-    With ``max_bad_records``, the first line may be invalid. If the first line is a whole JSON list and other lines follow, the
-    first line is invalid.
+    With ``max_bad_records``, the first line may be invalid, so the majority of the first lines decides. A complete JSON list in
+    the first line is invalid if other lines follow.
     """
     first = first_character(path)
     if not max_bad_records:
@@ -271,7 +267,7 @@ def _qrels_form(path: Path, max_bad_records: int) -> tuple[str | None, int]:
 
 def kind_of_record(record: Record, location: SourceLocation, number: int = 1) -> Kind:
     """Detect the format of a file from the fields of one record."""
-    for field, kind in _MARKS.items():
+    for field, kind in _TYPICAL_FIELDS.items():
         if field in record:
             return kind
     found = f"fields {', '.join(map(repr, list(record)[:8]))}" if record else "an empty object"
@@ -281,10 +277,10 @@ def kind_of_record(record: Record, location: SourceLocation, number: int = 1) ->
 def _kind_of_lines(path: Path, max_bad_records: int) -> Kind:
     """Detect the format of a file of JSON lines.
 
-    A record with _id and text can be a passage or a query. A file with the name corpus.jsonl has passages, and a file with the
-    name queries.jsonl has queries. In a file with another name, the records are passages if one of the first records has a title.
+    Records with _id and text can be passages or queries. The file name decides if it is corpus.jsonl or queries.jsonl. Under
+    any other name, the records are passages if one of the first records has a title.
     """
-    enough = min(max_bad_records, _LOOKED_AT) + 1
+    enough = min(max_bad_records, _SAMPLE) + 1
     kinds = json_lines(path, _RECORDS, kind_of_record, RejectedRecords(2 * (enough - 1)))
     kind = (
         _most_common(kind for _, kind in islice(kinds, enough)) or next(json_lines(path, _RECORDS, kind_of_record))[1]
@@ -293,5 +289,5 @@ def _kind_of_lines(path: Path, max_bad_records: int) -> Kind:
         return kind
     if (name := path.name.removesuffix(".gz")) in _NAMES:
         return _NAMES[name]
-    first = islice(json_lines(path, _RECORDS, kind_of_record, RejectedRecords(_LOOKED_AT)), _LOOKED_AT)
+    first = islice(json_lines(path, _RECORDS, kind_of_record, RejectedRecords(_SAMPLE)), _SAMPLE)
     return "corpus" if any(each == "corpus" for _, each in first) else kind

@@ -21,12 +21,12 @@ from contaccum.errors import InputError
 from contaccum.runtime.files import refuse_url
 
 CHUNK = 1 << 20  # number of bytes that are read at a time
-LONGEST = 2000  # maximum number of characters that are kept of a rejected record
+LONGEST = 2000  # maximum number of characters of a rejected record that are saved
 MAX_LINE = 1 << 24  # maximum number of bytes of one line or record
 _BOM = b"\xef\xbb\xbf"
 _SPACE = " \t\r\v\f"  # other white space, such as U+2028, is text
 _GZIP = b"\x1f\x8b"
-MIN_UNPACKED = 500_000_000  # number of bytes that every gzip file may unpack to, even a small one
+MIN_UNPACKED = 500_000_000  # number of bytes that every gzip file may unpack to, however small the file is
 MAX_RATIO = 100  # maximum number of unpacked bytes for each packed byte; text has 3 to 10, a file of zeros has 1000
 
 
@@ -74,8 +74,8 @@ class TeacherScores(NamedTuple):
 class Example(NamedTuple):
     """A query with its positives and its hard negatives (``negatives``).
 
-    ``others`` are DPR's ``negative_ctxs``. They belong to the corpus, and are negatives too if a query has too few hard ones.
-    ``scores`` is None if the data has no teacher scores, or if they were not requested.
+    ``others`` are DPR's ``negative_ctxs``: passages of the corpus that become negatives if a query has too few hard negatives.
+    ``scores`` is None if the data has no teacher scores, or if scores were not requested.
     """
 
     query: Query
@@ -96,7 +96,7 @@ def content_id(title: str, text: str) -> str:
 
 
 class SourceLocation(NamedTuple):
-    """Place of a record or a field in an input file. Lines and records count from 1.
+    """Location of a record or a field in an input file. Lines and records count from 1.
 
     ``record`` is 0 in a file with one record per line.
     """
@@ -111,12 +111,12 @@ class SourceLocation(NamedTuple):
         return f"{self.path}:{self.line}{record}" + (f", {self.field}" if self.field else "")
 
     def error(self, message: str) -> InputError:
-        """Return an InputError. Its message is this location and then ``message``."""
+        """Return an InputError with this location before ``message``."""
         return InputError(f"{self}: {message}")
 
 
 class RejectedRecords:
-    """The invalid records that are skipped in one file. With more than ``limit``, the error of the last one is raised.
+    """Invalid records of one file. The first ``limit`` invalid records are skipped; the error of the next one is raised.
 
     A reader calls ``start`` for each record before it checks the record. If the record is invalid, the reader calls ``reject``.
     """
@@ -152,7 +152,7 @@ class RejectedRecords:
 
 
 STRICT = RejectedRecords()
-"""Skip no record: the first error is raised."""
+"""Skip no record: the first invalid record raises an error."""
 
 
 def unpacked_limit(packed: int, gigabytes: float | None = None) -> int:
@@ -239,7 +239,7 @@ def numbered_lines(path: Path, blank: bool = False, rejected: RejectedRecords = 
 def lines_of(
     file: BinaryIO, path: Path, blank: bool = False, rejected: RejectedRecords = STRICT
 ) -> Iterator[tuple[int, str]]:
-    """Yield the number (from 1) and the text of each line of an open file. Error messages name the file ``path``."""
+    """Yield the lines of an open file, as ``numbered_lines`` does. path: name of the file, for error messages."""
     for number, raw in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), 1):
         location = SourceLocation(path, number)
         try:
@@ -264,7 +264,7 @@ def _text_of(raw: bytes, location: SourceLocation) -> str:
     except UnicodeDecodeError as error:
         raise location.error(not_utf8(error)) from error
     if "\0" in line:
-        raise location.error("found a NUL byte; text cannot contain it")
+        raise location.error("found a NUL byte; text must not contain NUL")
     return line.removesuffix("\n").removesuffix("\r")
 
 
@@ -303,7 +303,7 @@ def write_beir_folder(
 def plain_split(split: str) -> str:
     """Return the name of a split. Raise InputError if the name cannot be a file name."""
     if split in ("", ".", "..") or "/" in split or not split.isprintable():  # lone surrogates are not printable
-        raise InputError(f"split {split!r} cannot name a file; use a plain name such as train")
+        raise InputError(f"split {split!r} cannot be a file name; use a plain name such as train")
     return split
 
 

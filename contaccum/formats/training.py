@@ -1,4 +1,4 @@
-"""Read and write training examples: DPR records, records with query, pos and neg, or Tevatron records."""
+"""Convert training examples from and to JSON records: DPR, JSONL with query, pos and neg, and Tevatron."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -28,14 +28,14 @@ MAX_SCORE = 3e38  # maximum absolute value of a teacher score, because scores be
 
 
 def reader_of(kind: TrainingKind, scores: bool = False) -> Read[Example]:
-    """Return the function that converts a record of the format ``kind``. With ``scores``, teacher scores are read too."""
+    """Return the function that converts a record of the format ``kind``. scores: whether teacher scores are read too."""
     return partial(_example, kind, scores and kind in _SCORES)
 
 
 def _example(kind: TrainingKind, scored: bool, record: Record, location: SourceLocation, number: int) -> Example:
     """Convert a record to an example. A query without an id gets the id ``unnamed-query-NUMBER``.
 
-    The number without a prefix could equal the id of a passage, and evaluation drops a passage that has the id of its query.
+    The number alone could also be the id of a passage, and evaluation drops a passage that has the same id as the query.
     """
     unnamed = record.get("query_id") is None
     key = f"unnamed-query-{number}" if unnamed else id_field(record, "query_id", location)
@@ -93,14 +93,14 @@ def _context(value: Any, location: SourceLocation) -> Passage:
 
 
 def _passage(record: Record, location: SourceLocation, id_name: str) -> Passage:
-    """Convert a JSON object to a passage. A passage without an id gets a hash of its content as its id."""
+    """Convert a JSON object to a passage. If the id is missing, it is a hash of the title and the text."""
     title, text = title_field(record, location), string_field(record, "text", location)
     key = content_id(title, text) if record.get(id_name) is None else id_field(record, id_name, location)
     return Passage(key, title, text)
 
 
 def _with_scores(example: Example, kind: TrainingKind, record: Record, location: SourceLocation) -> Example:
-    """Add the teacher scores to an example. Either all its positives and negatives have a score, or none has one."""
+    """Add the teacher scores to an example. Raise InputError if only some of its positives and negatives have a score."""
     names, read_score = _SCORES[kind]
     scores = [list_field(record, name, location, read_score) for name in names]
     given = [sum(score is not None for score in part) for part in scores]
@@ -129,8 +129,10 @@ _SCORES: dict[TrainingKind, tuple[tuple[str, str], Callable[[Any, SourceLocation
     "jsonl": (("pos_scores", "neg_scores"), _score),
     "tevatron": (("positive_passages", "negative_passages"), _passage_score),
 }
-"""For each format: the fields with the scores of positives and of negatives, and the function that reads a score. DPR has
-none, because its ``score`` is a search score."""
+"""Format -> the fields with the scores of positives and of negatives, and the function that reads a score.
+
+DPR is missing, because the ``score`` of a DPR record is a search score.
+"""
 
 
 _LISTS: dict[Form, dict[str, str]] = {
@@ -138,7 +140,7 @@ _LISTS: dict[Form, dict[str, str]] = {
     "tevatron": {"positive_passages": "positives", "negative_passages": "negatives"},
     "jsonl": {"pos": "positives", "neg": "negatives"},
 }
-"""For each format: name of a field -> attribute of Example with the passages of this field."""
+"""Format -> name of a field -> attribute of Example with the passages of this field."""
 
 
 def example_record(example: Example, to: Form) -> dict[str, Any]:

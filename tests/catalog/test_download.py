@@ -527,7 +527,8 @@ def test_slow_server_is_left_and_its_bytes_are_kept(chunked, tmp_path, monkeypat
     with (
         dripping(data, head, 0.02) as url,
         pytest.raises(
-            InputError, match=r"nq-dev.json.gz cannot be downloaded \(the server is too slow: \d+ bytes came in 1 s\)"
+            InputError,
+            match=r"nq-dev.json.gz cannot be downloaded \(the server is too slow: received \d+ bytes in 1 s\)",
         ),
     ):
         dpr_file("nq-dev", tmp_path, base_url=url)

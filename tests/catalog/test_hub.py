@@ -93,7 +93,7 @@ def test_columns_of_other_names_are_mapped(triplets):
             "found 'answer=positive'; expected FIELD=COLUMN, where FIELD is one of query, pos, neg",
         ),
         ("?query=list&pos=positive", "row 1: found 2 values for query; expected exactly one"),
-        ("?query=anchor&pos=real", "row 1: column 'real' is a float; expected a text or a list of texts"),
+        ("?query=anchor&pos=real", "row 1: column 'real' has a float; expected a text or a list of texts"),
         ("::dev?query=anchor&pos=positive", "split 'dev' not found; found train"),
     ],
 )

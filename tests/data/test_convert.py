@@ -137,7 +137,7 @@ def test_teacher_scores_stay_with_their_passages(tmp_path):
 def test_dropped_teacher_scores_give_one_warning(form, tmp_path):
     source = scored_lines(tmp_path)
     with pytest.warns(
-        UserWarning, match=f"scored.jsonl: teacher scores are dropped, {form} has no field for them"
+        UserWarning, match=f"scored.jsonl: teacher scores are dropped, because {form} has no field for them"
     ) as said:
         convert(source, tmp_path / "t", form)
     assert len(said) == 1

@@ -143,7 +143,7 @@ def test_a_stream_without_scores_is_refused_and_a_query_without_warns_once(tmp_p
         data = DataConfig(train=str(path), hard_negatives=1, shuffle_buffer=buffer, streaming=True)
         return StreamSampler(open_stream(data, scores=True), 0, 8, 1, buffer, 4)(5).teacher
 
-    with pytest.warns(UserWarning, match="query 'q6' has no teacher scores for a positive and a negative") as said:
+    with pytest.warns(UserWarning, match="query 'q6' has no teacher scores for both a positive and a negative") as said:
         found = first(scored(tmp_path), 10)
     assert len(said) == 1
     assert found.shape == (8, 2)
@@ -211,7 +211,7 @@ def test_missing_hard_negatives_come_from_other_examples(tmp_path):
     assert seen == {"good", "bad"}
     with pytest.warns(UserWarning, match="hard negatives, fewer than 9"), pytest.raises(InputError) as caught:
         sampler(pairs(tmp_path, 2), size=2, hard=9, buffer=1)(0)
-    assert "query 'q0': its step and the shuffle buffer have only 5 possible negatives for it" in str(caught.value)
+    assert "query 'q0': the step and the shuffle buffer have only 5 possible negatives" in str(caught.value)
 
 
 def test_a_passage_has_the_same_number_in_every_step(tmp_path):
@@ -286,7 +286,7 @@ def test_data_that_cannot_be_streamed_is_refused(tmp_path):
         (folder, "is a BEIR folder, but data.streaming reads one file"),
         (folder / "corpus.jsonl", "is a corpus file; training examples are"),
         (tmp_path / "absent.jsonl", "no such file"),
-        (unanswerable, "no query has a positive; at least one"),
+        (unanswerable, "no query has a positive passage; at least one"),
     ):
         with pytest.raises(InputError) as caught:
             sampler(path)(0)
