@@ -64,7 +64,7 @@ def test_ready_made_configs_have_names(name, capsys, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("finetun", "finetun: no such file, and no ready-made config has this name; the names are demo, finetune"),
+        ("finetun", "finetun: no such file, and no ready-made config has this name; choose one of demo, finetune"),
         ("../pyproject", "no ready-made config has this name"),
         ("presets", "no ready-made config has this name"),
         ("", "no ready-made config has this name"),
@@ -191,9 +191,9 @@ SEPARATE = {
         ({"loss.matryoshka_dims": [0]}, r"loss.matryoshka_dims is \[0\], expected different numbers of at least 1"),
         (
             {"loss.matryoshka_dims": [8], "loss.matryoshka_weights": [1.0, 2.0]},
-            "loss.matryoshka_weights has 2 numbers, but loss.matryoshka_dims has 1",
+            "loss.matryoshka_weights has 2 numbers, expected 1: one per width in matryoshka_dims",
         ),
-        ({"loss.matryoshka_weights": [1.0]}, "loss.matryoshka_weights has 1 numbers, but loss.matryoshka_dims has 0"),
+        ({"loss.matryoshka_weights": [1.0]}, "loss.matryoshka_weights has 1 numbers, expected 0"),
         (
             {"loss.matryoshka_dims": [8], "loss.matryoshka_weights": [float("nan")]},
             r"loss.matryoshka_weights is \[nan\], expected finite numbers above 0",
@@ -225,7 +225,7 @@ SEPARATE = {
         ({"loss.margin_strategy": "both"}, "loss.margin_strategy is 'both', expected one of absolute, relative"),
         (
             {**SEPARATE, "data.hard_negatives": 0},
-            "data.mixture[1].in_batch_negatives is false, but data.hard_negatives is 0, so its queries have no negatives",
+            "data.mixture[1].in_batch_negatives is false, but data.hard_negatives is 0, so the set has no negatives",
         ),
         (
             {**SEPARATE, "data.fill_negatives": "random"},
@@ -243,9 +243,9 @@ SEPARATE = {
         ({"optim.adam_beta1": 1.5}, "optim.adam_beta1 is 1.5, expected at least 0 and less than 1"),
         (
             {"run.metric": "ndcg@1O"},
-            "run.metric is 'ndcg@1O', expected one of ndcg, map, recall, precision, mrr at 1, 3",
+            "run.metric is 'ndcg@1O', expected MEASURE@K, such as ndcg@10 (MEASURE: ndcg, map, recall, precision, mrr; K: 1, 3",
         ),
-        ({"run.metric": "recall@1000"}, "run.metric is 'recall@1000', expected one of"),
+        ({"run.metric": "recall@1000"}, "run.metric is 'recall@1000', expected MEASURE@K"),
         ({"optim.learning_rate": float("nan")}, "optim.learning_rate is nan"),
         ({"model.attention": "flash_attention_2"}, "model.attention is flash_attention_2, but run.precision is fp32"),
         ({"model.unpad": True, "run.compile": "default"}, "run.compile is default, but model.unpad is true"),

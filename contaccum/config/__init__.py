@@ -1,6 +1,6 @@
-"""Declare every option of every command once: type, default, help text, unit, range, and the training methods that use it.
+"""Settings of all commands. Each is declared once: type, default, help text, unit, range, and the methods that use it.
 
-This module declares the configuration of a training run, checks it, and writes it as YAML. It does not import torch.
+This module declares the config of a training run, checks it, and writes it as YAML. It does not import torch.
 """
 
 import warnings
@@ -57,7 +57,7 @@ class TrainConfig:
     output_dir: str = setting("", resume="free")
     """Folder of the run. The folder must be new or empty, unless `resume` is given."""
     resume: bool = setting(False, flag=True, resume="free")
-    """Continue the run in `output_dir` from the newest checkpoint of the run."""
+    """Continue the run in `output_dir` from its newest checkpoint."""
     allow_changes: bool = setting(False, resume="free", needs="resume")
     """Only with `resume`: continue although settings, data, tokenizer, encoder or the number of processes changed. The changes
     are printed. Some settings can never change: `lora`, `optim.name`, and every setting that decides which weights are stored."""
@@ -100,7 +100,7 @@ class TrainConfig:
 
     @property
     def micro_batch_tokens(self) -> int | None:
-        """Maximum number of padded tokens in one forward pass. None if the size of micro-batches is a number of pairs."""
+        """Maximum number of padded tokens in one forward pass. None if micro-batches are measured in pairs."""
         return None if self.spec.whole else self.batch.micro_batch_tokens
 
     def bank_push(self, world: int) -> int:
@@ -112,7 +112,7 @@ class TrainConfig:
     def usual_push(self, world: int, longest: int) -> int:
         """Return the number of rows that usually enter the bank at once, with ``world`` processes.
 
-        longest: number of tokens of the longest pair. It is used only if a number of tokens limits the micro-batches.
+        longest: number of tokens of the longest pair, used only with `batch.micro_batch_tokens`.
         """
         if self.spec.pushes_whole_step or self.micro_batch_tokens is None:
             return self.bank_push(world)
@@ -142,7 +142,10 @@ def settings_with(**wanted: Any) -> tuple[str, ...]:
 
 
 def affects(name: str, method: str | None) -> bool:
-    """Return whether a setting can change the model that ``method`` trains, or the untrained encoder if ``method`` is None."""
+    """Return whether the model that ``method`` trains depends on a setting. False for `seed` and `method`.
+
+    method: None stands for the untrained encoder.
+    """
     spec = train_settings()[name]
     if spec.resume == "free" or name in ("seed", "method"):
         return False
@@ -152,7 +155,7 @@ def affects(name: str, method: str | None) -> bool:
 def validate(config: TrainConfig, world: int = 1, warn: bool = True) -> None:
     """Check a config and raise InputError for the first invalid value or broken rule.
 
-    world: number of processes. warn: also warn about settings that have no effect.
+    world: number of processes. warn: whether to warn about settings that have no effect.
     """
     check_values(config)
     if not config.output_dir:
@@ -179,7 +182,7 @@ def check_total(config: TrainConfig, total: int) -> None:
 
 
 def from_mapping(values: Mapping[str, Any]) -> TrainConfig:
-    """Return the config with the values of nested mappings, as ``asdict`` makes them.
+    """Build a config from nested mappings, the inverse of ``asdict``.
 
     Raises InputError for a removed setting, unless its value has no effect.
     """

@@ -18,8 +18,8 @@ class SearchConfig:
     unused_with: ClassVar[tuple[str, ...]] = ("run", "model bm25")
 
     embeddings: str | None = None
-    """Folder of the corpus vectors. Existing shards are read, and missing shards are written. Default: float32 vectors in
-    memory."""
+    """Folder of the corpus vectors. Existing shards are read, and missing shards are computed and written. Default: the vectors
+    are kept in memory, in float32."""
     dtype: Literal["float16", "float32"] = "float32"
     """Data type of the vectors on disk."""
     batch_tokens: int | None = setting(None, at_least=1, unit="tokens")
@@ -27,12 +27,12 @@ class SearchConfig:
     a CPU."""
     factory: str = "Flat"
     """Type of the index. `Flat` is exact. Other index_factory strings of faiss, such as IVF1024,Flat or HNSW32, are approximate.
-    LSH does not work."""
+    LSH is not supported."""
     index_dir: str | None = None
     """Folder of an approximate index. The first search writes the index, and later searches read it. Default: build the index for
     each search."""
     backend: Literal["auto", "faiss", "torch"] = "auto"
-    """Library for exact search. `auto` chooses the library by the device and the installed libraries."""
+    """Library for exact search. `auto` chooses by the device and the installed libraries."""
     search_params: str = ""
     """Search parameters of an approximate index, such as nprobe=16 or efSearch=128. They trade speed for recall."""
     seed: int = setting(0, at_least=0)
@@ -55,7 +55,7 @@ class EncodeConfig:
     """Data type of the vectors on disk."""
     format: Literal["npy", "parquet"] = "npy"
     """Format of the shards. `npy`: memory-mapped vectors, and a JSON list of ids. `parquet`: one file with the columns `id` and
-    `embedding`, which databases and data frames read. contaccum searches both."""
+    `embedding`, which databases and data frame libraries can read. contaccum can search both."""
     text: bool = setting(False, flag=True, needs="format parquet")
     """Also store the encoded texts (title and text), in the column `text`."""
     batch_tokens: int | None = setting(None, at_least=1, unit="tokens")
@@ -65,7 +65,7 @@ class EncodeConfig:
 
 @dataclass(eq=False, repr=False)
 class QueryConfig:
-    """Queries to search for, and where the results go."""
+    """Queries to search for, and form of the results."""
 
     data: str
     """Data set: BEIR folder or name of a data set."""
@@ -76,8 +76,8 @@ class QueryConfig:
     query: str | None = None
     """Text of a single query. The best passages for this query are printed."""
     interactive: bool = setting(False, flag=True)
-    """Read queries from a prompt, or from a pipe line by line. The best passages for each query are printed. An empty line ends
-    the command."""
+    """Read queries line by line, from a prompt or a pipe, and print the best passages for each query. An empty line ends the
+    command."""
     k: int | None = setting(None, at_least=1, unit="passages")
     """Number of passages to find for each query. Default: 100 with --output, else 10."""
 
@@ -91,10 +91,10 @@ class QueryConfig:
 
 @dataclass(eq=False, repr=False)
 class EvaluateConfig:
-    """Evaluation of a retriever on a data set, of a retriever on a question file, or of a run file."""
+    """Retriever to evaluate on a data set or on a question file, or run file to evaluate."""
 
     model: str | None = setting(None, unused_with=("run",))
-    """Retriever: folder of a run, of a trained model or of another encoder, name on the Hub, or `bm25`."""
+    """Retriever: the folder of a run, of a trained model or of another encoder; a name on the Hub; or `bm25`."""
     data: str | None = None
     """Data to evaluate on: BEIR folder, name of a data set, or file of training examples. You can give several, separated by
     commas. `beir` stands for 15 data sets, `nanobeir` for 13."""
@@ -125,8 +125,8 @@ class EvaluateConfig:
     k: int = setting(100, at_least=1, unit="passages", unused_with=("run",))
     """Number of passages to find for each query."""
     output: str | None = None
-    """JSON file to write (metrics.json), with the metrics and the values of every query. With several data sets it is a folder,
-    which keeps the results of finished data sets."""
+    """JSON file to write (metrics.json), with the metrics and the values of every query. With several data sets: a folder
+    that keeps the results of finished data sets."""
 
     def check_call(self) -> None:
         """Raise InputError for options that cannot be combined, and for missing options."""
@@ -212,7 +212,7 @@ class ExploreConfig:
     """Retrievers to explore, and address of the page."""
 
     models: tuple[str, ...] = setting(required=True, several=True, metavar="DIR")
-    """Retrievers: folders of runs, of trained models or of other encoders, names on the Hub, or `bm25`. The page shows one
+    """Retrievers: folders of runs, of trained models or of other encoders; names on the Hub; or `bm25`. The page shows one
     retriever, or two side by side."""
     data: str = setting()
     """Data to search: BEIR folder, name of a data set, corpus.jsonl file, or TSV file of passages."""
@@ -221,8 +221,8 @@ class ExploreConfig:
     k: int = setting(100, at_least=1, unit="passages")
     """Number of passages in the ranking of a judged query. Metrics and ranks are computed from this ranking."""
     embeddings: tuple[str, ...] = setting((), several=True, metavar="DIR")
-    """Folders that `contaccum encode` wrote. Each folder is used for the model that encoded it. The vectors of other models go
-    to the cache."""
+    """Folders that `contaccum encode` wrote. Each folder is used for the model that encoded it. Without a folder, the vectors
+    of a model are computed and cached."""
     host: str = "127.0.0.1"
     """Address on which the server listens. The default accepts connections from this machine only. There is no password."""
     port: int = 7860

@@ -1,4 +1,4 @@
-"""Declare settings: default, range, unit, methods that read a setting, and whether a resume may change it.
+"""Declare settings: default, range, unit, methods that read a setting, and whether a resumed run may change it.
 
 This module does not import torch.
 """
@@ -17,23 +17,23 @@ MethodName = Literal["in_batch", "grad_accum", "grad_cache", "passage_bank", "co
 
 
 class MethodSpec(NamedTuple):
-    """What is known of a method before torch is imported."""
+    """Properties of a training method that are needed before torch is imported."""
 
     bank: Literal["none", "passages", "pairs"]
     """Content of the method's bank."""
     two_pass: bool = False
     """Whether the method encodes each text twice: first for the loss of the full step, then for the gradients."""
     whole: bool = False
-    """Whether one step is one micro-batch."""
+    """Whether a step is always a single micro-batch."""
 
     @property
     def pushes_whole_step(self) -> bool:
         return self.two_pass and self.bank != "none"
 
     def cost(self, replay_share: float = 1.0) -> float:
-        """Return the cost of one pair in a training step. The unit is one forward pass of a pair.
+        """Return the cost of one pair in a training step, in forward passes. A backward pass costs 2 forward passes.
 
-        A backward pass costs 2 forward passes. replay_share: share of the texts that the second pass encodes again.
+        replay_share: share of the texts that the second pass encodes again.
         """
         return 1 + 3 * replay_share if self.two_pass else 3.0
 
@@ -65,7 +65,7 @@ class SettingSpec(NamedTuple):
     """
 
     unit: str = ""
-    """Name of the unit, in the plural. `--help` shows the unit in place of the value."""
+    """Name of the unit, in the plural. `--help` shows it as the placeholder of the value."""
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
@@ -98,7 +98,7 @@ class SettingSpec(NamedTuple):
     used_with: str = ""
     """Condition, written as in ``needs``. If this condition holds, ``needs`` and ``unused_with`` are ignored."""
     metavar: str = ""
-    """Text that `--help` shows in place of the value. Default: the unit."""
+    """Placeholder of the value in `--help`. Default: the unit."""
 
     def reads(self, method: str) -> bool:
         """Return whether a method reads the setting."""
@@ -133,7 +133,7 @@ MAX_NUMBER = 10**12
 MAX_DIGITS = 60
 """Maximum number of digits of a number on the command line or in a config file."""
 MAX_TEXT = 10_000
-"""Maximum number of characters of a text."""
+"""Maximum number of characters in the value of a setting."""
 
 
 def setting(default: Any = MISSING, *, factory: Any = MISSING, kw_only: Any = MISSING, **spec: Any) -> Any:
@@ -193,8 +193,8 @@ def describe(declared: Field) -> str:
 def check_values(options: Any, prefix: str = "") -> None:
     """Raise InputError for the first value that is not allowed for its setting.
 
-    These values are not allowed: null if the type of the setting excludes it; numbers that are infinite, NaN or out of range;
-    texts that are too long; values that are not among the choices.
+    Not allowed are: null, unless the type of the setting contains None; numbers that are infinite, NaN or out of range; strings
+    that are too long; values that are not among the choices.
     """
     for name, owner, declared in leaves(options, prefix):
         value, spec = getattr(owner, declared.name), spec_of(declared)
@@ -222,8 +222,8 @@ def check_values(options: Any, prefix: str = "") -> None:
 def unused_options(options: Sequence[Any], prefix: str = "--") -> Iterator[str]:
     """Yield a sentence for each option that differs from its default but has no effect.
 
-    The other options decide whether an option has an effect. options: option dataclasses of one command. If two of them declare
-    the same name, the first one is used.
+    Whether an option has an effect depends on the values of the other options. options: option dataclasses of one command. If two
+    dataclasses declare the same name, the first declaration counts.
     """
     declared: dict[str, tuple[Any, Field]] = {}
     for part in options:

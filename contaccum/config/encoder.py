@@ -53,13 +53,13 @@ class ProcessConfig:
 
 @dataclass
 class EncoderConfig(EncodingConfig, ProcessConfig):
-    """Encoder to search with, and settings that override those in the folder of the encoder."""
+    """Encoder to search with, and settings that override those stored in its folder."""
 
     unused_with: ClassVar[tuple[str, ...]] = ("run", "model bm25")
 
     model: str = setting("", required=True, used_with="model bm25")
-    """Retriever: folder of a run, of a trained model or of another encoder, name on the Hub, or `bm25` (search by words, without
-    an encoder)."""
+    """Retriever: the folder of a run, of a trained model or of another encoder; a name on the Hub; or `bm25` (search by words,
+    without an encoder)."""
     truncate_dim: int | None = setting(None, at_least=1, unit="dimensions")
     """Number of dimensions to keep of each vector. Use one of the `loss.matryoshka_dims` that the model was trained with.
     Default: as stored in the folder of the encoder, else all dimensions."""
@@ -75,7 +75,7 @@ class ModelConfig(EncodingConfig):
     """Query tower, passage tower, and how to compare their vectors."""
 
     name: str = setting("bert-base-uncased", resume="never")
-    """Encoder of both towers: a name on the Hub, the folder of an encoder, of a run or of a trained model, or `tiny`. `tiny` is a
+    """Encoder of both towers: a name on the Hub; the folder of a run, of a trained model or of another encoder; or `tiny`, a
     small BERT with random weights and a vocabulary learned from the training texts."""
     passage_name: str | None = setting(None, resume="never", initial_encoder=True, unused_with=("model.name tiny",))
     """Encoder of the passage tower. Default: the same as `model.name`."""
@@ -90,8 +90,8 @@ class ModelConfig(EncodingConfig):
     dropout: float | None = setting(None, at_least=0, at_most=1, training_only=True)
     """Dropout probability of both towers in training. Default: the value in config.json of the encoder."""
     gradient_checkpointing: bool = setting(False, training_only=True)
-    """Compute activations again in the backward pass instead of storing them. This needs less memory and about 1.5 times the
-    time."""
+    """Compute activations again in the backward pass instead of storing them. This saves memory, but a step takes about
+    1.5 times as long."""
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = setting(
         "auto", unused_with=("model.unpad",), used_with="model.attention flash_attention_2"
     )
@@ -120,11 +120,11 @@ class ModelConfig(EncodingConfig):
             yield "model.attention is flash_attention_2, but run.precision is fp32; set run.precision to bf16 or fp16"
         compiled = f"run.compile is {config.run.compile}, but model."
         if self.unpad and config.run.compile != "off":
-            yield f"{compiled}unpad is true; use only one of them, because unpadded sizes change every step"
+            yield f"{compiled}unpad is true; use only one of them: unpadded batches change in size at every step"
         if self.quantize != "none" and config.run.compile != "off":
             yield f"{compiled}quantize is {self.quantize}; use only one of them"
         if self.quantize != "none" and not config.lora.rank:
-            yield f"model.quantize is {self.quantize}, but lora.rank is 0; set lora.rank: only adapters can be trained then"
+            yield f"model.quantize is {self.quantize}, but lora.rank is 0; set lora.rank, because only adapters can be trained"
 
 
 @dataclass

@@ -39,8 +39,8 @@ class CompareConfig:
     """Baselines that are not trained, separated by commas: `bm25`, and `untrained` (the encoder before training). `none`: no
     baselines."""
     against: str | None = None
-    """Method that the significance tests compare with all others: a method, or a name in `--settings`. Default: grad_cache if it
-    is compared, else the first method."""
+    """Method that the significance tests compare with every other method: a training method, or a name in `--settings`.
+    Default: grad_cache if it is among the methods, else the first method."""
     budget: str | None = None
     """Budget of each training run, in one of four units: forward passes of a pair (200000f), pairs (50000p), updates (300u),
     or seconds (600s). Every run gets as many steps as this budget allows. A pair costs 3 forward passes with one-pass methods,
@@ -55,8 +55,8 @@ class CompareConfig:
     times as long as the round before. The last round trains with the full budget. With 1 round, every combination trains with the
     full budget. Default: the lowest number that leaves at most 3 combinations for the last round."""
     settings: str | None = setting(None, metavar="FILE")
-    """YAML file with the methods to compare, instead of `--methods` and `--vary`. The file maps each name to settings. Among
-    these settings, `tune` maps settings to the values to try, or is a list of combinations."""
+    """YAML file with the entries to compare, instead of `--methods` and `--vary`. The file maps the name of each entry to its
+    settings. The key `tune` of an entry maps settings to the values to try, or is a list of combinations."""
     keep_weights: bool = True
     """Keep the checkpoints and the model of each evaluated run. The weights of combinations that lost in tuning are always
     deleted."""
@@ -73,8 +73,8 @@ class AutoConfig:
     memory: str = setting(unit="bytes")
     """Memory that the training process may use, such as 8GB or 24GiB: GPU memory, or main memory on a CPU."""
     time: str = setting(metavar="TIME")
-    """Time limit of the whole command, such as 90s, 30m or 2h: measurements, tuning, the two baselines, the final training run
-    and its evaluation."""
+    """Time limit of the whole command, such as 90s, 30m or 2h. It includes measurements, tuning, the two baselines, the final
+    training run and its evaluation."""
     test: str | None = None
     """Test data: BEIR folder or name of a data set. Default: the data set named in `data.train`, with the split `test_split`. If
     there is no such split, the dev queries."""

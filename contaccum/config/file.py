@@ -1,4 +1,4 @@
-"""Read YAML files of settings, and refuse files that are too large or contain anything but settings.
+"""Find and check YAML files of settings. Files that are too large or contain anything but settings are refused.
 
 This module does not import torch.
 """
@@ -16,10 +16,9 @@ from contaccum.config.spellings import REMOVED, REMOVED_VALUES, refuse_removed, 
 from contaccum.errors import InputError
 
 MAX_BYTES = 1 << 20
-"""Maximum number of bytes in a file. A file with all settings has 5,000 bytes."""
+"""Maximum number of bytes in a file. A file with all settings has about 2,000 bytes."""
 MAX_NODES = 10_000
-"""Maximum number of values in a file: ten times the number of all settings. Each use of a YAML alias counts all values of the
-alias."""
+"""Maximum number of values in a file. There are about 100 settings. Each use of a YAML alias counts all values of the alias."""
 MAX_DEPTH = 20
 READY = Path(__file__).parent.parent / "configs"
 """Folder of the ready-made configs."""
@@ -32,7 +31,7 @@ class ConfigText(NamedTuple):
     """Settings of a file, in the form that jsonargparse reads."""
 
     text: str
-    """YAML text. Removed settings that change nothing are left out."""
+    """YAML text. Removed settings that have no effect are left out."""
     places: dict[str, str]
     """Setting -> ``file:line`` where it was read."""
 
@@ -47,13 +46,12 @@ def config_path(name: str | Path) -> str:
     ready = {path.relative_to(READY).with_suffix("").as_posix(): str(path) for path in sorted(READY.rglob("*.yaml"))}
     if text in ready and Path(text).is_dir():  # such as the folder that `contaccum data demo demo` wrote
         return ready[text]
-    if (
-        os.path.lexists(text) or Path(text).suffix or Path(text).is_absolute() or ":" in text
-    ):  # a path, maybe a wrong one
+    # a path, although the file may not exist
+    if os.path.lexists(text) or Path(text).suffix or Path(text).is_absolute() or ":" in text:
         return text
     if text not in ready:
         raise InputError(
-            f"{text}: no such file, and no ready-made config has this name; the names are {', '.join(ready)}"
+            f"{text}: no such file, and no ready-made config has this name; choose one of {', '.join(ready)}"
         )
     return ready[text]
 
@@ -69,9 +67,9 @@ def check_config_file(path: str | Path, text: str, known: Collection[str] | None
 
     known: names of the allowed settings. None allows any names.
 
-    Raises InputError for the first fault. The message names file and line. Faults are: a setting that is not in ``known``, a
-    setting that is given twice, a group that is not a mapping, a tag, a key that jsonargparse would interpret, too many values,
-    values that are nested too deeply, and a removed setting.
+    Raises InputError, with file and line, for the first of these faults: a setting that is not in ``known``, is given twice or
+    was removed; a group that is not a mapping; a YAML tag; a key that jsonargparse would interpret; too many values; values that
+    are nested too deeply.
     """
     root = _parsed(path, text)
     if root is None:

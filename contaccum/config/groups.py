@@ -22,8 +22,8 @@ class DataPolicy:
     strict: bool = setting(False, flag=True, unused_with=("questions",))
     """Stop with an error if a query has no positive. Without this option, such queries are skipped with a warning."""
     repair: bool = setting(False, flag=True, unused_with=("run", "data.streaming"), used_with="data.dev")
-    """Accept empty passages and duplicate ids. Of several records with the same id, the last is used. A warning gives the
-    numbers."""
+    """Accept empty passages and duplicate ids. Of several records with the same id, the last is used. A warning says how
+    many were found."""
     max_bad_records: int = setting(0, at_least=0, unit="records")
     """Maximum number of invalid records to skip in each file. A warning names the file that lists them. With more invalid
     records, the command stops."""
@@ -48,8 +48,8 @@ class MixtureConfig:
     passage_prefix: str | None = None
     """Text that is put before the passages of this data set in training. Default: `model.passage_prefix`."""
     in_batch_negatives: bool = True
-    """Whether passages of other examples are negatives for the queries of this data set. With false, as for classification or
-    duplicates, each query is compared only with its positive and its hard negatives, also in the bank."""
+    """Whether passages of other examples are negatives for the queries of this data set. Use false for classification or
+    duplicates: each query, current or banked, is then compared only with its own positive and hard negatives."""
 
 
 @dataclass
@@ -83,7 +83,8 @@ class DataConfig(DataPolicy):
     """Number of hard negatives for each query (H). `fill_negatives` decides what happens to queries that have fewer."""
     fill_negatives: Literal["random", "none"] = setting("random", unused_with=("data.hard_negatives 0",))
     """What to do if a query has fewer than H hard negatives: add random passages (random), or nothing (none). With `none`, the
-    loss masks the missing columns. Each of them is encoded as a text of one token; `model.unpad` saves its padding."""
+    loss masks the missing columns. A missing passage is encoded as a text of one token; with `model.unpad`, it has no
+    padding."""
 
     @property
     def policy(self) -> DataPolicy:
@@ -100,7 +101,7 @@ class DataConfig(DataPolicy):
         if len({each.weight is None for each in self.mixture}) > 1:
             yield "data.mixture: some sets have a weight and some do not; give a weight to all sets or to none"
         if self.streaming and config.optim.max_steps is None:
-            yield "data.streaming is true, but optim.max_steps is not set; set it, because a stream has no known length"
+            yield "data.streaming is true, but optim.max_steps is not set; it is needed, because a stream has no known length"
         if self.streaming and self.mixture:
             yield "data.streaming is true, but data.mixture is set too; a stream reads a single data set, data.train"
         yield from self._broken_separate(config)
@@ -111,16 +112,16 @@ class DataConfig(DataPolicy):
             return
         found = f"data.mixture[{separate[0]}].in_batch_negatives is false, but"
         if not self.hard_negatives:
-            yield f"{found} data.hard_negatives is 0, so its queries have no negatives; set it to at least 1"
+            yield f"{found} data.hard_negatives is 0, so the set has no negatives; set data.hard_negatives to at least 1"
         if self.fill_negatives == "random":
-            yield f"{found} data.fill_negatives is random, which adds passages of other examples; set it to none"
+            yield f"{found} data.fill_negatives is random, which adds passages of other examples; set data.fill_negatives to none"
         if len(separate) < len(self.mixture):
             return
         found = "data.mixture: in_batch_negatives is false for all sets, so"
         if config.bank_size():
             yield f"{found} the bank of {config.method} would have no effect; use another method, or set bank.size to 0"
         if config.loss.symmetric:
-            yield f"{found} loss.symmetric would have no effect; set it to false"
+            yield f"{found} loss.symmetric would have no effect; set loss.symmetric to false"
 
 
 @dataclass
@@ -140,8 +141,8 @@ class BatchConfig:
     """Maximum number of padded tokens in one forward pass of one process, instead of `micro_batch_size`. The number of padded
     tokens is B x (tokens of the longest query + (1 + H) x tokens of the longest passage). The pairs of a step are sorted by
     length and split into as few micro-batches as possible. This saves padding. Every pair has the same weight in the loss. With
-    `grad_cache` and `cont_cache`, gradients do not change. With one-pass methods, a query is compared with passages of similar
-    length. Default: `micro_batch_size` is used."""
+    `grad_cache` and `cont_cache`, the gradients are those of `micro_batch_size`. With one-pass methods, a query is compared with
+    passages of similar length. Default: use `micro_batch_size`."""
     order: Literal["shuffled", "near", "file"] = "shuffled"
     """Order of the examples: random in each epoch (shuffled), as in the training data (file), or similar queries in the same step
     (near), so that in-batch negatives are harder. `near` compares the vectors of the untrained model (`model.name`), which are
@@ -184,7 +185,7 @@ class BankConfig:
     """Number of optimizer steps at the start that fill the bank without using it."""
     age_decay: float = setting(0.0, at_least=0, methods="bank", unused_with=("bank.keep false",))
     """Age penalty: the amount subtracted from a logit for each optimizer step between the encoding of its row and of its
-    column. In the softmax, a column of age a then has the weight exp(-age_decay a), and a current column has the weight 1. 0
+    column. In the softmax, a column of age a then has the weight exp(-age_decay x a), and a current column has the weight 1. 0
     is the published method."""
 
     def broken(self, config: "TrainConfig", world: int) -> Iterator[str]:
@@ -231,9 +232,9 @@ class OptimConfig:
     warmup_steps: int | None = setting(None, at_least=0, unit="steps")
     """Number of steps in which the learning rate rises from 0 to its maximum. Default: computed from `warmup_ratio`, else 0."""
     warmup_ratio: float | None = setting(None, at_least=0, at_most=1)
-    """Share of all steps in which the learning rate rises from 0 to its maximum. Default: `warmup_steps` is used, else 0."""
+    """Share of all steps in which the learning rate rises from 0 to its maximum. Default: use `warmup_steps`."""
     schedule: Literal["linear", "cosine", "constant"] = "linear"
-    """How the learning rate falls to 0 after the warm-up. `constant` keeps it at the maximum."""
+    """Learning rate after the warm-up: it falls to 0 (linear, cosine), or stays at its maximum (constant)."""
     max_grad_norm: float = setting(2.0, above=0)
     """Maximum L2 norm of the gradients of both towers together. Larger gradients are clipped."""
     weight_decay: float = setting(0.0, at_least=0)

@@ -19,25 +19,25 @@ class LossConfig:
     """Mask negatives that are known, by their passage id, to be relevant for the query. This applies to current and to banked
     negatives."""
     guide: str | None = None
-    """Encoder that finds false negatives: folder or name on the Hub, also that of `model.name`. A negative is masked if the guide
-    scores it above the query's positive minus `guide_margin`. This applies to in-batch, hard and banked negatives. The guide
-    encodes all training queries and passages once, in float16; the vectors stay in the cache. Default: no guide."""
+    """Encoder that finds false negatives: a folder or a name on the Hub, which may be `model.name`. An in-batch, hard or banked
+    negative is masked if the guide scores it above the query's positive minus `guide_margin`. The guide's vectors of all training
+    queries and passages are computed once and kept in the cache, in float16. Default: no guide."""
     guide_margin: float = setting(0.0, needs="loss.guide")
     """Margin for `guide`, see `margin_strategy`. A larger margin masks more negatives."""
     false_negative_margin: float | None = None
     """Mask negatives that the trained model itself scores above the query's positive minus this margin, see `margin_strategy`.
-    The scores are similarities without `model.temperature` and have no gradient here. Default: no margin."""
+    The scores are similarities, not divided by `model.temperature`. Default: no such mask."""
     margin_strategy: Literal["absolute", "relative"] = setting(
         "absolute", unused_with=("loss.false_negative_margin null",), used_with="loss.guide"
     )
-    """How to read `guide_margin` and `false_negative_margin`: as a difference of scores (absolute), or as a share of the
-    positive's score (relative, from 0 to 1)."""
+    """Meaning of `guide_margin` and `false_negative_margin`: a difference of scores (absolute), or a share of the positive's
+    score (relative, from 0 to 1)."""
     hardness: float = setting(0.0, at_least=0)
     """Weight the negatives by exp(hardness x similarity), so that negatives similar to the query count more. The weight has no
     gradient. It applies to current and to banked negatives. The similarity is not divided by the temperature."""
     symmetric: bool = False
     """Also compare each positive with all queries, current and banked. The loss is the mean of both directions. Hard negatives
-    count only for queries. `passage_bank` has no banked queries."""
+    are compared only in the direction from query to passage. `passage_bank` has no banked queries."""
     matryoshka_dims: list[int] = setting(factory=list, unit="dimensions")
     """Widths at which truncated vectors must be useful too, such as [256, 128, 64]. The loss at each width is added to the loss
     of the full vectors. With cosine, truncated vectors are scaled to length 1 again. Each width has its own bank."""
@@ -58,13 +58,13 @@ class LossConfig:
         if any(width < 1 for width in widths) or len(set(widths)) < len(widths):
             yield f"loss.matryoshka_dims is {widths}, expected different numbers of at least 1"
         if weights and len(weights) != len(widths):
-            yield f"loss.matryoshka_weights has {len(weights)} numbers, but loss.matryoshka_dims has {len(widths)}; give as many"
+            yield f"loss.matryoshka_weights has {len(weights)} numbers, expected {len(widths)}: one per width in matryoshka_dims"
         if not all(0 < weight < math.inf for weight in weights):
             yield f"loss.matryoshka_weights is {weights}, expected finite numbers above 0"
         yield from self._broken_margins(config)
         if config.distils and not config.data.hard_negatives:
             found = f"loss.distillation is {self.distillation}, but data.hard_negatives is 0"
-            yield f"{found}; set it to at least 1, because the teacher's scores compare the passages of a query"
+            yield f"{found}; set it to at least 1, because the teacher's scores compare a positive with hard negatives"
 
     @property
     def margin(self) -> float | None:
@@ -81,7 +81,7 @@ class LossConfig:
         if self.guide is not None and config.data.streaming:
             yield "loss.guide is set, but data.streaming is true; a stream is read only once, so use data.streaming false"
         if self.guide is not None and self.false_negative_margin is not None:
-            yield "loss.guide and loss.false_negative_margin are both set; set only one, and guide_margin for the guide"
+            yield "loss.guide and loss.false_negative_margin are both set; set only one (the margin of a guide is guide_margin)"
         name = "guide_margin" if self.guide is not None else "false_negative_margin"
         if self.margin_strategy == "relative" and not 0 <= (self.margin or 0.0) <= 1:
             yield f"loss.{name} is {self.margin}, expected a number from 0 to 1, because loss.margin_strategy is relative"

@@ -29,7 +29,7 @@ class RunConfig(ProcessConfig):
     """Multiply fp32 matrices in TF32 on CUDA, also in the loss. This is faster, but the mantissa has 10 bits instead of 23."""
     sharding: Literal["none", "fsdp"] = "none"
     """How W processes hold the weights. `none`: each process holds all of them. `fsdp`: each process holds 1/W of all weights,
-    gradients and optimizer states (torch's FSDP2), and gathers one layer at a time. If memory runs out, the run ends."""
+    gradients and optimizer states (torch's FSDP2), and gathers one layer at a time. An out-of-memory error then ends the run."""
     cpu_offload: bool = False
     """With `run.sharding fsdp`: keep each process's shard of the weights, gradients and optimizer state in CPU memory, and update
     the weights there. This saves GPU memory but is slower."""
@@ -64,8 +64,8 @@ class RunConfig(ProcessConfig):
     def broken(self, config: "TrainConfig", world: int) -> Iterator[str]:
         measure, _, cutoff = self.metric.partition("@")
         if measure not in METRIC_MEASURES or cutoff not in map(str, METRIC_CUTS):
-            expected = f"{', '.join(METRIC_MEASURES)} at {', '.join(map(str, METRIC_CUTS))}, such as ndcg@10"
-            yield f"run.metric is {self.metric!r}, expected one of {expected}"
+            choices = f"MEASURE: {', '.join(METRIC_MEASURES)}; K: {', '.join(map(str, METRIC_CUTS))}"
+            yield f"run.metric is {self.metric!r}, expected MEASURE@K, such as ndcg@10 ({choices})"
         if self.memory_budget is not None:
             parse_bytes(self.memory_budget)
         if self.sharding != "none":
@@ -76,7 +76,7 @@ class RunConfig(ProcessConfig):
 
     def _broken_sharding(self, config: "TrainConfig", world: int) -> Iterator[str]:
         if world == 1:
-            yield "run.sharding is fsdp, but there is one process; start several with torchrun, or set it to none"
+            yield "run.sharding is fsdp, but there is only one process; start several with torchrun, or set run.sharding to none"
         needed = {
             "run.precision": "fp32 or bf16",
             "run.compile": "off",

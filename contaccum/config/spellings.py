@@ -1,4 +1,4 @@
-"""Names of settings that are not valid: removed settings, settings of other trainers, and misspelt names.
+"""Hints for names of settings that are not valid: removed settings, settings of other trainers, and misspelt names.
 
 This module does not import torch.
 """
@@ -11,7 +11,7 @@ from contaccum.config.declare import shown
 from contaccum.errors import InputError
 
 REMOVED: dict[str, tuple[Any, str]] = {
-    "model.pack_linears": (False, "To train faster use model.unpad; encoding on a CPU still packs linear layers"),
+    "model.pack_linears": (False, "To train faster, use model.unpad; encoding on a CPU still packs linear layers"),
     "bank.visibility": ("immediate", "Stored rows are always visible to the next micro-batch"),
     "bank.queries": (True, "Use method passage_bank for a bank without queries"),
     "optim.fused": (True, "AdamW is always fused; use optim.name adamw_8bit to save memory"),
@@ -67,9 +67,9 @@ encoded_save_path = output {}
 top_k, depth = k {}
 no_cuda, use_cpu = run.device|device cpu
 """
-"""Settings of other trainers (transformers, sentence-transformers, Tevatron, Axolotl), as ``their names = our setting value``.
-``|`` separates the names of our setting in different commands. ``{}`` is the value that the user gave, and
-``{in_memory}`` names a second setting."""
+"""Settings of other trainers (transformers, sentence-transformers, Tevatron, Axolotl). Each line has their names, `` = ``, our
+setting, a space, and the value to give it. ``|`` separates the names that our setting has in training and in other commands.
+``{}`` stands for the value that the user gave, and ``{in_memory}`` for a hint at batch.micro_batch_size."""
 
 
 def closest(name: str, known: Collection[str], prefix: str = "") -> str:
@@ -105,10 +105,9 @@ def unknown(name: str, value: str, known: Collection[str], prefix: str = "") -> 
 
 
 def without_removed(values: Mapping[str, Any], where: str | None = None, prefix: str = "") -> dict[str, Any]:
-    """Return ``values`` without the settings in REMOVED that have their accepted value.
+    """Return ``values`` without the removed settings whose value has no effect (see REMOVED).
 
-    Such a setting with another value raises InputError if ``where`` is given, and the message starts with ``where``. Without
-    ``where`` it stays in the result.
+    where: beginning of the error message if a removed setting has another value. None: keep such a setting.
     """
     kept: dict[str, Any] = {}
     for key, value in values.items():

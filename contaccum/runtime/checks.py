@@ -23,10 +23,10 @@ def require_utf8(text: str, where: str) -> str:
 
 
 def require_known_ids(largest: int, vocabulary: int | None, tokenizer: Any) -> None:
-    """Raise InputError if the largest token id of some texts is not a row of the word embeddings.
+    """Raise InputError if ``largest``, the largest token id in some texts, has no word embedding.
 
-    vocabulary: number of rows of the word embeddings. None: unknown, nothing is checked. Some published tokenizers have added
-    tokens without an embedding, so the ids of texts are checked, not the vocabulary of the tokenizer.
+    vocabulary: number of word embeddings. If it is None (unknown), nothing is checked. Some published tokenizers have added
+    tokens without an embedding, so the ids of the texts are checked, not the vocabulary of the tokenizer.
     """
     if vocabulary is not None and largest >= vocabulary:
         token = tokenizer.convert_ids_to_tokens(largest)
@@ -40,17 +40,15 @@ def require_known_ids(largest: int, vocabulary: int | None, tokenizer: Any) -> N
 
 _INPUT_FILES = (
     "corpus.jsonl*", "queries.jsonl*", "collection.tsv*", "queries.tsv*", "qrels/*", "*config*.json", "*.safetensors",
-    "*tokenizer*", "modules.json", "contaccum.json", "manifest.json", "*.npy", "*.ids.json",
-    "*.parquet",
+    "*tokenizer*", "modules.json", "contaccum.json", "manifest.json", "*.npy", "*.ids.json", "*.parquet",
 )  # fmt: skip
-"""Names of the files that commands read from the folder of a data set, a model or vectors."""
+"""Patterns for the names of files that commands read from the folder of a data set, a model or vectors."""
 
 
 def refuse_input_as_output(output: str | Path | None, *inputs: object) -> None:
-    """Raise InputError if a command would write its output over one of its inputs.
+    """Raise InputError if ``output`` is one of ``inputs``, or a file that commands read from a folder in ``inputs``.
 
-    This is the case if ``output`` is one of ``inputs``, or a file that commands read from a folder in ``inputs``. Symbolic
-    links are followed. Inputs that are not existing paths, such as names of data sets, are not checked.
+    Symbolic links are followed. Inputs that are not existing paths, such as names of data sets, are not checked.
     """
     if output is None or not os.path.exists(output):
         return

@@ -1,8 +1,8 @@
 """Device, precision and gradients of a training process. Only this file imports accelerate.
 
-Gradients are summed over all processes once per optimizer step. DistributedDataParallel is not used, for two reasons. It
-expects a backward pass after each forward pass, which GradCache does not do. It averages gradients, but the loss needs their
-sum.
+Gradients are summed over all processes once per optimizer step. DistributedDataParallel is not used, for two reasons: it
+expects a backward pass after each forward pass, but GradCache first takes all forward passes; and it averages gradients, but
+the loss needs their sum.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ class Engine(Processes):
         """
         wait = datetime.timedelta(minutes=timeout_minutes)
         self.accelerator = _accelerator(device, precision, trackers or [], tracker_dir, wait)
-        # a trainer of another library that failed in this process may have disabled updates
+        # a failed trainer of another library in this process may have left this off; accelerate would then skip updates
         self.accelerator.gradient_state._set_sync_gradients(True)
         names = ("process_index", "num_processes", "local_process_index", "device")
         super().__init__(*(getattr(self.accelerator, name) for name in names))
@@ -78,10 +78,10 @@ class Engine(Processes):
         self._encoded: list[tuple[list[str], Tensor]] = []
         self._casts_reusable = False  # whether the next pass may use the half-precision weights of the last pass
         self._separate = sharding.SeparateBackward()  # only for sharded weights
-        self._with_gradient: set[Tensor] = set()  # parameters that received a gradient, with CUDA graphs
+        self._with_gradient: set[Tensor] = set()  # parameters that received a gradient (only with CUDA graphs)
 
     def shard(self, encoder: "DualEncoder", offload: bool = False) -> None:
-        """Divide the weights of an encoder on the CPU among all processes. An optimizer must be built after this call."""
+        """Divide the weights of ``encoder``, which is on the CPU, among all processes. Build the optimizer after this call."""
         half = self.accelerator.mixed_precision == "bf16"
         sharding.shard(self, encoder.units(), torch.bfloat16 if half else torch.float32, offload)
         encoder.group = self
@@ -97,7 +97,7 @@ class Engine(Processes):
         self.parameters = [parameter for parameter in encoder.parameters() if parameter.requires_grad]
         if not self.sharded:
             self.copy_from_main([parameter.data for parameter in encoder.parameters()])
-        # gradients need memory outside the graph, because each replay overwrites the outputs of the graph
+        # gradients need memory outside the CUDA graph, because each replay overwrites the outputs of the graph
         if encoder.graphs:
             for parameter in self.parameters:
                 parameter.grad = torch.zeros_like(parameter)
@@ -123,7 +123,7 @@ class Engine(Processes):
         self.step, self.gathers = step, 0
 
     def micro_steps(self, micro_batches: list[MicroBatch]) -> Iterator[MicroBatch]:
-        """Move each micro-batch to the device, set its dropout noise and yield it. All passes of a step use the same noise."""
+        """Move each micro-batch to the device, seed its dropout noise and yield it. All passes of a step use the same noise."""
         # inside this outer context, autocast keeps the half-precision weights after each pass
         with torch.autocast(self.device.type, enabled=False):
             for index, batch in enumerate(micro_batches):
@@ -147,10 +147,14 @@ class Engine(Processes):
         )
 
     def encode(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Encode the queries (b, d) and passages (b, 1 + H, d) of all processes. Only vectors of this process have gradients."""
+        """Encode a micro-batch of this process, and return the vectors of all processes, in the order of the ranks.
+
+        Returns queries (b, d) and passages (b, 1 + H, d). Only the vectors of this process have gradients.
+        """
         if self.encoder.graphs:
             torch.compiler.cudagraph_mark_step_begin()
-        # drop cached half-precision weights without gradient, or that would sum gradients over passes in half precision
+        # Reuse weights that were cast to half precision only after a backward pass: casts of a no-grad pass have no gradient, and
+        # casts that several passes share before their backward pass would sum the gradients in half precision.
         if not self._casts_reusable:
             torch.clear_autocast_cache()
         self._casts_reusable = False
@@ -168,7 +172,7 @@ class Engine(Processes):
         return contextlib.nullcontext() if self.replay_share == 1 else self.encoder.without_dropout()
 
     def encode_texts(self, side: int, texts: Tokens, index: int) -> Tensor:
-        """Return the vectors of texts (n, d). side: 0 for queries, 1 for passages. index: chooses the dropout noise."""
+        """Return the vectors of texts (n, d). side: 0 for queries, 1 for passages. index: seeds the dropout noise."""
         torch.manual_seed(mix(self.seed, self.step, index, self.rank, side))
         tower = (self.encoder.query_tower, self.encoder.passage_tower)[side]
         count = len(texts.input_ids)
@@ -176,7 +180,7 @@ class Engine(Processes):
             return self.encoder.embed(tower, (texts if count else ONE_TOKEN).to(self.device))[:count]
 
     def in_step(self, batches: Iterable[Tensor]) -> list[Tensor]:
-        """List the batches of row numbers. With sharded weights, add empty ones so that all processes have the same number."""
+        """Return the batches as a list. With sharded weights, add empty batches until all processes have equally many."""
         own = list(batches)
         missing = self.largest(len(own)) - len(own) if self.sharded else 0
         return [*own, *[torch.zeros(0, dtype=torch.long)] * missing]
@@ -229,10 +233,10 @@ class Engine(Processes):
 
     def reduce_gradients(self) -> None:
         """Sum the gradients over all processes. Each optimizer step does this once."""
-        if self.replay_share < 1:  # a process that replayed no text of a tower must send zeros
+        if self.replay_share < 1:  # a process that replayed no text of a tower sends zeros
             for parameter in self.parameters:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        if not self.sharded:  # each backward pass over sharded weights sums their gradients
+        if not self.sharded:  # with sharded weights, each backward pass has summed them
             self.sum([p.grad for p in self.parameters if p.grad is not None])
 
     def gradient_norms(self) -> tuple[float, float]:
@@ -301,7 +305,7 @@ class Engine(Processes):
 
     @contextlib.contextmanager
     def unmeasured(self) -> Iterator[None]:
-        """Do not count the memory of the ``with`` block in ``peak_memory``."""
+        """Exclude the memory of the ``with`` block from ``peak_memory``."""
         before = self.peak_memory()
         try:
             yield
@@ -333,7 +337,7 @@ def _accelerator(device: str, precision: str, trackers: list[str], folder: str |
             log_with=trackers or None,
             project_dir=folder,
             kwargs_handlers=[group],
-            # otherwise a number in the environment divides every gradient
+            # otherwise ACCELERATE_GRADIENT_ACCUMULATION_STEPS would divide every gradient
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         )
     if len(accelerator.log_with) < len(trackers):  # accelerate skips trackers that are not installed

@@ -29,7 +29,7 @@ _MAX_DIGITS = 60  # maximum number of digits of a whole number; the state of a r
 _LONGEST = 200  # maximum number of bytes of a name; longer names are hashed, because file systems allow 255 bytes
 
 
-def _beside(path: Path, kind: str) -> Path:
+def _temporary_path(path: Path, kind: str) -> Path:
     """Return a hidden path next to ``path`` that no other process uses on any machine."""
     return path.with_name(f".{_short(path.name)}.{_host()}-{os.getpid()}.{kind}")
 
@@ -51,9 +51,9 @@ def is_leftover(name: str) -> bool:
 def sweep(folder: str | Path, name: str | None = None, shared: bool = False) -> None:
     """Remove the temporary files and folders that killed processes left in ``folder``.
 
-    name: remove only those that belong to the file or folder ``name``. A folder that a killed process moved away and did not
-    replace is moved back. shared: other processes may be writing in ``folder``, so remove only the files of dead processes of
-    this machine.
+    A folder that a killed process moved away and did not replace is moved back. name: remove only what belongs to the file or
+    folder ``name``. shared: other processes may be writing in ``folder``, so remove only the files of dead processes of this
+    machine.
     """
     for path in sorted(Path(folder).iterdir()):
         found = _LEFTOVER.fullmatch(path.name)
@@ -75,7 +75,7 @@ def remove_folder(path: Path) -> None:
 
     The folder is renamed first, so that a half-deleted folder never has this name.
     """
-    gone = _beside(path, "gone")
+    gone = _temporary_path(path, "gone")
     os.replace(path, gone)
     (Path.unlink if gone.is_symlink() else shutil.rmtree)(gone)
 
@@ -118,7 +118,7 @@ def remove_empty(folders: list[Path]) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Flush a file, or the list of files in a folder, to disk, so that it survives a power cut.
+    """Flush a file, or the list of files in a folder, to disk, so that its content survives a power cut.
 
     Inside an unfinished folder, nothing is flushed, because ``whole_folder`` flushes all files at its end. Nothing is flushed
     on file systems that cannot flush, such as mounts of object stores.
@@ -152,7 +152,7 @@ def whole_file(path: str | Path) -> Iterator[BinaryIO]:
     written.
     """
     path = Path(path)
-    part, made = _beside(path, "part"), make_folder(path.parent)
+    part, made = _temporary_path(path, "part"), make_folder(path.parent)
     try:
         with open(part, "wb") as file:
             yield file
@@ -161,7 +161,7 @@ def whole_file(path: str | Path) -> Iterator[BinaryIO]:
         _sync(path.parent)
     except OSError as error:
         if _is_unfinished(path):
-            raise  # whole_folder then raises an error with the final name of the folder
+            raise  # whole_folder will raise an error with the final name of the folder
         raise InputError(f"{path}: cannot be written ({error.strerror or error})") from error
     finally:
         with suppress(NotADirectoryError):  # the parent is a file
@@ -222,7 +222,7 @@ def read_text(path: str | Path, what: str, max_bytes: int = MAX_JSON) -> str:
 def decode_json(text: str, type_: Any, where: str, *, version: int | None = None) -> Any:
     """Decode JSON text and check the types of its values.
 
-    type_, version: see ``read_json``. where: name of the source of the text, for error messages.
+    type_, version: see ``read_json``. where: source of the text, for error messages.
     """
     try:
         value = json.loads(text, parse_int=_integer, parse_float=_float)
@@ -285,7 +285,7 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
     folder has replaced it. If ``path`` is a symbolic link, the target of the link is replaced.
     """
     path = Path(os.path.realpath(path) if os.path.islink(path) else path)
-    part, old, made = _beside(path, "part"), _beside(path, "old"), make_folder(path.parent)
+    part, old, made = _temporary_path(path, "part"), _temporary_path(path, "old"), make_folder(path.parent)
     try:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
@@ -332,5 +332,5 @@ def cache_folder() -> Path:
     """Return the cache folder: $CONTACCUM_CACHE, else $XDG_CACHE_HOME/contaccum, else ~/.cache/contaccum."""
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     path = Path(os.environ.get("CONTACCUM_CACHE") or caches / "contaccum")
-    require_utf8(str(path), f"CONTACCUM_CACHE, {str(path)!a}")  # Arrow opens only files with such names
+    require_utf8(str(path), f"CONTACCUM_CACHE, {str(path)!a}")  # Arrow opens only files with UTF-8 names
     return path

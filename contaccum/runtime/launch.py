@@ -15,9 +15,9 @@ from typing import Any
 from contaccum.errors import InputError, Interrupted
 
 _LAUNCH_HELP = (
-    "Start the processes with torchrun or accelerate launch. With srun set RANK, LOCAL_RANK and WORLD_SIZE from SLURM_PROCID, "
-    "SLURM_LOCALID and SLURM_NTASKS, with mpirun from OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_LOCAL_RANK and OMPI_COMM_WORLD_SIZE; "
-    "MASTER_ADDR is the host of rank 0 and MASTER_PORT a free port there"
+    "Start the processes with torchrun or accelerate launch. With another launcher, set RANK, LOCAL_RANK and WORLD_SIZE (from "
+    "SLURM_PROCID, SLURM_LOCALID and SLURM_NTASKS with srun; from OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_LOCAL_RANK and "
+    "OMPI_COMM_WORLD_SIZE with mpirun), MASTER_ADDR (the host of rank 0) and MASTER_PORT (a free port there)"
 )
 
 
@@ -109,11 +109,10 @@ def refuse_other_sharding() -> None:
 class StopSignals:
     """Context manager that handles Ctrl-C and SIGTERM.
 
-    Inside a ``deferred`` block, the first signal only sets ``received`` to the number of the signal. The block can then finish
-    its work. Outside a ``deferred`` block, the first signal raises Interrupted. A second signal ends the process at once.
-
-    If there are several processes, a signal outside a ``deferred`` block also ends the process at once. A process that waits
-    for other processes inside a library could not react to Interrupted.
+    Inside a ``deferred`` block, the first signal only sets ``received`` to the number of the signal, so that the block can finish
+    its work. Outside such a block, the first signal raises Interrupted in a single process. With several processes, it ends the
+    process at once, because a process that waits for others inside a library could not react to Interrupted. A second signal
+    always ends the process at once.
     """
 
     def __init__(self) -> None:
@@ -133,10 +132,7 @@ class StopSignals:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Make the first signal only set ``received``, without stopping the ``with`` block.
-
-        The block must check ``received`` and stop itself.
-        """
+        """Make the first signal only set ``received``. The ``with`` block must check ``received`` and stop itself."""
         self._handle()
         self._deferred = True
         try:

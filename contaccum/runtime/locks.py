@@ -1,8 +1,8 @@
 """Lock files, so that only one run uses a folder and only one process builds a cache entry.
 
-``filelock.SoftFileLock`` creates the lock file, also on NFS. The lock file has the process number, the host and the start time
-of the process that holds the lock. If a dead process of this machine holds the lock, SoftFileLock takes over the lock.
-SoftFileLock cannot see the processes of other machines and containers.
+``filelock.SoftFileLock`` creates the lock file, also on NFS. The file contains the process number, the host and the start time
+of the process that holds the lock. SoftFileLock takes over the lock of a dead process of this machine. It cannot see the
+processes of other machines and containers.
 """
 
 import hashlib
@@ -107,7 +107,7 @@ def cached_folder(kind: str, key: object, build: Callable[[Path], None]) -> Path
     folder = cache_folder() / kind / name
     if not folder.is_dir():
         with waiting_lock(cache_folder() / "locks" / f"{name}.lock"):
-            if not folder.is_dir():  # another process may have built it while this one waited
+            if not folder.is_dir():  # another process may have built the folder during the wait
                 if folder.parent.is_dir():
                     sweep(folder.parent, name)
                 with whole_folder(folder) as part:

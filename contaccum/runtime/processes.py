@@ -66,10 +66,7 @@ class Processes:
         return parts
 
     def all_rows(self, own: Tensor) -> Tensor:
-        """Concatenate the tensors ``own`` of all processes, in the order of the ranks.
-
-        Only the rows of this process have a gradient.
-        """
+        """Concatenate the tensors ``own`` of all processes, by rank. Only the rows of this process have a gradient."""
         if self.world == 1:
             return own
         parts = self.gather(own.detach())
@@ -89,13 +86,10 @@ class Processes:
         return self.gather_bytes(value.encode())[0].decode()
 
     def differing(self, value: str) -> str:
-        """Compare ``value`` in all processes with ``value`` in process 0.
-
-        Returns a text that names the processes with another value. The text is empty if all values are equal.
-        """
+        """Return a text that names the ranks whose ``value`` differs from that of rank 0. Return "" if all are equal."""
         found = self.gather_bytes(hashlib.sha256(value.encode()).digest())
-        others = ", ".join(str(rank) for rank, digest in enumerate(found) if digest != found[0])
-        return f"processes {others} of {self.world} differ from process 0" if others else ""
+        others = ", ".join(f"rank {rank}" for rank, digest in enumerate(found) if digest != found[0])
+        return f"different from rank 0: {others}" if others else ""
 
     def largest(self, mine: int) -> int:
         """Return the maximum of ``mine`` over all processes."""
@@ -140,8 +134,8 @@ def started_elsewhere(device: torch.device) -> Processes:
 def own_keys(timeout: datetime.timedelta) -> dict[str, Any]:
     """Return arguments for ``init_process_group`` that give a new process group its own keys in the launcher's store.
 
-    Without these arguments, torch uses the same keys for every group. Then a second group would read the addresses of the
-    first group. The result is empty for a single process, if a group exists already, or if the launcher has no store (MPI).
+    Torch would use the same keys for every group, so a second group would read the addresses of the first group. The result is
+    empty for a single process, if a group exists already, or if the launcher has no store (MPI).
     """
     if process_place()[1] == 1 or dist.is_initialized() or "MASTER_ADDR" not in os.environ:
         return {}
@@ -170,9 +164,9 @@ def joined(timeout_minutes: float) -> Iterator[Processes]:
 
 
 def refuse_missing_processes(world: int) -> None:
-    """Raise InputError if accelerate launch was to start several processes on CPUs but started only one.
+    """Raise InputError if accelerate launch started one process on a CPU instead of several.
 
-    This happens without MPI, and accelerate launch does not report it. world: number of processes.
+    This happens without MPI, and accelerate launch does not report it. world: number of processes that were started.
     """
     # accelerate launch sets the port only for several processes
     several = "ACCELERATE_USE_CPU" in os.environ and "MASTER_PORT" in os.environ
@@ -186,7 +180,7 @@ def refuse_missing_processes(world: int) -> None:
 def run_with_error_file(command: Callable[[], None]) -> None:
     """Run a command. If it fails, write the traceback into the error file from which torchrun makes its report.
 
-    InputError and Interrupted are raised without a traceback in the file, because their message says enough.
+    InputError and Interrupted are not written into the file, because their message says enough.
     """
 
     def run() -> InputError | Interrupted | None:

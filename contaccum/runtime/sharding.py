@@ -1,7 +1,7 @@
 """Sharded encoders: each process holds a part of every weight, of its gradient and of its optimizer state (torch's FSDP2).
 
-A pass over a layer gathers the weights of this layer from all processes, uses them and frees them. So all processes take the
-same number of passes, and save and load together.
+A pass over a layer gathers the weights of this layer from all processes, uses them and frees them. So all processes must
+take the same number of passes, and save and load together.
 """
 
 import json
@@ -45,7 +45,7 @@ def shard(processes: Processes, modules: Iterable[nn.Module], dtype: torch.dtype
         own = [each for each in module.parameters() if not isinstance(each, DTensor)]
         for parameter in own:  # one module at a time, because the device may be too small for all
             parameter.data = parameter.data.to(processes.device)
-            if (scales := getattr(parameter, "quant_state", None)) is not None:  # of 4-bit weights; not sharded
+            if (scales := getattr(parameter, "quant_state", None)) is not None:  # scales of 4-bit weights stay whole
                 scales.to(processes.device)
         processes.copy_from_main([parameter.data for parameter in own])
         unit = fully_shard(
@@ -61,10 +61,10 @@ def saved_bytes(units: Sequence[nn.Module], processes: int, dtype: torch.dtype) 
 
     units, dtype: see ``shard``. A process keeps 1 / ``processes`` of weights, gradients and moments. In addition, for one unit at
     a time, it holds the gathered weights, their gradients, the message with the weights of the next unit, and the message with
-    the gradients of the last one. A unit that contains other units keeps its own gathered weights and gradients meanwhile.
+    the gradients of the previous unit. A unit that contains other units keeps its own gathered weights and gradients meanwhile.
     """
     known: set[nn.Module] = set()
-    storages: set[int] = set()  # two towers can share frozen weights, but each has parts of its own
+    storages: set[int] = set()  # two towers can share frozen weights, but their parts are separate
     whole = parts = largest = outer = 0
     for unit in units:
         modules = [module for module in unit.modules() if module not in known]
@@ -93,13 +93,13 @@ class SeparateBackward:
         self.outputs: list[tuple[Tensor, Tensor]] = []
 
     def cut(self, output: Tensor) -> Tensor:
-        """Return the values of ``output`` as a leaf. A backward pass stops there until ``run``."""
+        """Return a leaf tensor with the values of ``output``. A backward pass stops at the leaf, and ``run`` continues it."""
         leaf = output.detach().requires_grad_()
         self.outputs.append((output, leaf))
         return leaf
 
     def run(self) -> None:
-        """Continue the backward pass from all leaves. All processes call this function with the same outputs."""
+        """Continue the backward pass from all leaves. All processes must call this with the same number of outputs."""
         while self.outputs:
             output, leaf = self.outputs.pop()
             output.backward(leaf.grad)
@@ -129,7 +129,7 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def save_full(tensors: Mapping[str, Tensor], path: Path | None) -> None:
-    """Write full tensors to a safetensors file. All processes call this function with the same names.
+    """Write full tensors to a safetensors file. All processes must call this function with the same names.
 
     Only one tensor is gathered at a time, so no process holds all weights. path: None in the processes that do not write.
     """
@@ -150,7 +150,7 @@ def save_full(tensors: Mapping[str, Tensor], path: Path | None) -> None:
 
 
 def save_parts(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Write tensors to a folder with one safetensors file per process, each with the parts of its process."""
+    """Write sharded tensors to a folder. Each process writes one safetensors file with its parts."""
     writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
     dcp.save(dict(tensors), storage_writer=writer)
 

@@ -15,7 +15,7 @@ from contaccum.training.parts import trained_parameters
 from contaccum.training.run_folder import MANIFEST, STATE_VERSION, Checkpoint, all_checkpoints, files_in
 
 OPTIMIZER_FILE = "optimizer.safetensors"
-OPTIMIZER_PARTS = "optimizer"  # folder with a file per process, if the weights are sharded
+OPTIMIZER_PARTS = "optimizer"  # folder with one file per process, if the weights are sharded
 
 
 def save_checkpoint(
@@ -23,7 +23,7 @@ def save_checkpoint(
 ) -> None:
     """Save the checkpoint of step ``state['step']``, and delete all but the ``keep`` newest checkpoints.
 
-    If the weights are sharded, all processes call this function, and each writes its part of the optimizer state.
+    If the weights are sharded, all processes must call this function. Each writes its part of the optimizer state.
     """
     target = run / "checkpoints" / f"step-{state['step']:08d}"
     group = encoder.group
@@ -53,13 +53,13 @@ def save_checkpoint(
 
 
 def _save_parts(encoder: DualEncoder, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Save the encoder and the optimizer state together with the other processes. folder: unfinished folder of process 0."""
+    """Save the encoder and the optimizer state together with the other processes. folder: temporary folder of process 0."""
     encoder.save(folder / "model")
     sharding.save_parts(_optimizer_tensors(encoder, optimizer), folder / OPTIMIZER_PARTS)
 
 
 def restore(checkpoint: Checkpoint, encoder: DualEncoder, optimizer: torch.optim.Optimizer, bank: Bank) -> None:
-    """Load the states of the optimizer and the bank from a checkpoint. The encoder of the checkpoint is already loaded."""
+    """Load the states of the optimizer and the bank from a checkpoint. ``encoder`` must already be loaded from it."""
     trained, parts = trained_parameters(encoder), checkpoint.folder / OPTIMIZER_PARTS
     if encoder.group is not None or parts.is_dir():
         tensors = sharding.load_parts(trained, parts if parts.is_dir() else checkpoint.folder)
@@ -72,7 +72,7 @@ def restore(checkpoint: Checkpoint, encoder: DualEncoder, optimizer: torch.optim
         if not any(value.shape == parameter.shape for value in saved.values()):
             shape = tuple(parameter.shape)
             raise InputError(
-                f"{checkpoint.folder}: no optimizer state for {name} {shape}; it belongs to a different model"
+                f"{checkpoint.folder}: no optimizer state for {name} {shape}; the checkpoint belongs to a different model"
             )
         optimizer.state[parameter] = {
             key: value.to(parameter.device) if value.ndim or value.is_floating_point() else int(value)

@@ -184,25 +184,21 @@ def read_environment(run: Path) -> dict[str, Any]:
 
 
 class Drift:
-    """Measures the drift of the bank: the cosine between stored embeddings and new embeddings of the same texts.
+    """Drift of the bank: the cosine between stored embeddings and new embeddings of the same texts.
 
     Both are computed with the same dropout noise, so only the weights differ.
     """
 
     def __init__(self, engine: Engine, bank: Bank, batches: Batches, size: MicroBatchSize) -> None:
-        """Store the objects that are needed to measure the drift.
-
-        batches: source of the training batches, a clone that only this object uses. size: object that knows the micro-batch
-        size of every past step.
-        """
+        """batches: source of the training batches, a clone that only this object uses. size: micro-batch size of past steps."""
         self.engine, self.bank, self.batches, self.size = engine, bank, batches, size
 
     def measure(self) -> dict[str, Any]:
         """Encode a sample of past micro-batches again, and return the drift for the log.
 
-        Returns the mean cosine of the queries, the mean cosine of the passages, and the two mean cosines of each sampled
-        micro-batch with its age in optimizer steps. Only the main process measures the drift, and only on its own rows. The
-        result is an empty dict in the other processes, or if the bank does not contain all rows of any micro-batch.
+        Returns the mean cosines of queries and of passages, for the whole sample and for each micro-batch with its age (optimizer
+        steps). Only rows of this process are measured. Returns {} if the bank contains no complete micro-batch. Without sharding,
+        only the main process measures; other processes return {}.
         """
         if not (self.engine.is_main or self.engine.sharded):  # a pass over sharded weights needs all processes
             return {}

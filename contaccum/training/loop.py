@@ -66,7 +66,7 @@ def train(config: TrainConfig) -> Path:
 
 
 class Training:
-    """One training run. It starts at step 0. With ``resume``, it starts at the newest checkpoint, if there is one."""
+    """One training run. It starts at the newest checkpoint if ``resume`` is set and there is one, else at step 0."""
 
     def __init__(self, config: TrainConfig, engine: Engine) -> None:
         self.config, self.engine = config, engine
@@ -122,7 +122,7 @@ class Training:
     def _resume(self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, changed: list[str]) -> None:
         """Continue from a checkpoint.
 
-        changed: names of encoder settings that have a new value. They make the embeddings in the bank invalid.
+        changed: names of encoder settings that have a new value. With them, the embeddings in the bank are invalid.
         """
         state = checkpoint.state
         where = f"{checkpoint.folder}: the conditions of training changed"
@@ -130,7 +130,7 @@ class Training:
         run_folder.refuse_changes(where, changes, self.config.allow_changes)
         restore(checkpoint, self.encoder, optimizer, self.bank)
         if self.loss.similarity.rules.by_query and state["identity"]["data"] != self.identity["data"]:
-            changed = [*changed, "data"]  # the bank contains row numbers of the data before
+            changed = [*changed, "data"]  # the bank contains row numbers of the old data
         if changed and self.bank.stored:
             self.bank.empty()
             warnings.warn(f"the bank starts empty, because settings changed: {', '.join(changed)}", stacklevel=2)
@@ -340,7 +340,7 @@ class Training:
             self.encoder.save(self.folder / "model")
 
     def save(self) -> None:
-        """Save a checkpoint. Only the main process writes it; the other processes wait. Sharded processes write their parts."""
+        """Save a checkpoint in the main process, or in all processes with sharding. All processes wait until it is complete."""
         if self.engine.is_main or self.engine.sharded:
             counted = {name: getattr(self, name) for name in ("best", "evaluated", "identity", "skipped")}
             state = counted | {"scaler": self.engine.scaler_state(), "micro_batch": self.micro_batch_size.state()}

@@ -29,10 +29,7 @@ If cuDNN has too little memory for its workspace, it may report "not supported".
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Return whether ``error`` says that memory ran out in this process.
-
-    It may be GPU memory, or host memory if the process has a limit (ulimit -v).
-    """
+    """Return whether ``error`` says that memory ran out here: GPU memory, or host memory with a limit (ulimit -v)."""
     words = isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
     return isinstance(error, MemoryError) or (words and not between_processes(error))
 
@@ -75,7 +72,7 @@ def advice(error: BaseException, config: TrainConfig) -> str:
 class MicroBatchSize:
     """Micro-batch size of one process, in pairs or tokens. It becomes smaller when memory runs out."""
 
-    sizes: list[int]  # the configured size, then smaller sizes in descending order
+    sizes: list[int]  # the configured size, then smaller ones in descending order
     unit: str
     level: int = 0
     earlier: list[tuple[int, int]] = field(default_factory=list)
@@ -122,7 +119,7 @@ class MicroBatchSize:
 def halved(size: int, smallest: int = 1, pairs: int = 0) -> list[int]:
     """Return ``size``, then half of it, then half of that and so on. The last size is ``smallest``.
 
-    Each half is rounded down to a divisor of ``pairs``. If ``pairs`` is 0, it is rounded down to an integer.
+    Each half is rounded down to a divisor of ``pairs``, or to an integer if ``pairs`` is 0.
     """
     sizes = [size]
     while sizes[-1] > smallest:
@@ -159,7 +156,7 @@ def shrink(size: MicroBatchSize, config: TrainConfig, step: int, last_good: Call
             "Lower model.max_passage_length, data.hard_negatives or bank.size, or set model.gradient_checkpointing."
         )
     else:
-        effect = "gradients do not change" if config.spec.two_pass else "queries meet fewer in-batch negatives"
+        effect = "gradients do not change" if config.spec.two_pass else "queries have fewer in-batch negatives"
         return f"{where}; retrying the step with {size} ({effect})"
     raise InputError(f"{where}; {problem}; {last_good()}. {advice}")
 
@@ -167,9 +164,9 @@ def shrink(size: MicroBatchSize, config: TrainConfig, step: int, last_good: Call
 def undo_failed_step(engine: Engine, method: Method, micro_batches: list[MicroBatch], bank: Bank, failed: bool) -> bool:
     """Undo the step if memory ran out in any process. Return whether the step was undone.
 
-    failed: whether memory ran out in this process. All processes call this function in each step, after the backward pass, to
-    exchange this value. If memory runs out later, in the optimizer or in an evaluation, the run ends. The run also ends if a
-    process without memory cannot send zeros to the other processes.
+    failed: whether memory ran out in this process. All processes must call this function in each step, after the backward pass,
+    to exchange this value. The run ends if memory runs out later, in the optimizer or in an evaluation, or if the failed process
+    cannot send zeros to the other processes.
     """
     if failed and engine.world > 1:
         engine.drop_step()

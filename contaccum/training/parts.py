@@ -39,10 +39,7 @@ from contaccum.runtime.files import read_json
 
 _TOWER_SETTINGS = ("passage_name", "tie_towers", "append_eos")
 PREFETCHED_STEPS = 4
-"""Number of steps of a stream that are kept in memory in addition to the steps in the bank.
-
-These are the current step and the steps that are prepared in advance.
-"""
+"""Number of steps of a stream to keep in memory besides those in the bank: the current step and the prefetched steps."""
 
 
 def build_encoder(
@@ -71,9 +68,9 @@ def build_encoder(
 
 
 def _with_mixture_prefixes(config: TrainConfig, settings: EncoderSettings) -> EncoderSettings:
-    """Return settings with the query prefix and the passage prefix that all data sets of a mixture use.
+    """Return ``settings`` with the query prefix and the passage prefix that all data sets of a mixture use.
 
-    If the data sets use different prefixes, keep the prefix in ``settings``, and warn unless the config sets one of the prefixes.
+    Otherwise, the prefix in ``settings`` stays, with a warning unless the config sets a prefix that some of the data sets use.
     """
     for name in ("query_prefix", "passage_prefix"):
         own, chosen = getattr(settings, name), getattr(config.model, name)
@@ -175,7 +172,7 @@ def check_guide(config: TrainConfig) -> None:
 
 
 def build_rules(config: TrainConfig, engine: Engine, train_set: TrainSet | StreamSet) -> PairRules:
-    """Build the rules that mask pairs of the loss. All processes must call this.
+    """Build the rules that mask pairs of the loss. All processes must call this function.
 
     If there is a guide, it encodes the training queries and passages whose vectors are not in the cache.
     """

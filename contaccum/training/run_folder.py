@@ -1,9 +1,9 @@
 """Folder of a training run: its lock, settings and checkpoints, and the check for changes before a run resumes.
 
 checkpoints/step-00000100/
-    model/                both encoder folders, as DualEncoder.save writes them
+    model/                both towers, as DualEncoder.save writes them
     optimizer.safetensors state of the optimizer (moments of AdamW) by parameter name
-    optimizer/            instead of this file, with run.sharding: one file per process, with the parts that it holds
+    optimizer/            only with run.sharding, instead of optimizer.safetensors: one file per process, with its parts
     bank.safetensors      embeddings, ids and cached log-sum-exps of the bank
     state.json            step, hashes of data and encoder, plain numbers of the bank, loss scale, best dev score
     manifest.json         size and SHA-256 of every other file
@@ -35,22 +35,14 @@ from contaccum.data.train_set import TrainSet
 from contaccum.encoder import SETTINGS_FILE, DualEncoder, model_folder
 from contaccum.errors import InputError
 from contaccum.runtime.engine import Engine
-from contaccum.runtime.files import (
-    is_leftover,
-    read_json,
-    read_text,
-    sha256_of,
-    sweep,
-)
+from contaccum.runtime.files import is_leftover, read_json, read_text, sha256_of, sweep
 from contaccum.runtime.launch import is_main
 from contaccum.runtime.locks import LOCK_FILE, folder_lock
 
 CONFIG_FILE = "config.yaml"
 DEV_METRICS_FILE = "dev_metrics.json"  # metrics of the best evaluation on dev
 MANIFEST = "manifest.json"
-STATE_VERSION = (
-    1  # newest version of state.json that this code can read; a file without ``format_version`` has version 1
-)
+STATE_VERSION = 1  # newest version of state.json that this code reads; a file without ``format_version`` has version 1
 MAX_CONFIG = 2**20  # maximum number of bytes of a config.yaml
 LINKS = ("checkpoints", "model")
 """Names of the folders in a run's folder that may be symbolic links, for example to another disk."""
@@ -68,7 +60,7 @@ def claimed_folder(config: TrainConfig) -> Iterator[None]:
     for path in (run, *(run / name for name in LINKS)):
         if path.is_symlink() and not path.is_dir():
             raise InputError(
-                f"{path}: this link points to {os.readlink(path)}, where no folder exists. Create it, or remove the link."
+                f"{path}: this link points to {os.readlink(path)}, where no folder exists. Create one, or remove the link."
             )
     if run.exists() and not run.is_dir():
         raise InputError(f"{where}: this is a file. Choose a folder.")
@@ -141,9 +133,9 @@ def run_identity(
 ) -> dict[str, Any]:
     """Return the values that must be the same when a run resumes.
 
-    These are the number of processes, and hashes of the data, the tokenizers and the encoder folders. Tokenizers are loaded
-    from the checkpoint, so their hash changes only if the tokenizer library changes. A resumed run does not read the encoder
-    folder. It is hashed because config.yaml contains its name.
+    These are the number of processes, and hashes of the data, the tokenizers, the encoder folders, the guide and the dev set.
+    Tokenizers are loaded from the checkpoint, so their hash changes only if the tokenizer library changes. The folder of the
+    initial encoder is hashed because config.yaml names it; a resumed run does not read it.
     """
     towers, model = (encoder.query_tower, encoder.passage_tower), config.model
     return {

@@ -15,7 +15,7 @@ from contaccum.cli import main
 from contaccum.data.tables import TokenTable, build_token_table
 from contaccum.data.train_set import TrainSet
 from contaccum.errors import InputError
-from contaccum.runtime.files import _beside, is_leftover
+from contaccum.runtime.files import _temporary_path, is_leftover
 
 
 @pytest.fixture(autouse=True)
@@ -207,7 +207,7 @@ def test_the_next_conversion_removes_what_a_killed_one_left(to, call, tmp_path):
 
 def test_only_the_files_of_dead_processes_are_removed(tmp_path):
     """Negative control: another process, and another machine, may still write."""
-    name = _beside(tmp_path / "out.jsonl", "part").name
+    name = _temporary_path(tmp_path / "out.jsonl", "part").name
     living = tmp_path / name.replace(f"-{os.getpid()}.", f"-{os.getppid()}.")
     elsewhere = tmp_path / name.replace(name.split(".")[3].split("-")[0], "0" * 8)
     dead = tmp_path / name.replace(f"-{os.getpid()}.", "-999999999.")

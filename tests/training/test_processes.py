@@ -315,19 +315,15 @@ def test_bank_that_differs_between_processes_stops_the_run(runs):
     outcome = runs.outcomes["flipped"]
     assert outcome.codes == [1, 1]
     said = "".join(outcome.err)  # once, although every process stops with this error
-    assert said.count("step 4: the bank is not the same in all processes (processes 1 of 2 differ from process 0)") == 1
+    assert said.count("step 4: the bank is not the same in all processes (different from rank 0: rank 1)") == 1
     assert "the run has no checkpoint yet" in said
 
 
 def test_machines_without_shared_output_folder_are_refused(runs):
     outcome = runs.outcomes["blind"]
     assert outcome.codes == [2, 2]
-    assert (
-        "".join(outcome.err).count(
-            "checkpoint is not the same in all processes (processes 1 of 2 differ from process 0)"
-        )
-        == 1
-    )
+    said = "".join(outcome.err)
+    assert said.count("checkpoint is not the same in all processes (different from rank 0: rank 1)") == 1
 
 
 def test_same_error_in_all_processes_is_printed_once(runs):

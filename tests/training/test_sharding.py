@@ -230,7 +230,7 @@ def test_units_are_the_layers_and_names_are_those_that_transformers_saves(family
 @pytest.mark.parametrize(
     ("changes", "world", "words"),
     [
-        ({}, 1, "run.sharding is fsdp, but there is one process; start several with torchrun, or set it to none"),
+        ({}, 1, "run.sharding is fsdp, but there is only one process; start several with torchrun"),
         ({"run.sharding": "none", "run.cpu_offload": True}, 2, "run.cpu_offload is true, but run.sharding is none"),
         ({"run.precision": "fp16"}, 2, "run.precision is fp16, but run.sharding is fsdp, which needs fp32 or bf16"),
         ({"run.compile": "default"}, 2, "run.compile is default, but run.sharding is fsdp, which needs off"),
@@ -250,7 +250,7 @@ def test_settings_that_cannot_be_sharded_are_refused(changes, world, words):
 
 def test_one_process_is_refused_before_anything_is_written(tmp_path):
     data = write_beir(tmp_path / "data")
-    with pytest.raises(InputError, match="there is one process"):
+    with pytest.raises(InputError, match="there is only one process"):
         train(train_config(data, tmp_path / "run", **{"run.sharding": "fsdp"}))
     assert not (tmp_path / "run").exists()
 
