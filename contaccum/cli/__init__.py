@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     if debug:
         arguments.remove("--debug")
     try:
-        code = _reported(arguments, debug)
+        code = _run_and_report(arguments, debug)
     finally:
         unwritten = _flush_stdout()
     if unwritten is None or code:
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     return _say(f"standard output: cannot be written ({unwritten.strerror})", InputError.exit_code)
 
 
-def _reported(arguments: list[str], debug: bool) -> int:
+def _run_and_report(arguments: list[str], debug: bool) -> int:
     """Run one command and return the exit code. Print an error as one sentence."""
     try:
         check_launch()
@@ -102,7 +102,7 @@ def _run(name: str, options: Namespace) -> None:
     for part in given:
         if hasattr(part, "check_call"):
             part.check_call()
-    own = [part for part in given if not hasattr(part, "method")]  # train() checks its config
+    own = [part for part in given if not hasattr(part, "method")]  # train() checks the TrainConfig
     for sentence in unused_options(own):
         warnings.warn(sentence, stacklevel=2)
     result = command.run(*given)
@@ -121,20 +121,20 @@ def _say(sentence: str, exit_code: int = 0) -> int:
     """
     try:
         first = check_launch() == 1
-    except InputError:  # the sentence is about the variables of the launcher
+    except InputError:  # the variables of the launcher are wrong; the sentence says this
         first = True
     if not first:
         from contaccum.runtime.processes import first_to_say
 
         first = first_to_say(sentence)
-    with suppress(OSError, ValueError):  # nobody reads stderr
+    with suppress(OSError, ValueError):  # stderr cannot be written
         if first:
             print(f"contaccum: {sentence}", file=sys.stderr)
     return exit_code
 
 
 def _prepare_streams() -> None:
-    """Replace closed streams by the null device. Print a replacement for characters that the terminal cannot encode."""
+    """Replace closed streams by the null device. Print "?" for characters that the terminal cannot encode."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:  # the parent process closed it; open() uses the same file descriptor again
@@ -147,7 +147,7 @@ def _prepare_streams() -> None:
 
 
 def _reader_left() -> bool:
-    """Return whether the program that reads our stdout or stderr has closed it, as `head` does."""
+    """Return whether the program that reads our stdout or stderr has closed the pipe, as `head` does."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             poll = select.poll()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def _call(target: str, *more: Any, spread: bool = False) -> Callable[..., object]:
     """Return a function that imports ``target`` (module:function) and passes its arguments and then ``more`` to it.
 
-    spread: the only argument is an option dataclass. Pass its fields one by one.
+    spread: pass the fields of the only argument, an option dataclass, one by one.
     """
 
     def call(*parts: Any) -> object:
@@ -39,7 +39,7 @@ def _call(target: str, *more: Any, spread: bool = False) -> Callable[..., object
 def _train(config: TrainConfig) -> None:
     from contaccum.config import validate
 
-    validate(config, process_place()[1], warn=False)  # before torch is imported; train() warns
+    validate(config, process_place()[1], warn=False)  # before torch is imported; train() prints the warnings
     from contaccum.training.loop import train
     from contaccum.training.run_folder import next_steps
 
@@ -140,7 +140,7 @@ def _configure(config: TrainConfig) -> Configure:
         try:
             return instances(train, parser.parse_object(changed))[0]
         except ArgumentError as error:
-            given = ["train", *(f"--{name}" for name in changes)]  # else the error would name the config file
+            given = ["train", *(f"--{name}" for name in changes)]  # otherwise the error would name the config file
             raise InputError(explain(COMMANDS, given, error).removeprefix("--")) from error
 
     return configure
@@ -176,7 +176,7 @@ def _fetch(data: options.FetchConfig) -> object:
 
     path = fetch(data.name, data.split)
     if not path.exists():
-        raise InputError(f"{path}: no such folder or file, expected a path or the name of a published data set")
+        raise InputError(f"{path}: no such folder or file; expected a path or the name of a published data set")
     return path
 
 
@@ -198,8 +198,8 @@ COMMANDS = {
     "encode": Command(
         _encode,
         "encode a corpus or queries into shards of vectors",
-        "Encode a corpus or queries into shards (.npy or Parquet) with a manifest; a restart keeps finished shards. Works under "
-        "torchrun.",
+        "Encode a corpus or queries into shards (.npy or Parquet) with a manifest. A restart encodes only the missing shards. "
+        "Several processes (torchrun) share the work.",
         "%(prog)s --model DIR --input FILE_OR_BEIR_DIR --output DIR [options]",
         "EncodeConfig EncoderConfig DataPolicy",
         skip=("strict",),
@@ -215,7 +215,7 @@ COMMANDS = {
     "explore": Command(
         _call("contaccum.explore.app:explore"),
         "compare in a browser what retrievers find",
-        "Serve a page that shows the passages of two models for a query side by side, and the judged queries on which the models "
+        "Serve a web page that compares two models: the passages they find for a query, and the judged queries on which they "
         "differ most. Vectors are cached. Needs the extra `explore`.",
         "%(prog)s --models DIR [DIR|bm25 ...] --data BEIR_DIR [--split test] [--port N] [options]",
         "ExploreConfig EncoderConfig SearchConfig DataPolicy",
@@ -224,8 +224,8 @@ COMMANDS = {
     "evaluate": Command(
         _evaluate,
         "evaluate a retriever, or a run file",
-        "Evaluate a retriever on a BEIR folder or name (ndcg, map, recall, precision, mrr) or on a DPR question file (top-k "
-        "answer accuracy), or evaluate a run file. Several sets (beir, nanobeir, or A,B) give a table with the mean over sets.",
+        "Evaluate a run file or a retriever: on a BEIR folder or name (ndcg, map, recall, precision, mrr), or on a DPR question "
+        "file (top-k answer accuracy). Several data sets (beir, nanobeir, or A,B) give a table with their mean.",
         "%(prog)s (--model DIR (--data DIR_OR_NAME | --questions FILE --passages FILE) | --run FILE --qrels FILE) [options]",
         "EvaluateConfig EncoderConfig SearchConfig DataPolicy",
     ),
@@ -233,16 +233,16 @@ COMMANDS = {
         _mine,
         "write training data with mined hard negatives",
         "Search with BM25 or an encoder for every training query, and write the training data with the hard negatives found and "
-        "their scores. Passages known to be relevant, by id or text, are never used. A restart keeps finished blocks of queries.",
+        "their scores. Passages known to be relevant, by id or text, are never used. A restart mines only the missing queries.",
         "%(prog)s --model DIR|bm25 --data DATA --output FILE [--range_min N] [--relative_margin X] [options]",
         "MineFilesConfig MineConfig EncoderConfig SearchConfig DataPolicy",
     ),
     "rounds": Command(
         _call("contaccum.experiments.rounds:run_rounds"),
         "train, mine with the model, train again",
-        "Train, mine hard negatives from data.train with the model, and train with them, rounds.count times. output_dir contains "
-        "round-0/ (a run), mined-1.jsonl, round-1/ and so on; model/ of the last round is the result. A second call continues, "
-        "also with more rounds. Accepts every setting of `contaccum train`.",
+        "Train a model on data.train. Then, rounds.count times, mine hard negatives with the newest model and train again. "
+        "output_dir contains round-0/ (a run), mined-1.jsonl, round-1/ and so on; model/ of the last round is the result. A "
+        "second call continues, and rounds.count may then be larger. Accepts every setting of `contaccum train`.",
         "%(prog)s --config FILE --output_dir DIR [--rounds.count N] [--mine.FIELD VALUE ...] [--GROUP.FIELD VALUE ...]",
         "TrainConfig mine:MineConfig rounds:RoundsConfig",
         skip=("resume", "allow_changes"),
@@ -250,10 +250,10 @@ COMMANDS = {
     "compare": Command(
         _compare,
         "train methods, settings and seeds, and compare them",
-        "Train methods x varied settings x seeds, each run in its own process and folder (output_dir/runs), evaluate all on the "
-        "same test data, and write output_dir/report.html, report.md, compare.json, runs.csv, tests.csv and plots/. With "
-        "--budget every run gets as many steps as the budget pays for; with --tune each method uses the best values on dev. "
-        "A second call does only what is missing. Accepts every setting of `contaccum train`.",
+        "Train every combination of methods, varied settings and seeds, each in its own process and folder (output_dir/runs). "
+        "Evaluate all runs on the same test data, and write report.html, report.md, compare.json, runs.csv, tests.csv and "
+        "plots/ to output_dir. With --budget, every run gets as many steps as the budget allows. With --tune, each method uses "
+        "the values that are best on dev. A second call does only what is missing. Accepts every setting of `contaccum train`.",
         "%(prog)s --config FILE --methods a,b,c [--budget 200000f] [--tune GROUP.FIELD=v1,v2 ...] --output_dir DIR [options]",
         "CompareConfig TrainConfig",
         hidden=("resume",),
@@ -261,9 +261,10 @@ COMMANDS = {
     "auto": Command(
         _auto,
         "tune, train and evaluate within a time limit",
-        "Check the data, hold out dev queries if there is no dev split, plan the micro-batch, tune method, N, M and learning "
-        "rate on dev within a fifth of the time, train with the rest, evaluate on the test data, and say whether the model has "
-        "improved. Started again, it continues. Accepts every setting of `contaccum train`.",
+        "Check the data, and hold out dev queries if there is no dev split. Find the micro-batch size that fits. Tune method, "
+        "batch size, bank size and learning rate on dev in at most a fifth of the time. Train in the rest of the time, evaluate "
+        "on the test data, and say whether the model has improved. A second call continues. Accepts every setting of "
+        "`contaccum train`.",
         "%(prog)s --data.train DATA --model.name MODEL --memory 8GB --time 30m --output_dir DIR [--dry_run] [options]",
         "AutoConfig TrainConfig",
         skip=("resume", "allow_changes"),
@@ -271,9 +272,9 @@ COMMANDS = {
     "plan": Command(
         _plan,
         "predict what fits into memory, and the cost of a corpus",
-        "Take a few real steps with each method and predict the largest micro-batch and bank that fit into a memory budget, peak "
-        "memory and time; with --corpus_size also the cost of a corpus, with --processes also run.sharding and LoRA. "
-        "Accepts every setting of `contaccum train`.",
+        "Run a few training steps with each method, and predict the largest micro-batch and bank that fit into a memory budget, "
+        "the peak memory and the time. With --corpus_size, also predict the cost of a corpus; with --processes, also plan "
+        "run.sharding and LoRA. Accepts every setting of `contaccum train`.",
         "%(prog)s --config FILE --memory 11GB [--methods NAME,...] [--corpus_size N] [--GROUP.FIELD VALUE ...]",
         "PlanConfig TrainConfig",
         skip=("resume",),
@@ -281,8 +282,9 @@ COMMANDS = {
     "verify": Command(
         _call("contaccum.experiments.verify:verify", print),
         "check that equivalent methods agree on your model, data and device",
-        "Check with a few small steps of your model and data that equivalent settings agree, such as grad_cache and in_batch, or "
-        "two processes and one process. Prints a table of the largest differences; exit code 1 if a difference is too large.",
+        "Run a few small steps with your model and data, and check that settings that should give the same result do so: for "
+        "example grad_cache and in_batch, or one process and two. Prints a table of the largest differences; exit code 1 if a "
+        "difference is too large.",
         "%(prog)s --config FILE [--method NAME] [--GROUP.FIELD VALUE ...]",
         "TrainConfig",
         hidden=("resume",),
@@ -290,15 +292,15 @@ COMMANDS = {
     "report": Command(
         _call("contaccum.experiments.report:console_report", spread=True),
         "compare training runs: table, significance tests, HTML report",
-        "Print one row per run, best metric first: metric, step time, peak memory, gradient-norm ratio, negatives. With "
-        "--against also significance tests, with --wide more columns.",
+        "Print one row per run, best metric first: metric, step time, peak memory, gradient-norm ratio, negatives. "
+        "--against adds significance tests, --wide more columns.",
         "%(prog)s RUN [RUN ...] [--metric NAME] [--against RUN] [--html FILE] [--wide]",
         "ReportConfig",
     ),
     "merge": Command(
         _call("contaccum.encoder:merge", spread=True),
         "merge the adapters of a LoRA model into its weights",
-        "Write a LoRA model without adapters; its vectors are equal up to rounding. A 4- or 8-bit encoder becomes float32.",
+        "Write a LoRA model without adapters. The vectors stay equal up to rounding. A 4- or 8-bit encoder becomes float32.",
         "%(prog)s MODEL OUTPUT",
         "MergeConfig",
     ),
@@ -313,7 +315,7 @@ COMMANDS = {
     "doctor": Command(
         _call("contaccum.doctor:doctor", print),
         "diagnose the installation and suggest fixes",
-        "Test what training and search need on this machine: versions, devices, faiss on CPU and GPU, import order, "
+        "Test the parts of this machine that training and search need: versions, devices, faiss on CPU and GPU, import order, "
         "flash-attention, memory, disks, network. Exit code 1 if a required part does not work.",
         "%(prog)s [--help]",
     ),
@@ -334,7 +336,7 @@ COMMANDS = {
     "data fetch": Command(
         _fetch,
         "download a data set by its name",
-        "Download a data set into the cache, unless it is there, and print its path. All options for data accept these names.",
+        "Download a data set into the cache, unless it is there, and print its path. Other commands accept the same names.",
         "%(prog)s NAME [--split NAME]",
         "FetchConfig",
     ),

@@ -39,15 +39,15 @@ class Command:
     """
 
     run: Callable[..., Any]
-    """Function of the command. The arguments are an instance of each dataclass in ``options``, in order. Its result is
+    """Function of the command. It is called with an instance of each dataclass in ``options``, in order, and its result is
     printed."""
     summary: str
     """Short text for `contaccum --help`."""
     description: str
     usage: str
     options: str = ""
-    """Names of the dataclasses whose fields are options of the command. If two of them have a field with the same name, the first
-    one is used. PREFIX:NAME makes an option `--PREFIX.FIELD` of each field of NAME."""
+    """Names of the dataclasses whose fields are options of the command. If two dataclasses have a field with the same name, the
+    field of the first is used. PREFIX:NAME makes an option `--PREFIX.FIELD` of each field of NAME."""
     skip: tuple[str, ...] = ()
     """Fields that this command does not accept as options."""
     hidden: tuple[str, ...] = ()
@@ -133,7 +133,7 @@ def command_parser(name: str, command: Command, documented: bool = True) -> Argu
             parser.add_class_arguments(kind, None, skip=left_out | special)
     known = {option: (kind, each) for option, kind, each in declared}
     for action in parser._actions:
-        # check_arguments refuses a group as one value
+        # hide options that set a whole group; check_arguments refuses them
         if type(action).__name__ == "_ActionConfigLoad" or action.dest in command.hidden:
             action.help = argparse.SUPPRESS
         elif documented and action.dest in known:
@@ -204,7 +204,7 @@ def instances(command: Command, options: Namespace) -> list[Any]:
             if each.name in given and ((kind, each.name) in homes or is_dataclass(each.type))
         }
         made.append(from_mapping(own) if kind is TrainConfig else kind(**own))
-        if kind is not TrainConfig:  # validate() checks it
+        if kind is not TrainConfig:  # validate() checks a TrainConfig
             check_values(made[-1], f"{prefix}." if prefix else "--")
     return made
 
@@ -212,7 +212,8 @@ def instances(command: Command, options: Namespace) -> list[Any]:
 def make_parser(commands: Mapping[str, Command], arguments: list[str] | None = None) -> ArgumentParser:
     """Return the parser of all commands.
 
-    arguments: words of the command line. If given, only the command that they name gets its options, which is faster.
+    arguments: words of the command line. None: all commands get their options. Otherwise only the command that is called gets
+    its options, which is faster.
     """
     ConfigFile.places.clear()
     about = "Train dense retrievers under a fixed memory budget, and search and evaluate with them."
@@ -238,7 +239,7 @@ def make_parser(commands: Mapping[str, Command], arguments: list[str] | None = N
 
 
 def command_in(commands: Mapping[str, Command], arguments: list[str]) -> tuple[str, Command | None]:
-    """Return (name, command) for the command that a command line calls. The command is None if the name is unknown."""
+    """Return the name of the command that a command line calls, and the command, which is None if the name is unknown."""
     name = " ".join(arguments[: 2 if arguments[:1] == ["data"] else 1])
     return name, commands.get(name)
 
@@ -276,10 +277,7 @@ def check_arguments(commands: Mapping[str, Command], arguments: list[str]) -> No
 
 
 def explain(commands: Mapping[str, Command], arguments: list[str], error: ArgumentError) -> str:
-    """Return an error of jsonargparse in plain words.
-
-    The text names the options that are missing, or the values that a setting allows.
-    """
+    """Return an error of jsonargparse in plain words, with the missing options or the values that a setting allows."""
     from contaccum.config.declare import describe, spec_of
     from contaccum.config.spellings import closest
 
@@ -291,14 +289,11 @@ def explain(commands: Mapping[str, Command], arguments: list[str], error: Argume
         shown = [
             each.upper() if spec_of(declared[each]).positional else f"--{each}" for each in options if each in declared
         ]
-        return (
-            f"contaccum {name} needs {' and '.join(shown)}; contaccum {name} --help lists all options"
-            if shown
-            else sentence
-        )
-    if lost := re.search(r"[Kk]ey \"([\w.]+)\": .* Option '(\w+)' is not accepted", sentence):
-        names = [each.name for each in fields(get_args(declared[lost[1]].type)[0])]
-        return f"{lost[1]} has no setting {lost[2]!r}{closest(lost[2], names)}"
+        needed = f"contaccum {name} needs {' and '.join(shown)}; contaccum {name} --help lists all options"
+        return needed if shown else sentence
+    if unknown := re.search(r"[Kk]ey \"([\w.]+)\": .* Option '(\w+)' is not accepted", sentence):
+        names = [each.name for each in fields(get_args(declared[unknown[1]].type)[0])]
+        return f"{unknown[1]} has no setting {unknown[2]!r}{closest(unknown[2], names)}"
     found = re.search(r'[Kk]ey "([\w.]+)": .*(?:Got value|Given value): (.*)$', sentence)
     if not found or found[1] not in declared:
         return sentence

@@ -31,7 +31,7 @@ TOLERANCE = 1e-3  # maximum error of a search score; TF32 causes smaller errors,
 FLASH_TOLERANCE = 1e-2  # maximum error of a value that flash-attn computes in half precision
 TRIAL_SECONDS, NETWORK_SECONDS = 180, 3
 LOW_MEMORY, LOW_DISK = 4 * 2**30, 5 * 2**30
-NO_OPTIONS = ("cpu", "gpu", "dev", "docs")  # extras that are not needed by any option of a command
+NO_OPTIONS = ("cpu", "gpu", "dev", "docs")  # extras that no option of a command needs
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def devices(found: dict[str, Any]) -> Iterator[Diagnosis]:
         advice = "install torch for the CUDA version that nvidia-smi shows: https://pytorch.org/get-started/locally/"
         yield Diagnosis("broken", "torch", text, advice)
     else:
-        yield Diagnosis("ok", "torch", f"{found['version']} ({build}), {found['threads']} threads on a CPU")
+        yield Diagnosis("ok", "torch", f"{found['version']} ({build}), {found['threads']} threads on the CPU")
     for about in found["devices"]:
         yield _device(about)
 
@@ -154,7 +154,7 @@ def devices(found: dict[str, Any]) -> Iterator[Diagnosis]:
 def _device(about: dict[str, Any]) -> Diagnosis:
     name = about["device"]
     if "total" in about:
-        bf16 = "bf16" if about["bf16"] else "no bf16 (run.precision fp16)"
+        bf16 = "bf16" if about["bf16"] else "no bf16 (set run.precision to fp16)"
         free = f"{about['free'] / 2**30:.1f} of {about['total'] / 2**30:.1f} GiB free"
         name += f", {about['name']}, compute capability {about['capability']}, {bf16}, {free}"
     if "error" in about:
@@ -188,7 +188,7 @@ def flash_attention(found: dict[str, Any]) -> Diagnosis:
 def faiss(torch_first: dict[str, Any], faiss_first: dict[str, Any]) -> Iterator[Diagnosis]:
     """Check whether faiss searches correctly, and whether faiss and torch can be imported in any order.
 
-    torch_first: result of the faiss trial in a process that imported torch first. faiss_first: the same with faiss first.
+    torch_first, faiss_first: results of the faiss trial in a process that imported torch first, or faiss first.
     """
     if find_spec("faiss") is None:
         advice = "pip install 'contaccum[cpu]', or on a GPU faiss-gpu-cu12; exact search works without it"
@@ -265,7 +265,7 @@ def network() -> Diagnosis:
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     advice = "use local folders instead of Hub names, and set HF_HUB_OFFLINE=1 to avoid waiting"
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "ON", "YES"):
-        found = "HF_HUB_OFFLINE is set; encoders and data sets are read only from the cache"
+        found = "HF_HUB_OFFLINE is set; encoders and data sets are read from the cache only"
         return Diagnosis("note", "network", found)
     try:
         status = requests.head(endpoint, timeout=NETWORK_SECONDS, allow_redirects=False).status_code
@@ -276,6 +276,6 @@ def network() -> Diagnosis:
 
 
 def render(diagnosis: Diagnosis) -> str:
-    """Return the text of a diagnosis. If there is advice, it is the second line."""
+    """Return the text of a diagnosis: one line, and a second line if there is advice."""
     line = f"{diagnosis.state:6s}  {diagnosis.subject:16s}  {diagnosis.found}"
     return f"{line}\n{'':26s}-> {diagnosis.advice}" if diagnosis.advice else line

@@ -1,8 +1,7 @@
 """Test torch, faiss and flash-attn in separate processes, so that a crash does not stop the doctor.
 
 ``python -m contaccum.doctor.trials NAME`` runs a trial and prints the result as JSON in the last line. NAME is torch,
-torch_then_faiss or faiss_then_torch. Each function imports the library that it tests, because the order of the imports is also
-tested.
+torch_then_faiss or faiss_then_torch. Each trial imports its library itself, because the order of the imports is also tested.
 """
 
 import json
@@ -65,7 +64,7 @@ def _flash(gpus: list[str]) -> dict[str, Any]:
     """Return the version of flash-attn. If there is a GPU, also return the maximum difference from PyTorch's attention."""
     try:
         import flash_attn  # type: ignore[import-not-found]
-    except Exception as error:  # a flash-attn that was built for another torch may raise any error
+    except Exception as error:  # flash-attn built for another version of torch may raise any error
         return {} if isinstance(error, ModuleNotFoundError) else {"error": _line(error)}
     about: dict[str, Any] = {"version": flash_attn.__version__}
     if gpus:
@@ -91,7 +90,7 @@ def faiss_trial() -> dict[str, Any]:
 
 
 def _openmp() -> list[str]:
-    """Return the file names of the OpenMP libraries that this process has loaded. Linux only; [] elsewhere."""
+    """Return the file names of the OpenMP libraries that this process has loaded. On systems other than Linux, return []."""
     maps = Path("/proc/self/maps")
     files = {Path(line).name for line in maps.read_text("utf-8").splitlines()} if maps.exists() else set()
     return sorted(name for name in files if name.startswith(("libgomp", "libiomp", "libomp")))

@@ -24,7 +24,7 @@ from contaccum.retrieval.runs import RankedPassage, read_passages, render_passag
 from contaccum.runtime.launch import process_place
 
 SHOWN = (5, 10, 20, 50)
-"""Numbers of passages per query to choose from on the page."""
+"""Choices on the page for the number of passages per query."""
 PROMPT = "query> "
 
 
@@ -55,14 +55,14 @@ def explore(
             pass
     except (OSError, OverflowError) as error:
         raise InputError(
-            f"--host {options.host} --port {options.port}: the server cannot listen there ({error}); choose another one"
+            f"--host {options.host} --port {options.port}: the server cannot listen there ({error}); choose another host or port"
         ) from error
     load_gradio()
     data = open_dataset(options.data, options.split, policy).searchable_set
     systems = open_systems(options.models, choice, data, options.k, settings, options.embeddings)
     for system in systems if data.queries else ():
         print(f"contaccum: {system.name}: ranking {len(data.queries)} queries", file=sys.stderr)
-        assert system.scores
+        assert system.scores  # computes the rankings and metrics before the page is served
     serve(Explorer(systems, data, options.split), options.host, options.port)
 
 
@@ -83,13 +83,13 @@ def serve(explorer: Explorer, host: str, port: int) -> None:
 
 
 def build(explorer: Explorer) -> Any:
-    """Build the page. It has menus at the top, a tab for typed queries, and a tab for the judged queries of the split."""
+    """Build the page: menus at the top, a tab for typed queries, and a tab for the judged queries of the split."""
     gr = load_gradio()
     labels = [system.name for system in explorer.systems]
     with gr.Blocks(title="contaccum explore", analytics_enabled=False) as blocks:
         several = len(labels) > 1
         with gr.Row():
-            # this minimum width makes a phone show the menus below each other
+            # with this minimum width, a phone shows the menus below each other
             two = {"filterable": False, "visible": several, "min_width": 240}
             left = gr.Dropdown(labels, value=labels[0], label="model", elem_id="left", **two)
             right = gr.Dropdown(labels, value=labels[several], label="compare with", elem_id="right", **two)
@@ -164,7 +164,7 @@ def _require_one_process(what: str) -> None:
 
 
 def typed(source: TextIO) -> Iterator[str]:
-    """Yield the queries from ``source``, one per line. Stop at an empty line or at the end. In a terminal, show a prompt."""
+    """Yield the queries from ``source``, one per line, until an empty line or the end. In a terminal, show a prompt."""
     lines = _prompted() if source.isatty() else iter(source)
     try:
         for line in lines:
@@ -187,7 +187,7 @@ def _prompted() -> Iterator[str]:
 
 
 def render_answer(query: str, hits: list[RankedPassage], judged: RetrievalSet, width: int | None) -> str:
-    """Format the passages as text. For a judged query, add the number of relevant passages among them."""
+    """Format the passages as text. For a judged query, add how many of its relevant passages are among them."""
     grades = grades_of_text(query, judged.queries, judged.qrels)
     lines = [render_passages(hits, grades, width) if hits else "no passage was found"]
     if grades:

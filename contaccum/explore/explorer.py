@@ -64,9 +64,9 @@ def open_systems(
 ) -> list[System]:
     """Open every model. Encode the corpus for each model whose vectors are neither in ``folders`` nor in the cache.
 
-    choice: settings for loading every model; its ``model`` is ignored. folders: folders of embeddings from `contaccum encode`.
+    choice: settings for loading every model; ``choice.model`` is ignored. folders: folders of embeddings from `contaccum encode`.
     Each folder is used for the model that encoded it. New vectors and approximate indexes are saved in the cache. Raises
-    InputError if a model is named twice, or if none of the models encoded a folder.
+    InputError if a model is named twice, or if a folder is not used.
     """
     paths = [str(Path(name).resolve()) if Path(name).exists() else name for name in models]
     if repeated := [name for name, path in zip(models, paths, strict=True) if paths.count(path) > 1]:
@@ -87,8 +87,8 @@ def open_systems(
         systems.append(System(label, Retriever.open(model, data.corpus, own_settings), data, k))
     if unused:
         raise InputError(
-            f"{next(iter(unused))}: these embeddings were made by none of the models {', '.join(models)}, or an earlier folder "
-            "contains embeddings of the same model. Give one folder for each model."
+            f"{next(iter(unused))}: none of the models ({', '.join(models)}) made these embeddings, or a folder named before it "
+            "has embeddings of the same model. Give at most one folder for each model."
         )
     return systems
 
@@ -96,7 +96,7 @@ def open_systems(
 def cached_settings(settings: SearchConfig, encoder: str, source: str, given: str | None) -> SearchConfig:
     """Return the settings with the folder of a model's vectors and, for an approximate index, the folder of the index.
 
-    encoder, source: fingerprints of the encoder and the texts. given: folder with the vectors. If it is None, the cache is used.
+    encoder, source: fingerprints of the encoder and the texts. given: folder with the vectors. None: a folder in the cache.
     """
     vectors = given or _cached(encoder, source, settings.dtype)
     if settings.factory == "Flat":
@@ -160,8 +160,7 @@ class Explorer:
     def lost(self, left: str, right: str | None, metric: str, number: int) -> str:
         """Return HTML that shows one page of the list of judged queries.
 
-        The list is sorted by the metric of ``left`` minus the metric of ``right``, lowest first. number: page number
-        from 1.
+        The list is sorted by the metric of ``left`` minus the metric of ``right``, lowest first. number: page number, from 1.
         """
         systems = self.chosen(left, right)
         found = losses(systems[0].scores, systems[1].scores if len(systems) > 1 else None, metric)

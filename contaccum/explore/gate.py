@@ -1,8 +1,7 @@
 """Check every request to the page of ``contaccum explore`` before gradio sees it.
 
-Gradio has endpoints that the page does not need, such as file uploads. Gradio also answers requests from other web sites. The
-gate accepts only requests that the page itself sends. Such a request is small, names this server and a known path, and comes from
-a page of this server.
+Gradio has endpoints that the page does not need, such as file uploads, and answers requests from other web sites. The gate
+accepts only requests that the page itself sends: small requests to this server, for a known path, from a page of this server.
 """
 
 import ipaddress
@@ -12,7 +11,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import urlsplit
 
-MAX_BODY = 64 << 10  # maximum number of bytes of a request; a query of MAX_QUERY characters needs at most half of them
+MAX_BODY = 64 << 10  # maximum size of a request in bytes; a query of MAX_QUERY characters needs at most half of this
 MAX_QUERY = 2000  # maximum number of characters of a query
 
 _PATHS = {
@@ -72,7 +71,10 @@ class Gate:
         return None
 
     def is_our_name(self, host: str) -> bool:
-        """Return whether a Host header is a name of this server, or an IP address (which no DNS server can redirect)."""
+        """Return whether a Host header contains a name of this server, or any IP address. The port is ignored.
+
+        IP addresses are accepted, because an attack by DNS rebinding needs a host name.
+        """
         try:
             name = urlsplit(f"//{host}").hostname or ""
             return name in self.names or bool(ipaddress.ip_address(name))

@@ -29,7 +29,7 @@ class Loss(NamedTuple):
 
     @property
     def difference(self) -> float:
-        """Left value minus right value. If only one system is shown, this is the left value."""
+        """Left value minus right value, or the left value if only one system is shown."""
         return self.left - (self.right or 0.0)
 
 
@@ -45,8 +45,8 @@ class JudgedPassage(NamedTuple):
 def grades_of_text(text: str, queries: Mapping[str, str], qrels: Mapping[str, Grades]) -> dict[str, int]:
     """Return the grades of the passages that were judged for a query with this text: passage id -> grade.
 
-    White space and case are ignored in the comparison of texts. The result is empty if no judged query has this text. If several
-    queries have it, each passage gets its highest grade.
+    Differences in case and white space are ignored. The result is empty if no judged query has this text. If several queries have
+    this text, each passage gets its highest grade.
     """
     wanted, grades = text.casefold().split(), dict[str, int]()
     for query_id, other in queries.items():
@@ -155,7 +155,7 @@ def _hit(rank: int, query: str, hit: RankedPassage, grade: int | None) -> str:
 
 
 def _highlighted(query: str, text: str) -> str:
-    """Return the text as HTML. Words that BM25 also finds in the query are marked."""
+    """Return the text as HTML. Words that are also in the query are marked."""
     parts, end = [], 0
     for start, stop in shared_words(query, text):
         parts += [safe(text[end:start]), f"<mark>{safe(text[start:stop])}</mark>"]

@@ -1,8 +1,8 @@
 """InfoNCE loss with a bank, for the training loops of other libraries.
 
-A bank stores vectors of earlier queries and passages. ``BankLoss`` has the same gradient as ``contaccum.methods.cont_accum``. The
-training loop must divide the loss by the number of micro-batches in a step. With several processes, the loss uses the vectors of
-all processes, and DistributedDataParallel averages the gradients over the n processes, so the loss multiplies its gradient by n.
+A bank stores vectors of earlier queries and passages. ``BankLoss`` gives the gradients of ``contaccum.methods.cont_accum`` if the
+training loop divides the loss by the number of micro-batches in a step. With n processes, the loss uses the vectors of all
+processes. DistributedDataParallel divides the gradients by n, so the loss multiplies its gradient by n.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from contaccum.runtime.files import whole_file
 from contaccum.runtime.processes import started_elsewhere
 
 BANK_FILE = "contaccum_bank.safetensors"  # file name in a checkpoint folder of the other library
-State = tuple[dict[str, Tensor], dict[str, Any]]  # complete state of a bank: tensors by name, and numbers by name
+State = tuple[dict[str, Tensor], dict[str, Any]]  # complete state of a bank: tensors by name, and other values by name
 
 
 class BankLoss:
@@ -67,7 +67,7 @@ class BankLoss:
         self._state: State | None = None
 
     def begin(self, checkpoint: str | Path | None = None, step_pairs: int | None = None) -> None:
-        """Start training. The bank is empty, or it is read from the folder ``checkpoint``.
+        """Start training with an empty bank, or with the bank in the folder ``checkpoint``.
 
         step_pairs: number of pairs (query, positive) in one optimizer step, over all processes. If bank_size is None, this
         number is the size of the bank.
@@ -91,7 +91,7 @@ class BankLoss:
         return tensors, {**numbers, "similarity": self.similarity}
 
     def load_state(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-        """Restore the bank in the next batch. tensors, numbers: the two values that ``state`` returned."""
+        """Restore a bank at the next batch. tensors, numbers: the two values that ``state`` returned."""
         self.bank, self._state = None, (tensors, numbers)
 
     def __call__(self, queries: Tensor, passages: Tensor, ids: Tensor | None = None, *, training: bool) -> Tensor:
@@ -145,7 +145,7 @@ class BankLoss:
     def _make_bank(self, queries: Tensor, passages: Tensor) -> Bank:
         if 0 < self.size < (pairs := len(queries)):
             raise InputError(
-                f"bank_size is {self.size}; expected 0 or at least {pairs}, the number of pairs in a micro-batch"
+                f"bank_size is {self.size}; expected 0 or at least {pairs}, the pairs of one micro-batch of all processes"
             )
         options = replace(self.options, hard_negatives=passages.shape[1] - 1 if self.hard_negatives else 0)
         similarity = self.loss.similarity

@@ -11,17 +11,17 @@ from contaccum.errors import InputError, library_errors
 from contaccum.integrations.model_card import CARD, adapter_of, find_model, write_card
 from contaccum.runtime.files import write_text
 
-# without a connection, the error is a base class of HfHubHTTPError
+# a failed connection raises an instance of a base class of HfHubHTTPError
 FAILURES: tuple[Any, ...] = (OSError, *HfHubHTTPError.__bases__)
 
 
 def push(path: str, repository: str, private: bool = False, licence: str | None = None, dry_run: bool = False) -> str:
     """Upload a model to the Hub; return a text that lists the files and the addresses of the repository and the commit.
 
-    path: folder of a model, or of a run that has a model. repository: owner/name on the Hub. private: create a private
-    repository. licence: licence for the model card. dry_run: only list the files. If the model has no model card, a card is
-    written to its folder; an existing card is not changed. Raises InputError if the access token is missing, if the Hub does not
-    answer, or if the Hub rejects the upload.
+    path: folder of a model, or of a run that has a model. If the folder of the model has no model card, a card is written there;
+    an existing card is not changed. repository: owner/name on the Hub. private: create a private repository. licence: licence for
+    the model card. dry_run: write the card and list the files, but upload nothing. Raises InputError if the access token is
+    missing, if the Hub does not answer, or if the Hub rejects the upload.
     """
     model, run = find_model(Path(path))
     refuse_links(model)

@@ -1,4 +1,4 @@
-"""CONTACCUM for Lightning: ``ContAccumLoss`` is the loss; ``ContAccumCallback`` updates and saves its bank.
+"""CONTACCUM for Lightning: ``ContAccumLoss`` is the loss; ``ContAccumCallback`` updates and saves the bank of the loss.
 
     class Retriever(LightningModule):
         def __init__(self):

@@ -42,7 +42,7 @@ TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 
 
 def find_model(path: Path) -> tuple[Path, Path | None]:
-    """Return the folder of a model, and the folder of its run (None if unknown). path: one of these two folders."""
+    """Return the folder of a model, and the folder of its run or None if unknown. path: either of the two folders."""
     model = Path(model_folder(path))
     if not (model / SETTINGS_FILE).is_file():
         raise InputError(f"{path}: no model found; expected a folder with {SETTINGS_FILE}, or the folder of a run")
@@ -57,8 +57,8 @@ def adapter_of(model: Path) -> AdapterFile | None:
 def write_card(model: Path, run: Path | None, repository: str, licence: str | None) -> str:
     """Return the text of the model card: Markdown, with metadata for the Hub at the top.
 
-    run: folder of the run that trained the model; None: the card has no training and no scores. repository: owner/name on the
-    Hub. licence: licence to state; None: no licence is stated.
+    run: folder of the run that trained the model. None: the card has no training and no scores. repository: owner/name on the
+    Hub. licence: licence to state, or None to state none.
     """
     settings = make_settings(read_encoder(str(model)).settings, str(model))
     config = {} if run is None else flat(read_config(run))
@@ -70,7 +70,7 @@ def write_card(model: Path, run: Path | None, repository: str, licence: str | No
         towers="one encoder for queries and passages" if settings.tie_towers else "a query and a passage encoder",
         method=config.get("method"),
         summary=_summary(model, settings),
-        # without sentence-transformers: transformers itself cannot load a Dense layer, or an adapter in a subfolder
+        # example without sentence-transformers: transformers can load no Dense layer, and no adapter in a subfolder
         plain=not list(model.glob("*/*_Dense")) and adapter_of(model) is None,
         pool=POOL[settings.pooling],
         settings=settings,
@@ -138,7 +138,7 @@ def _training(run: Path, config: dict[str, Any]) -> str:
 
 
 def _curve(run: Path) -> list[str]:
-    """Return one table (loss at evenly spaced steps, last dev scores) in a list, which is empty without steps."""
+    """Return a list with a table of the loss at evenly spaced steps and the last dev scores, or [] if the log has no steps."""
     log = read_log(run)
     steps = [line for line in log if "loss" in line]
     if not steps:

@@ -1,4 +1,4 @@
-"""CONTACCUM for SentenceTransformerTrainer: ``ContAccumLoss`` is the loss; ``ContAccumCallback`` updates and saves its bank.
+"""CONTACCUM for SentenceTransformerTrainer: a loss with a bank, and a callback that updates and saves the bank.
 
     model = SentenceTransformer("sentence-transformers/all-MiniLM-L6-v2")
     loss = ContAccumLoss(model)
@@ -48,8 +48,8 @@ class ContAccumLoss(CachedLossMixin, nn.Module):
         temperature: every similarity is divided by this number. The ``scale`` of sentence-transformers is 1 / temperature.
         similarity: ``cosine`` or ``dot``. Default: the similarity of the model.
         mask_false_negatives: for each query, mask the negatives that have the same tokens as the positive passage.
-        mini_batch_size: number of pairs in one forward pass. A smaller number needs less memory, because gradients are cached
-        within a batch. Default: the whole batch in one pass, without caching.
+        mini_batch_size: number of pairs in one forward pass; a smaller number needs less memory. The gradients of a batch are
+        cached as in GradCache. Default: the whole batch in one pass, without caching.
         bank_options: hard_negatives (False: do not store hard negatives), queries (False: store only passages), and row_weight,
         age_decay, keep and warmup_steps (see BankOptions).
         """
@@ -57,7 +57,7 @@ class ContAccumLoss(CachedLossMixin, nn.Module):
         self.model = model
         self.mini_batch_size = mini_batch_size  # type: ignore[assignment]
         self.uses_gradient_cache = mini_batch_size is not None
-        for module in model.modules():  # the pooler of BERT is not used, so it gets no gradient
+        for module in model.modules():  # the pooler of BERT is not used, so it is not trained
             if isinstance(getattr(module, "pooler", None), nn.Module):
                 module.pooler.requires_grad_(False)
         self.bank_loss = BankLoss(
@@ -84,8 +84,8 @@ class ContAccumLoss(CachedLossMixin, nn.Module):
     ) -> Tensor:
         """Compute the loss from embeddings; gradient caching calls this method.
 
-        reps: list of embeddings for each column (query, positive, hard negatives); each entry is a part of the batch. labels:
-        passage ids (B, 1 + H), or None. with_backward: also compute the gradients of the embeddings.
+        reps: for each column (query, positive, hard negatives), the list of embeddings of the parts of the batch. labels: passage
+        ids (B, 1 + H), or None. with_backward: also compute the gradients of the embeddings.
         """
         queries, *passages = (torch.cat(pieces) for pieces in reps)
         ids = None if labels is None else labels.to(queries.device)
@@ -95,7 +95,7 @@ class ContAccumLoss(CachedLossMixin, nn.Module):
         return value
 
     def _training(self) -> bool:
-        # in evaluation the trainer calls eval() of the model, but not of this loss or of a wrapper around the model
+        # in evaluation, the trainer calls eval() of the model, but not of this loss or of a wrapper of the model
         model = next(module for module in self.model.modules() if isinstance(module, SentenceTransformer))
         return model.training and torch.is_grad_enabled()
 

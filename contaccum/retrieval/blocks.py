@@ -1,4 +1,7 @@
-"""Save mined blocks of queries. Each block has hashes, so a restart uses only undamaged blocks."""
+"""Save the results of mining, one block of queries at a time, so that a restart can continue.
+
+Each block has hashes. A restart mines missing and damaged blocks again.
+"""
 
 import hashlib
 import json
@@ -20,7 +23,7 @@ SPREAD = ("mean", "min", "25%", "median", "75%", "max")
 
 @dataclass
 class Statistics:
-    """Statistics of one mined block of queries, with hashes that show whether the files of the block are undamaged."""
+    """Statistics of one mined block of queries, with hashes that reveal damaged files."""
 
     job: str  # SHA-256 of ``BlockFolder.job``
     block: int  # number of the block, from 0
@@ -29,9 +32,7 @@ class Statistics:
     removed: dict[str, int] = field(default_factory=dict)  # filter name -> number of candidates that it removed
     positives: list[float] = field(default_factory=list)  # lowest score of each query's positives
     negatives: list[float] = field(default_factory=list)  # score of each negative
-    margins: list[float] = field(
-        default_factory=list
-    )  # for each negative: lowest positive score - score of the negative
+    margins: list[float] = field(default_factory=list)  # lowest positive score of the query - score of each negative
     sha256: str = ""  # SHA-256 of all other fields
 
     def own_hash(self) -> str:
@@ -44,7 +45,7 @@ def _hash_of(value: Any) -> str:
 
 
 class BlockFolder:
-    """Folder with the blocks of one mining job. Several processes may write to it."""
+    """Folder with the blocks of one mining job. Several processes can write blocks at the same time."""
 
     def __init__(self, folder: Path, job: dict[str, Any], count: int) -> None:
         """job: settings and hashes that determine the content of the blocks. count: number of blocks."""
@@ -61,12 +62,12 @@ class BlockFolder:
             write_json(self.folder / JOB, self.job)
         if changed := [name for name in self.job if found.get(name) != self.job[name]]:
             raise InputError(
-                f"{self.folder}: contains unfinished mining with a different {' and '.join(changed)}. Use the same settings and "
-                "data, or delete the folder to start again."
+                f"{self.folder}: contains an unfinished mining job that differs in {', '.join(changed)}. Use the settings "
+                "and data of that job, or delete the folder to start again."
             )
 
     def write(self, found: Statistics, lines: list[bytes]) -> None:
-        """Write the lines of a block, then its statistics. A block whose statistics exist counts as finished."""
+        """Write the lines of a block, then its statistics. A block without statistics is unfinished."""
         content = b"".join(lines)
         with whole_file(self._lines(found.block)) as file:
             file.write(content)
@@ -75,7 +76,7 @@ class BlockFolder:
         write_json(self._statistics(found.block), vars(found))
 
     def is_finished(self, number: int) -> bool:
-        """Return whether a block is finished. If its files are damaged or belong to a different job, warn and return False."""
+        """Return whether a block is finished. If the block is damaged or belongs to a different job, warn and return False."""
         path = self._statistics(number)
         if not path.exists():
             return False

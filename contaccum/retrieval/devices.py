@@ -1,7 +1,7 @@
 """Find the candidates of the exact search, with torch on the CPU or one GPU, or with faiss on GPUs.
 
-Float32 products round differently on each device. They therefore only select candidates, a few more passages than needed, and
-``exact.py`` computes the scores of the candidates again in float64.
+Float32 products round differently on each device. They therefore select a few more candidates than needed, and ``exact.py``
+computes the scores of the candidates again in float64.
 """
 
 import warnings
@@ -16,7 +16,7 @@ from contaccum.retrieval.shards import Shards, count_rows
 if TYPE_CHECKING:
     import torch
 
-_QUERIES = 1024  # number of queries in one matrix product of torch; it limits memory
+_QUERIES = 1024  # number of queries in one matrix product, to limit its memory
 _RESIDENT = 0.5  # maximum share of a GPU's free memory that the corpus may occupy between searches
 
 TopRows = tuple[np.ndarray, np.ndarray]
@@ -26,7 +26,7 @@ TopRows = tuple[np.ndarray, np.ndarray]
 def torch_device(device: str) -> "torch.device":
     """Return the device on which torch searches: a GPU if the encoder uses CUDA, else the CPU.
 
-    device: device of the encoder. ``auto`` is the GPU of this process, if there is one.
+    device: device of the encoder. ``auto`` means the GPU of this process, or the CPU if there is no GPU.
     """
     import torch
 
@@ -53,7 +53,7 @@ class TorchCandidates:
         """Return scores and row numbers of k candidates for each query vector. ``queries`` is (n, d) float32."""
         import torch
 
-        # training may have enabled TF32, whose errors exceed the bound of the exact search
+        # training may have enabled TF32, whose rounding errors are larger than ``exact.py`` assumes
         precision = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("highest")
         try:
@@ -82,7 +82,7 @@ class TorchCandidates:
         return torch.cat([scores for scores, _ in best]), torch.cat([rows for _, rows in best])
 
     def _load(self) -> "Iterator[torch.Tensor]":
-        """Yield the blocks of the corpus on the device, in the dtype of the shards. Keep them there if ``_fits`` is True."""
+        """Copy the corpus to the device and yield its blocks, in the dtype of the shards. If ``_fits()``, keep the blocks."""
         keep, blocks = self._fits(), []
         for block in self._on_cpu() if self._device.type == "cpu" else self._through_pinned_memory():
             if keep:
@@ -111,9 +111,9 @@ class TorchCandidates:
             yield torch.from_numpy(block if block.flags.writeable else block.copy())
 
     def _through_pinned_memory(self) -> "Iterator[torch.Tensor]":
-        """Yield the blocks on the GPU. The copy of the next block starts before a block is yielded.
+        """Copy the blocks to the GPU through two pinned buffers, used in turn, and yield the copies.
 
-        Two pinned buffers are used in turn.
+        The copy of the next block starts before a block is yielded.
         """
         import torch
 
@@ -126,9 +126,7 @@ class TorchCandidates:
                 if number >= 2:
                     _wait(buffers[number % 2][1])
                 buffer = torch.empty(block.size, dtype=torch.from_numpy(block[:0].copy()).dtype, pin_memory=cuda)
-                buffers[number % 2 : number % 2 + 1] = [
-                    (buffer, None)
-                ]  # append the first two buffers, later replace one
+                buffers[number % 2 : number % 2 + 1] = [(buffer, None)]  # appends two buffers, then replaces one
             buffer, copied = buffers[number % 2]
             _wait(copied)  # wait until the previous copy from this buffer to the GPU has finished
             host = buffer[: block.size].view(block.shape)
@@ -162,9 +160,9 @@ def _ready(block: "torch.Tensor", copied: Any) -> "torch.Tensor":
 
 
 class FaissGpuCandidates:
-    """Search for candidates with faiss on GPUs, which hold the whole corpus.
+    """Search for candidates with faiss on GPUs, which together hold the whole corpus.
 
-    If faiss fails or k is larger than ``GPU_LIMIT``, torch searches instead.
+    If faiss fails (too little memory, for example) or k is larger than ``GPU_LIMIT``, torch searches instead.
     """
 
     def __init__(self, shards: Shards, device: str) -> None:
@@ -190,7 +188,7 @@ class FaissGpuCandidates:
 
 
 def flat_index_on_gpus(shards: Shards, gpus: list[int]) -> Any:
-    """Build an exact faiss index that divides the corpus among the GPUs. Each GPU gets consecutive rows.
+    """Build an exact faiss index of the corpus, divided among the GPUs. Each GPU gets consecutive rows.
 
     Blocks are copied directly to the GPUs, without another copy of the corpus in CPU memory.
     """

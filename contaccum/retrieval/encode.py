@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from contaccum.encoder import DualEncoder
 
-WINDOW = 4096  # number of texts that the encoder sorts by length together; a shard that ends between two windows changes no batch
+WINDOW = 4096  # number of texts that the encoder sorts by length together, as in encoder/tokenizer.py; no batch spans two windows
 CHUNK = 4 * WINDOW  # number of texts in one call of the encoder
 SAMPLE = 32  # number of texts that are encoded to estimate the time for all texts
 ESTIMATE_FROM = 50 * SAMPLE  # minimum number of texts for an estimate, so that the sample takes at most 2 % of the time
@@ -54,7 +54,7 @@ ESTIMATE_SECONDS = 60.0  # an estimate is printed only if it is longer than this
 
 @dataclass(frozen=True)
 class Texts:
-    """Ids and texts of a corpus or of queries. They are read in slices, because a corpus may be larger than the memory."""
+    """Ids and texts of a corpus or of queries, read in slices because a corpus may be larger than the memory."""
 
     kind: str
     """``query`` or ``passage``."""
@@ -85,7 +85,7 @@ class Texts:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of all ids and texts in their order. It does not depend on file names."""
+        """SHA-256 of all ids and texts in their order."""
         digest = hashlib.sha256()
         for start in range(0, self.rows, CHUNK):
             for row in zip(*self.read(start, min(self.rows, start + CHUNK)), strict=True):
@@ -107,8 +107,8 @@ def encode_shard(
 ) -> Shard:
     """Encode the rows ``start`` to ``stop`` - 1. Return a shard with their ids and float32 vectors.
 
-    bar: progress bar that counts the texts. keep_texts: whether the shard also gets the texts. Raises InputError with the id of
-    the first text whose vector contains NaN or infinity.
+    bar: progress bar that counts the texts. keep_texts: also put the texts into the shard. Raises InputError with the id of the
+    first text whose vector contains NaN or infinity.
     """
     ids: list[str] = []
     kept: list[str] = []
@@ -146,15 +146,15 @@ def passage_shards(
 ) -> Shards:
     """Return the vectors of the corpus, from a folder or in memory.
 
-    The vectors are read from the folder ``settings.embeddings``. If the folder lacks shards, they are encoded first. If
-    ``settings.embeddings`` is None, the corpus is encoded in memory. Each of W processes gets every W-th shard. With ``whole``,
-    each process gets all shards of the folder.
+    If ``settings.embeddings`` names a folder, missing shards are encoded first, and the vectors are read from the folder.
+    Otherwise the corpus is encoded in memory. Each of W processes gets every W-th shard. whole: each process gets all shards of
+    the folder.
     """
     texts, rank, world = Texts.of_corpus(corpus), group.rank, group.world
     if settings.embeddings is not None:
-        # a finished folder may have shards of any size and dtype
+        # the shards of a finished folder may have any size and dtype
         finished = (Path(settings.embeddings) / MANIFEST).is_file()
-        group.barrier()  # wait until every process has checked the folder, before one of them writes the manifest
+        group.barrier()  # no process may write the manifest before all have looked for it
         if not finished:
             form: dict[str, Any] = {"dtype": settings.dtype, "batch_tokens": settings.batch_tokens}
             encode_texts(encoder, texts, settings.embeddings, rank=rank, world=world, **form)
@@ -211,7 +211,7 @@ def encode_texts(
 
 @contextmanager
 def _background_writer() -> Iterator[Callable[[Path, int, EncodingJob, Shard], None]]:
-    """Yield a function that writes a shard in a thread. The next call, or the end, raises an error of the thread."""
+    """Yield a function that writes a shard in a thread. An error in the thread is raised by the next call, or at the end."""
     last: Future[None] | None = None
     with ThreadPoolExecutor(1, "write") as pool:
 
@@ -282,8 +282,8 @@ def encode(
 ) -> str:
     """Encode a corpus or queries into shards in the folder ``output``. Return a sentence that describes the result.
 
-    kind: ``passage`` or ``query``. The other arguments are those of ``encode_texts``. Processes started by torchrun divide the
-    shards among themselves. A second call keeps the finished shards and encodes only the missing shards.
+    source: data set, as a path or a name. kind: ``passage`` or ``query``. The other arguments are those of ``encode_texts``.
+    Processes started by torchrun divide the shards among themselves. A second call encodes only the missing shards.
     """
     from contaccum.encoder import load_encoder
 

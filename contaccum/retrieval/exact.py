@@ -21,10 +21,10 @@ from contaccum.retrieval.shards import Shard, Shards, count_rows
 
 BACKENDS = ("auto", "faiss", "torch")
 SLACK = 32  # number of candidates in addition to k
-FEW = 16  # minimum number of candidates per query and block of passages
+FEW = 16  # minimum number of rows that faiss returns for a query from one block, see ``_faiss_cpu_candidates``
 
 _PAIRS = 1024  # number of query-passage pairs scored at a time; their float64 vectors fit into the CPU's cache
-_CELLS = 2**20  # number of scores in one matrix product of the second search; it limits memory
+_CELLS = 2**20  # number of scores in one matrix product of the second search, to limit its memory
 
 CandidateSearch = Callable[[np.ndarray, int], TopRows]
 """Function that returns k candidates for each of the query vectors (n, d)."""
@@ -48,20 +48,20 @@ def exact_search(
     complete = (found >= 0).all(axis=1)  # faiss leaves out rows that it cannot rank, such as rows with NaN
     kth = np.partition(scores, max(0, width - k), axis=1)[:, max(0, width - k)]
     # the exact score of any other row is at most the lowest approximate candidate score plus the rounding error
-    closed = complete & ((width == rows) | (kth > approximate.min(axis=1) + bound))
+    certain = complete & ((width == rows) | (kth > approximate.min(axis=1) + bound))
     results = [
-        ranked(zip(ids[query], scores[query].tolist(), strict=True), k) if closed[query] else []
+        ranked(zip(ids[query], scores[query].tolist(), strict=True), k) if certain[query] else []
         for query in range(len(queries))
     ]
     at_least = np.where(complete, kth, -np.inf)
-    settled = _settle(queries[~closed], shards, k, at_least[~closed])
-    for query, hits in zip(np.flatnonzero(~closed), settled, strict=True):
+    settled = _search_again(queries[~certain], shards, k, at_least[~certain])
+    for query, hits in zip(np.flatnonzero(~certain), settled, strict=True):
         results[query] = hits
     return results
 
 
-def _settle(queries: np.ndarray, shards: Shards, k: int, at_least: np.ndarray) -> list[list[tuple[str, float]]]:
-    """Search a second time for queries whose candidates may lack one of the k best passages.
+def _search_again(queries: np.ndarray, shards: Shards, k: int, at_least: np.ndarray) -> list[list[tuple[str, float]]]:
+    """Search a second time for queries whose candidates may be incomplete. Return the k best passages of each query.
 
     at_least: lower bound of the k-th best score of each query, (n,).
     """
@@ -91,6 +91,7 @@ def _settle(queries: np.ndarray, shards: Shards, k: int, at_least: np.ndarray) -
 
 
 def _products(queries: np.ndarray, block: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield, for each query, its position and its float32 products with all rows of a block, (rows,)."""
     step = max(1, _CELLS // len(block))
     for first in range(0, len(queries), step):
         with np.errstate(over="ignore", invalid="ignore"):
@@ -99,7 +100,7 @@ def _products(queries: np.ndarray, block: np.ndarray) -> Iterator[tuple[int, np.
 
 
 def _scores(query: np.ndarray, block: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return the exact scores of one float64 query for the given rows of a block, (rows,) float32, computed as in ``rescore``."""
+    """Return the exact scores of one query, float64, for ``rows`` of a block, as ``rescore`` does: (len(rows),) float32."""
     scores = np.empty(len(rows), dtype=np.float32)
     for first in range(0, len(rows), _PAIRS):
         vectors = block[rows[first : first + _PAIRS]].astype(np.float64)
@@ -112,7 +113,7 @@ def _sums(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def choose_backend(backend: str, device: str = "auto") -> str:
-    """Return ``faiss`` or ``torch``. ``auto`` is ``torch`` only if faiss is missing or cannot use the GPU."""
+    """Return ``faiss`` or ``torch``. ``auto`` selects torch only if faiss is missing or cannot use the GPU."""
     if backend not in BACKENDS:
         raise InputError(f"backend is {backend!r}; expected one of {', '.join(BACKENDS)}")
     if backend == "torch":
@@ -139,14 +140,14 @@ def find_candidates(shards: Shards, backend: str = "auto", device: str = "auto")
         return TorchCandidates(shards, torch_device(device))
     if search_gpus(device) and count_rows(shards):
         return FaissGpuCandidates(shards, device)
-    return lambda queries, k: _stream(queries, shards, k)
+    return lambda queries, k: _faiss_cpu_candidates(queries, shards, k)
 
 
-def _stream(queries: np.ndarray, shards: Shards, k: int) -> TopRows:
+def _faiss_cpu_candidates(queries: np.ndarray, shards: Shards, k: int) -> TopRows:
     """Find the k best rows of all shards with faiss on the CPU, block by block.
 
-    A later block usually contains few of the k best rows. Each query therefore asks faiss for only a few rows of the block. If
-    all of these rows are among the best rows so far, the query asks again for k rows of the block.
+    A later block usually contains few of the k best rows, so faiss returns only a few rows of each block. If all of them are
+    among the best rows of a query so far, this query is searched again for k rows of the block.
     """
     best = np.empty((len(queries), 0), dtype=np.float32), np.empty((len(queries), 0), dtype=np.int64)
     seen = 0
@@ -179,8 +180,8 @@ def rescore(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return ids and exact scores of candidates, both (n, k), and the maximum float32 rounding error for each query, (n,).
 
-    rows: row numbers of the candidates, counted over all shards, (n, k). Scores are float64 sums rounded to float32. A score
-    therefore depends only on its query and its passage.
+    rows: row numbers of the candidates, counted over all shards, (n, k). -1: no candidate; its id and score have no meaning.
+    Scores are float64 sums rounded to float32, so a score depends only on its query and its passage.
     """
     ids = np.empty(rows.shape, dtype=object)
     scores = np.empty(rows.shape, dtype=np.float32)
@@ -189,9 +190,9 @@ def rescore(
     for shard in shards:
         stop = start + len(shard.vectors)
         names = np.array(shard.ids, dtype=object)
-        query, place = np.nonzero((rows >= start) & (rows < stop))
+        query, column = np.nonzero((rows >= start) & (rows < stop))
         for first in range(0, len(query), _PAIRS):
-            q, p = query[first : first + _PAIRS], place[first : first + _PAIRS]
+            q, p = query[first : first + _PAIRS], column[first : first + _PAIRS]
             local = rows[q, p] - start
             vectors = shard.vectors[local].astype(np.float64)  # (pairs, d)
             scores[q, p] = _sums(exact[q], vectors)

@@ -74,7 +74,7 @@ def gpu_count() -> int:
 def search_gpus(device: str = "auto") -> list[int]:
     """Return the numbers of the GPUs that faiss may use.
 
-    device: device of the encoder. For ``cpu`` the list is empty. If several processes run, each process uses one GPU.
+    device: device of the encoder. For ``cpu`` the list is empty. If there are several processes, each uses one GPU.
     """
     count = gpu_count() if may_use_gpu(device) else 0
     rank, world = local_place()
@@ -102,7 +102,7 @@ def row_blocks(vectors: np.ndarray, *, dtype: Any = np.float32) -> Iterator[tupl
 
 
 def check_factory(factory: str, dimension: int) -> None:
-    """Raise InputError if an index_factory string makes faiss crash. A child process tries the string."""
+    """Raise InputError if an index_factory string is not ASCII or too long, or makes faiss crash or hang in a child process."""
     if not re.fullmatch(rf"[ -~]{{1,{LONGEST}}}", factory):
         found = f"{len(factory)} characters" if len(factory) > LONGEST else repr(factory)
         raise InputError(
@@ -120,4 +120,5 @@ def check_factory(factory: str, dimension: int) -> None:
 
 
 def reason_of(error: Exception) -> str:
+    """Return the message of a faiss error as one line, without C++ function, file and line number."""
     return _PREFIX.sub("", " ".join(str(error).split()))

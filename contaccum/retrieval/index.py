@@ -71,7 +71,7 @@ class Index:
         self.ids = ids
         self.origin = origin
         self.device = "auto"
-        """Device of the encoder. If it is ``cpu``, the search uses no GPU."""
+        """Device of the encoder. With ``cpu``, the search uses no GPU."""
         self._on_gpus: Any = None
 
     @property
@@ -86,9 +86,9 @@ class Index:
         """Build an index from shards.
 
         Memory holds the index, one block and, for training, a sample of rows. An index that needs training, such as IVF or PQ, is
-        trained on a random sample with the seed ``origin.seed``. reproducible: build graphs (HNSW, NSG) with one thread. Several
-        threads would build a different graph each time, but one thread is slow for more than a million rows. Raises InputError if
-        the factory string is invalid, or if there are too few passages to train on.
+        trained on a random sample with the seed ``origin.seed``. reproducible: build graphs (HNSW, NSG) with one thread. This is
+        slow for more than a million rows, but several threads would build a different graph each time. Raises InputError if the
+        factory string is invalid, or if there are too few passages to train on.
         """
         faiss = load_faiss()
         origin = origin or Origin("Flat")
@@ -148,7 +148,7 @@ class Index:
     def set_search_params(self, params: str) -> None:
         """Set search parameters of faiss, such as ``nprobe=16,efSearch=128``.
 
-        Raises InputError if a parameter is unknown, or if the index finds nothing with the value of a parameter.
+        Raises InputError if a parameter is unknown, or so small that the index would find nothing.
         """
         if not params:
             return
@@ -165,7 +165,7 @@ class Index:
             raise InputError(
                 f"search_params {params!r}: faiss cannot use them with index {self.origin.factory!r} ({reason_of(error)})"
             ) from error
-        self._on_gpus = None  # the copies on the GPUs still have the previous values
+        self._on_gpus = None  # the copies on the GPUs have the previous values
 
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Return scores, (n, k) float32, and row numbers, (n, k) int64, best first.
@@ -183,11 +183,11 @@ class Index:
                 raise InputError(
                     f"index {self.origin.factory!r}: faiss refused the search ({reason_of(error)})"
                 ) from error
-            self._leave_gpus(error)
+            self._fall_back_to_cpu(error)
         return self.search(queries, k)
 
     def _gpu_copies(self, gpus: list[int]) -> Any:
-        """Divide the index among the GPUs. If faiss has no GPU version of the index (such as HNSW), return the CPU index."""
+        """Return the index divided among the GPUs, or the CPU index if faiss has no GPU version of it (such as HNSW)."""
         if self._on_gpus is None:
             faiss, torch = load_faiss(), sys.modules.get("torch")
             if torch is not None and torch.cuda.is_available():
@@ -197,13 +197,14 @@ class Index:
             try:
                 self._on_gpus = faiss.index_cpu_to_gpus_list(self.index, options, gpus)
             except RuntimeError as error:
-                self._leave_gpus(error)
+                self._fall_back_to_cpu(error)
         return self._on_gpus
 
-    def _leave_gpus(self, error: RuntimeError) -> None:
+    def _fall_back_to_cpu(self, error: RuntimeError) -> None:
         """Warn about an error on the GPUs, such as too little memory, and search on the CPU from now on."""
+        factory = self.origin.factory
         warnings.warn(
-            f"index {self.origin.factory!r} is searched on the CPU ({reason_of(error)})",
+            f"index {factory!r}: faiss cannot search it on the GPU ({reason_of(error)}); the CPU searches instead",
             stacklevel=4,
         )
         self._on_gpus = self.index
@@ -246,7 +247,8 @@ class Index:
             file = Path(folder) / file_name
             if not file.is_file() or sha256_of(file) != manifest.sha256.get(name):
                 raise InputError(
-                    f"{file}: missing or damaged (its SHA-256 is not the one in {path}). Build the index again."
+                    f"{file}: missing or damaged (its SHA-256 is not the one in {path}). Delete the folder to "
+                    "build the index again."
                 )
         file = Path(folder) / _FILES["index"]
         try:
@@ -258,7 +260,7 @@ class Index:
         if (index.d, index.ntotal, len(ids)) != (manifest.dimension, manifest.rows, manifest.rows):
             raise InputError(
                 f"{folder}: the index has {index.ntotal} vectors of dimension {index.d} and {len(ids)} ids, but {path} has "
-                f"{manifest.rows} vectors of dimension {manifest.dimension}. Build the index again."
+                f"{manifest.rows} vectors of dimension {manifest.dimension}. Delete the folder to build the index again."
             )
         return cls(index, ids, manifest.origin)
 
@@ -274,7 +276,7 @@ def _check_target(folder: Path) -> None:
 
 
 def _add(index: Any, rows: np.ndarray, factory: str) -> None:
-    if "IDMap" in factory:  # an IDMap index needs ids; they are the row numbers
+    if "IDMap" in factory:  # an IDMap index needs ids; it gets the row numbers
         index.add_with_ids(rows, np.arange(index.ntotal, index.ntotal + len(rows)))
     else:
         index.add(rows)
@@ -300,7 +302,7 @@ def _number(text: str) -> float:
 def training_rows(faiss: ModuleType, index: Any) -> int:
     """Return the number of rows to train an index on: 64 for each inverted list, but at least 20,000.
 
-    Product quantizers need at least 9,984 rows.
+    A product quantizer alone needs 9,984 rows.
     """
     try:
         lists = faiss.extract_index_ivf(index).nlist

@@ -1,8 +1,8 @@
 """Mine hard negatives: search for the queries of a training set, filter the passages found, and write the examples.
 
 Queries are mined in blocks. Each of W processes mines every W-th block. Until the mining is finished, the folder
-``OUTPUT.mining`` contains two files for each finished block: the lines of the output, and the statistics. A restart keeps the
-finished blocks.
+``OUTPUT.mining`` contains two files for each finished block: its lines of the output, and its statistics. A restart mines only
+the other blocks.
 """
 
 import hashlib
@@ -46,16 +46,16 @@ class MiningQueries:
         self.examples = examples
         digest = hashlib.sha256()
         ids: dict[str, None] = {}
-        # hash of a text that no negative may have -> ids of the passages with this text
+        # hash of a query's or positive's text, which no negative may have -> ids of the passages with this text
         ids_of_text: dict[str, list[str]] = {}
         # hash of a query text -> id of each positive -> hash of the positive's text
         answers: dict[str, dict[str, str]] = {}
         for query, positives, *_ in examples:
             digest.update(json.dumps([query, *positives]).encode())
-            ids_of_text[_key(query.text)] = []
-            own = answers.setdefault(_key(query.text), {})
+            ids_of_text[_text_hash(query.text)] = []
+            own = answers.setdefault(_text_hash(query.text), {})
             for passage in positives:
-                own[passage.id] = _key(passage.content)
+                own[passage.id] = _text_hash(passage.content)
                 ids_of_text[own[passage.id]] = []
                 ids[passage.id] = None
         self.fingerprint = digest.hexdigest()
@@ -67,7 +67,7 @@ class MiningQueries:
         for batch in column_batches(self.passages, PASSAGE_COLUMNS):
             for row in zip(*(batch[name] for name in PASSAGE_COLUMNS), strict=True):
                 passage = Passage(*row)
-                for key in {_key(passage.content), _key(passage.text)}:
+                for key in {_text_hash(passage.content), _text_hash(passage.text)}:
                     if key in ids_of_text:
                         ids_of_text[key].append(passage.id)
         self._ids_of_text, self._answers = ids_of_text, answers
@@ -75,26 +75,23 @@ class MiningQueries:
     def known(self, example: Example) -> set[str]:
         """Return the ids of passages that must not become negatives of an example.
 
-        These are the positives of all queries with this query's text, and every passage whose text equals that of the query or of
-        one of these positives.
+        These are the positives of all queries with the same text, and all passages with the text of the query or of one of these
+        positives.
         """
-        query = _key(example.query.text)
+        query = _text_hash(example.query.text)
         answers = self._answers[query]
         return set(answers).union(*(self._ids_of_text[key] for key in (query, *answers.values())))
 
 
 def _missing(examples_corpus: Dataset, corpus: Dataset, ids: Collection[str]) -> Dataset | None:
-    """Return the passages with the given ids that ``corpus`` lacks. If ``corpus`` has all of them, return None.
-
-    The passages are read from ``examples_corpus``.
-    """
+    """Return the passages of ``examples_corpus`` with the given ids that ``corpus`` lacks, or None if it lacks none."""
     known = find_rows(corpus, ids)
     rows = find_rows(examples_corpus, [key for key in ids if key not in known])
-    # the rows are copied, because reading a column of a selected part of a table reads all rows of the table
+    # copy the rows: to read a column after Dataset.select, datasets would read all rows of the table
     return Dataset.from_dict(examples_corpus[sorted(rows.values())], features=corpus.features) if rows else None
 
 
-def _key(text: str) -> str:
+def _text_hash(text: str) -> str:
     return content_id("", text.strip())
 
 
@@ -122,7 +119,7 @@ class Mining:
         }
 
     def block(self, start: int, found: Statistics) -> list[bytes]:
-        """Mine the block that starts with example ``start``. Return its lines, and add its statistics to ``found``."""
+        """Mine the block that starts at example ``start``. Return the lines of the block, and add its statistics to ``found``."""
         examples = list(self.queries.examples.part(start, start + self.settings.block_size))
         known = [self.queries.known(example) for example in examples]
         rows = find_rows(self.queries.passages, {passage.id for example in examples for passage in example.positives})
@@ -189,17 +186,17 @@ def mine(
     policy: DataPolicy = DEFAULT_POLICY,
     group: Processes = ALONE,
 ) -> dict[str, Any]:
-    """Search for hard negatives, and write training examples with these negatives. Return the report of the mining.
+    """Search for hard negatives, and write training examples with these negatives. Return the report of ``write_mined``.
 
-    data: a BEIR folder or name, or a file of training examples; negatives in this file are replaced. corpus: passages that may
-    become negatives (a BEIR folder or name, a corpus.jsonl or a passages TSV); None takes the passages of ``data``. group:
-    processes that share the work. All of them call this function. The report is also written to a file next to ``output``.
+    data: a BEIR folder or name, or a file of training examples, whose negatives are replaced. corpus: passages that may become
+    negatives (a BEIR folder or name, a corpus.jsonl or a passages TSV); None: the passages of ``data``. group: processes that
+    share the work. All of them must call this function.
     """
     from contaccum.runtime.devices import encoding_device
 
     mining.check()
     if group.is_main:
-        _sweep_beside(Path(output))
+        _sweep_next_to(Path(output))
     if Path(output).exists():
         raise InputError(f"{output}: exists already; choose a new path")
     refuse_input_as_output(about_path(Path(output)), data, corpus, choice.model)
@@ -222,8 +219,8 @@ def write_mined(
     """Write the mined examples to ``output``, and a report to a file next to it. Return the report.
 
     about: entries to add to the report. ``output`` contains the scores of the passages: ``pos_scores`` and ``neg_scores`` in
-    JSONL, ``score`` in other formats. Raises InputError if the folder of unfinished blocks belongs to a different job. Processes
-    other than the main process return an empty report.
+    JSONL, ``score`` in other formats. Only the main process returns the report; others return an empty one. Raises InputError if
+    the folder of unfinished blocks belongs to a different job.
     """
     output = Path(output)
     blocks = BlockFolder(_work_folder(output), mining.job(), len(_starts(mining)))
@@ -249,8 +246,8 @@ def _work_folder(output: Path) -> Path:
     return output.with_name(f"{output.name}.mining")
 
 
-def _sweep_beside(output: Path) -> None:
-    """Remove the files that killed calls left next to ``output``, unless a running call holds the lock."""
+def _sweep_next_to(output: Path) -> None:
+    """Remove the files that killed calls left next to ``output``. Raise InputError if another call is running."""
     with folder_lock(_work_folder(output)):
         for path in (output, about_path(output), _work_folder(output)):
             sweep(path.parent, path.name)
@@ -262,7 +259,7 @@ def about_path(output: str | Path) -> Path:
 
 
 def _mine_blocks(mining: Mining, blocks: BlockFolder, group: Processes) -> None:
-    """Mine the blocks of this process that are not finished."""
+    """Mine the unfinished blocks among those of this process."""
     starts = _starts(mining)
     with tqdm(total=starts.stop, desc="mining", unit="query", disable=None) as bar:
         for number, start in enumerate(starts):
@@ -280,7 +277,7 @@ def render_mined(report: Mapping[str, Any], output: str | Path) -> str:
     """Format a mining report as text."""
     head = f"{output}: {report['negatives']} negatives for {report['queries']} queries"
     if report["queries_with_fewer"]:
-        head += f"; {report['queries_with_fewer']} have fewer than {report['settings']['num_negatives']}"
+        head += f"; {report['queries_with_fewer']} queries have fewer than {report['settings']['num_negatives']}"
     taken = ", ".join(f"{name} {count}" for name, count in report["removed"].items())
     table = [" " * 10 + "".join(f"{name:>10s}" for name in SPREAD)]
     table += [f"{name:10s}" + "".join(f"{row[n]:10.4f}" for n in SPREAD) for name, row in report["scores"].items()]

@@ -25,8 +25,9 @@ def select_negatives(scores: np.ndarray, positives: np.ndarray, settings: MineCo
     scores: scores of the candidates, (n,), descending. positives: scores of the query's positives, (P,). number: position of the
     query in the data. It seeds the random sample, so the sample does not depend on other queries.
 
-    Let p be the lowest score of the query's positives. A candidate with score s is kept if s <= p - absolute_margin, s <= p -
-    relative_margin |p|, s <= max_score and s >= min_score. A setting that is None has no effect. Moreira et al. 2024
+    Let p be the lowest score of the query's positives. A candidate with score s remains if s <= p - absolute_margin, s <= p -
+    relative_margin |p|, s <= max_score and s >= min_score. A setting that is None has no effect. Of the remaining candidates,
+    the ``range_min`` best are skipped, and ``num_negatives`` are selected: the best, or a random sample. Moreira et al. 2024
     (NV-Retriever, arXiv 2407.15831) call the relative margin TopK-PercPos, the absolute margin TopK-MarginPos and max_score
     TopK-Abs.
     """
@@ -38,7 +39,7 @@ def select_negatives(scores: np.ndarray, positives: np.ndarray, settings: MineCo
         bound = getattr(settings, name)
         if bound is None:
             continue
-        if name.endswith("margin"):  # abs() keeps the bound below the lowest positive, even if its score is negative
+        if name.endswith("margin"):  # abs() keeps the bound below ``lowest`` even if ``lowest`` is negative
             bound = lowest - bound * (abs(lowest) if name == "relative_margin" else 1)
         fails = left & (exact < bound if name == "min_score" else exact > bound)
         removed[name] = int(fails.sum())
@@ -92,6 +93,6 @@ class CrossEncoder:
         ).reshape(len(pairs))
         if not np.isfinite(scores).all():
             raise InputError(
-                f"{self.name}: a score for the query {query[:80]!r} is NaN or infinite; the cross-encoder is not usable"
+                f"{self.name}: a score for the query {query[:80]!r} is NaN or infinite; use another cross-encoder"
             )
         return scores

@@ -22,7 +22,7 @@ def write_parquet(file: BinaryIO, shard: "Shard") -> None:
     columns = {"id": pa.array(shard.ids, pa.string())}
     columns |= {} if shard.texts is None else {"text": pa.array(shard.texts, pa.string())}
     columns["embedding"] = pa.FixedSizeListArray.from_arrays(values, shard.vectors.shape[1])
-    pq.write_table(pa.table(columns), file, use_dictionary=False)  # a dictionary of different values takes more space
+    pq.write_table(pa.table(columns), file, use_dictionary=False)  # if all values differ, a dictionary takes more space
 
 
 def read_parquet(path: Path, rows: int, dimension: int, dtype: str) -> tuple[list[str], np.ndarray]:

@@ -1,7 +1,4 @@
-"""Vectors of all training queries and passages.
-
-Each text is encoded once; the vectors stay in the cache as float16 shards.
-"""
+"""Encode all training queries and passages once, and store the vectors in the cache as float16 shards."""
 
 import hashlib
 from contextlib import nullcontext
@@ -32,7 +29,7 @@ class StoredVectors:
         self._dim = folder.dimension
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Read the vectors with the row numbers ``rows``: (k,) int64 on the CPU -> (k, d) float16 on the CPU."""
+        """Return the vectors of the texts at the positions ``rows``: (k,) int64 -> (k, d) float16, both on the CPU."""
         numbers = rows.numpy()
         found = np.empty((len(numbers), self._dim), dtype=np.float16)
         shard_of = np.searchsorted(self._ends, numbers, side="right")
@@ -65,14 +62,13 @@ def passage_vectors(
 def _stored_vectors(encoder: "DualEncoder", texts: Texts, group: Processes, batch_tokens: int | None) -> StoredVectors:
     """Return the vectors of texts, in their order.
 
-    Texts that are not in the cache are encoded first. The key of the cache is a hash of the texts and the encoder. W processes
-    encode every W-th shard each; a restart encodes only the missing shards. All processes must call this function. Raises
-    InputError if a vector is not finite in float16.
+    The key of the cache is a hash of the texts and the encoder. Missing shards are encoded first; each of W processes encodes
+    every W-th shard. All processes must call this function. Raises InputError if a vector is not finite in float16.
     """
     key = f"{encoder.fingerprint(texts.kind)} {texts.fingerprint}"
     name = hashlib.sha256(key.encode()).hexdigest()[:32]
     folder, first = cache_folder() / f"{texts.kind}_vectors" / name, group.rank == 0
-    # process 0 waits for another run that encodes the same texts
+    # if another run encodes the same texts, process 0 waits for it
     with waiting_lock(cache_folder() / "locks" / f"{name}.lock") if first else nullcontext():
         group.barrier()
         encode_texts(

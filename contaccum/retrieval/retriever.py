@@ -58,8 +58,8 @@ class Retriever(ABC):
         """Load the model, then encode or index the corpus (columns id, title, text).
 
         model: an encoder, the name or the config of an encoder, or ``bm25``. group: processes that divide the corpus among
-        themselves. All of them must search for the same queries, and each gets the complete run. mining: every process searches
-        the whole corpus for its own queries. Scores are then exact inner products, even with an approximate index. extra:
+        themselves. All of them must search for the same queries, and each gets the complete run. mining: instead, each process
+        searches the whole corpus for its own queries, and scores are exact inner products even with an approximate index. extra:
         passages that can be scored as positives but are never returned.
         """
         config = EncoderConfig(model) if isinstance(model, str) else model
@@ -68,7 +68,7 @@ class Retriever(ABC):
         validate_search(settings, group)
         if mining and group.world > 1 and settings.embeddings is None:
             raise InputError(
-                f"{group.world} processes were started without --embeddings; give a folder in which they share the vectors"
+                f"{group.world} processes were started without --embeddings; give a folder through which they share vectors"
             )
         from contaccum.encoder import load_encoder
 
@@ -173,7 +173,7 @@ class BM25(Retriever):
             self._index.index(tokens, show_progress=False)
 
     def scores(self, queries: Sequence[str]) -> Iterator[np.ndarray]:
-        """Yield, for each query text, the scores of all n passages, (n,) float32. A passage without a word of the query has 0."""
+        """Yield, for each query text, the scores of all n passages, (n,) float32. A passage without words of the query gets 0."""
         for terms in tqdm(words_of(queries), desc="BM25", unit="query", disable=None, leave=False):
             if terms and self._index is not None:
                 yield self._index.get_scores(terms)
@@ -279,7 +279,9 @@ def validate_search(settings: SearchConfig, group: Processes = ALONE) -> None:
             "embeddings that several processes made), or use the exact index 'Flat'."
         )
     if settings.backend == "torch":
-        raise InputError(f"factory {settings.factory!r} needs the backend faiss; the backend torch has only 'Flat'")
+        raise InputError(
+            f"factory {settings.factory!r} needs the backend faiss; the backend torch supports only 'Flat'"
+        )
 
 
 def index_settings(settings: SearchConfig) -> dict[str, Any]:
@@ -315,9 +317,10 @@ def search(
 ) -> Run:
     """Return the k best passages for each query of a split: query id -> list of (passage id, score), best first.
 
-    choice: an encoder, the name or the config of an encoder, or ``bm25``. output: TREC run file to write. If it is given, ids
-    with white space are refused before the search. group: processes (see ``joined``) that share the work. All of them call this
-    function, and each gets the same run. policy: what to do with bad records. None: use ``repair`` and ``max_bad_records``.
+    A passage with the id of the query is left out, as in BEIR. choice: an encoder, the name or the config of an encoder, or
+    ``bm25``. output: TREC run file to write; ids with white space are then refused before the search. group: processes (see
+    ``joined``) that share the work. All of them must call this function, and each gets the same run. policy: what to do with bad
+    records. None: use ``repair`` and ``max_bad_records``.
     """
     policy = policy or DataPolicy(repair=repair, max_bad_records=max_bad_records)
     refuse_input_as_output(output, data, getattr(choice, "model", choice), settings.embeddings, settings.index_dir)

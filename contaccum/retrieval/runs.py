@@ -32,7 +32,7 @@ def ranked(pairs: Iterable[tuple[str, float]], k: int | None = None) -> list[tup
 
 
 def write_run(path: str | Path, run: Run, tag: str = "contaccum") -> None:
-    """Write a TREC run file. Each line is ``query Q0 passage rank score tag``. Ranks start at 1. Scores have all digits.
+    """Write a TREC run file. Each line is ``query Q0 passage rank score tag``. Ranks start at 1. Scores are not rounded.
 
     The file appears only when it is complete. Raises InputError if an id or the tag is empty or contains white space, because the
     format does not allow this.
@@ -63,7 +63,7 @@ def _refuse_white_space(value: str, what: str, path: str | Path) -> None:
 
 
 def read_run(path: str | Path) -> Run:
-    """Read a TREC run file, plain or gzipped. Sort the passages by score and ignore the ranks, as trec_eval does.
+    """Read a TREC run file, plain or gzipped. The passages are sorted by score, not by rank, as in trec_eval.
 
     Raises InputError with the line number if the number of columns is wrong, if a score is not finite, or if a query has the same
     passage twice.
@@ -100,7 +100,7 @@ class RankedPassage(NamedTuple):
 
 
 def read_passages(corpus: "Dataset", ranking: Sequence[tuple[str, float]]) -> list[RankedPassage]:
-    """Read the title and the text of each passage of a ranking. The order of the ranking stays the same."""
+    """Read the title and the text of each passage of a ranking. Return the passages in the order of the ranking."""
     rows = rows_of(corpus, {passage_id for passage_id, _ in ranking})
     read = corpus[[rows[passage_id] for passage_id, _ in ranking]]
     return [
@@ -116,7 +116,7 @@ def rows_of(corpus: "Dataset", ids: set[str]) -> dict[str, int]:
     rows = find_rows(corpus, ids)
     if missing := sorted(ids - rows.keys()):
         raise InputError(
-            f"passage {missing[0]!r} of the run is not in the corpus (missing: {len(missing)}); give the corpus that was searched"
+            f"passage {missing[0]!r} of the run is not in the corpus ({len(missing)} missing); give the corpus that was searched"
         )
     return rows
 
@@ -126,8 +126,8 @@ def render_passages(
 ) -> str:
     """Format each passage as two lines of at most ``width`` columns.
 
-    The first line contains rank, score, id and title. The second line contains the text. grades: passage id -> grade. A + after
-    the rank marks a relevant passage. A - marks a passage that was judged not relevant.
+    The first line contains rank, score, id and title. The second line contains the text. grades: passage id -> grade. After the
+    rank, + marks a relevant passage, and - a passage that was judged not relevant.
     """
     lines = []
     for rank, passage in enumerate(passages, start=1):

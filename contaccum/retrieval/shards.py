@@ -2,8 +2,8 @@
 
 The files of shard 0 are ``00000.npy`` (vectors), ``00000.ids.json`` (list of ids) and ``00000.shard.json`` (record: sizes,
 SHA-256 and the encoding job). In the format parquet, ``00000.parquet`` contains ids and vectors. ``manifest.json`` is written
-when all shards have a record. The records tell writing processes which shards are finished, so they need no communication.
-Searching processes read only the manifest.
+when all shards have a record. Several processes can write one folder without communication, because the records show which
+shards are finished. A search reads only the manifest.
 """
 
 import json
@@ -34,7 +34,7 @@ class Shard(NamedTuple):
 
     ids: Sequence[str]  # n ids
     vectors: np.ndarray  # (n, d) float16 or float32; memory-mapped if read from .npy files
-    texts: Sequence[str] | None = None  # n texts; only if they are written too
+    texts: Sequence[str] | None = None  # n texts, or None if texts are not written
 
 
 class Shards(Protocol):
@@ -86,7 +86,7 @@ class EncodingJob:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """Names, sizes and hashes of the files of a finished shard: ``vectors`` and ``ids``, which can be the same file."""
+    """Names, sizes and hashes of the two files of a finished shard: vectors and ids. In Parquet, one file contains both."""
 
     vectors: str
     """Name of the file with the vectors."""
@@ -95,7 +95,7 @@ class ShardRecord:
     rows: int
     dimension: int
     bytes: dict[str, int]
-    """Bytes of each file: ``vectors`` and ``ids``, or only ``vectors`` if both are in one file."""
+    """Size of each file. Keys: ``vectors`` and ``ids``, or only ``vectors`` if one file contains both."""
     sha256: dict[str, str]
     """SHA-256 of each file. The keys are those of ``bytes``."""
 
@@ -144,7 +144,8 @@ def check_folder(folder: Path, job: EncodingJob) -> None:
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if not _OUR_FILES.fullmatch(path.name):
             raise InputError(
-                f"{folder}: contains {path.name!r}; choose an empty folder or a folder of unfinished embeddings"
+                f"{folder}: contains {path.name!r}, which is not a file of embeddings; choose an empty folder or "
+                "a folder of embeddings"
             )
         if path.name != MANIFEST and not path.name.endswith(".shard.json"):
             continue
@@ -205,7 +206,7 @@ def write_shard(folder: Path, number: int, job: EncodingJob, shard: Shard) -> No
 
 
 def damage(folder: Path, record: ShardRecord) -> str | None:
-    """Return a sentence about damaged or missing files of a shard, or None if all match the record."""
+    """Return a sentence about the first missing or damaged file of a shard, or None if all files match the record."""
     for part, name in record.files.items():
         path = folder / name
         if not path.is_file():
@@ -246,9 +247,8 @@ class ShardFolder:
     """Shards of a finished folder. The hashes of a shard are checked when the shard is first read.
 
     Vectors in .npy files are memory-mapped. A Parquet file is read into memory at each access to its shard. encoder, source:
-    expected fingerprints of the encoder and the texts; None accepts all. rank, world: give access only to the shards rank, rank +
-    world, … Raises InputError if the manifest is invalid or has different fingerprints. Access to a damaged shard raises
-    InputError, too.
+    expected fingerprints of the encoder and the texts; None accepts all. rank, world: only the shards rank, rank + world, … can
+    be read. Raises InputError if the manifest is invalid or has different fingerprints, or later if a damaged shard is read.
     """
 
     def __init__(
@@ -303,12 +303,11 @@ class ShardFolder:
         record = self._records[number]
         if number not in self._checked:
             if fault := damage(self.folder, record):
-                raise InputError(f"{fault}. Run the encoding again to repair it.")
+                raise InputError(f"{fault}. Run `contaccum encode` again to repair it, or delete the folder.")
             self._checked.add(number)
-        if self.job.format == "parquet":
-            path = self.folder / record.vectors
-            return Shard(*read_parquet(path, record.rows, self.dimension, self.job.dtype))
         path, shape = self.folder / record.vectors, (record.rows, self.dimension)
+        if self.job.format == "parquet":
+            return Shard(*read_parquet(path, *shape, self.job.dtype))
         try:
             vectors = np.load(path, mmap_mode="r", allow_pickle=False)
         except ValueError as error:
@@ -316,8 +315,8 @@ class ShardFolder:
         ids = read_json(self.folder / record.ids, list[str], max_bytes=record.bytes["ids"])
         if (vectors.shape, vectors.dtype, len(ids)) != (shape, self.job.dtype, len(vectors)):
             raise InputError(
-                f"{path}: contains {vectors.dtype} of shape {vectors.shape} with {len(ids)} ids, "
-                f"expected {self.job.dtype} of shape {shape}"
+                f"{path}: contains {vectors.dtype} vectors of shape {vectors.shape}, with {len(ids)} ids in {record.ids}; "
+                f"expected {self.job.dtype} vectors of shape {shape}, each with an id"
             )
         return Shard(ids, vectors)
 

@@ -130,7 +130,7 @@ def test_a_text_that_changed_between_two_calls_is_noticed(unfinished, mining, tm
     path.write_text("".join([*lines[:3], lines[3].replace("bear", "boar").replace("fox", "dog"), *lines[4:]]))
     assert path.read_text() != "".join(lines)
     queries = MiningQueries(open_examples(tmp_path / "data"))
-    with pytest.raises(InputError, match=r"unfinished mining with a different (queries|passages)"):
+    with pytest.raises(InputError, match=r"unfinished mining job that differs in (queries|passages)"):
         write_mined(Mining(queries, BM25(queries.corpus), SETTINGS), tmp_path / "mined.jsonl", {})
 
 

@@ -350,7 +350,7 @@ def test_what_another_search_would_find_is_no_continuation(queries, tmp_path):
     work.mkdir()
     (work / "job.json").write_text(json.dumps(job(**index)))
     other = dense(queries, SearchConfig(**{**index, "search_params": "nprobe=2"}))
-    with pytest.raises(InputError, match="contains unfinished mining with a different search_params"):
+    with pytest.raises(InputError, match="contains an unfinished mining job that differs in search_params"):
         write_mined(Mining(queries, other, MineConfig()), output, {})
 
 
@@ -371,7 +371,7 @@ def test_killed_and_started_again_it_writes_the_same_bytes(data, tmp_path, capsy
     assert 3 <= len(list(work.glob("[0-9]*.json"))) < 20
     capsys.readouterr()
     assert main([*call, "--output", str(output), "--num_negatives", "4"]) == 2
-    assert f"{work}: contains unfinished mining with a different num_negatives" in capsys.readouterr().err
+    assert f"{work}: contains an unfinished mining job that differs in num_negatives" in capsys.readouterr().err
     (work / "00001.lines").write_bytes(b"marked\n")  # a finished block that is mined again would lose the mark
     found = read_json(work / "00001.json", Statistics)
     found.lines = hashlib.sha256(b"marked\n").hexdigest()

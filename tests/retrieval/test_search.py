@@ -230,7 +230,7 @@ def test_two_builds_with_one_seed_give_one_run_and_another_seed_another_training
         ),
         ({"k": 0}, "k is 0"),
         ({"backend": "numpy"}, "backend is 'numpy'; expected one of auto, faiss, torch"),
-        ({"backend": "torch", "factory": "HNSW8"}, "needs the backend faiss; the backend torch has only 'Flat'"),
+        ({"backend": "torch", "factory": "HNSW8"}, "needs the backend faiss; the backend torch supports only 'Flat'"),
         ({"search_params": "nprobe=4"}, "has no effect on the exact index"),
         (
             {"factory": "HNSW8", "search_params": "nprobe=4"},
@@ -410,7 +410,7 @@ def test_search_params_reach_a_kept_index_and_do_not_stay_in_it(tmp_path):
     ("change", "words"),
     [
         ({"factory": "Flat"}, "no effect on the exact index"),
-        ({"backend": "torch"}, "needs the backend faiss; the backend torch has only 'Flat'"),
+        ({"backend": "torch"}, "needs the backend faiss; the backend torch supports only 'Flat'"),
     ],
 )
 def test_an_index_folder_that_cannot_serve_is_refused(tmp_path, change, words):
