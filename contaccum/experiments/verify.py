@@ -1,20 +1,20 @@
 """``contaccum verify``: check on your model, data and device that equivalent methods give equal gradients.
 
-Each check runs the same training steps in two equivalent ways and reports the largest difference. For gradients, this is the
-largest absolute difference divided by the largest gradient of the step. A check takes STEPS steps. Each step has MICRO_BATCHES
-micro-batches of at most PAIRS pairs. The steps are small because ``in_batch`` needs memory for a whole step.
+Each check computes the same gradients, log-sum-exps or trained weights in two ways and reports the largest difference. A step has
+MICRO_BATCHES micro-batches of at most PAIRS pairs. Steps are small because ``in_batch`` needs the memory of a whole step at once.
 
-``python -m contaccum.experiments.verify CONFIG.json`` computes the gradients of one method. It writes them to the safetensors
-file that ``output_dir`` names. torchrun can start it in several processes.
+``python -m contaccum.experiments.verify CONFIG.json`` computes the gradients of one method, in one process or under torchrun. It
+writes a safetensors file. The path of this file is ``output_dir`` of the config.
 """
 
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +45,16 @@ BANK_ROWS = 40
 """Number of rows of the bank, chosen so that a push of a whole step can wrap around the end of the ring buffer."""
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}  # precision -> largest difference that rounding can cause
 WITHOUT_BANK = {"passage_bank": "grad_accum", "cont_accum": "grad_accum", "cont_cache": "grad_cache"}
-"""Method with a bank -> equal method without a bank. They are equal if ``bank.size`` is 0."""
-Gradients = dict[str, Tensor]
+"""Method with a bank -> method that gives equal gradients if ``bank.size`` is 0."""
+Gradients = dict[str, Tensor]  # name of a parameter -> gradient
 
 
 @dataclass(frozen=True)
 class Equivalence:
-    """Result of one check of two equivalent ways to train."""
+    """Result of one check that two ways to compute the same values agree."""
 
     name: str
-    difference: float | None  # largest difference between the two ways; None if the check cannot run here
+    difference: float | None  # largest difference between the values; None if the check cannot run here
     tolerance: float
     note: str
 
@@ -88,7 +88,7 @@ def verify(config: TrainConfig, say: Callable[[str], None]) -> None:
 def small_config(config: TrainConfig) -> TrainConfig:
     """Return the config with small steps, a small bank, two checkpoints, and no evaluation or trackers."""
     pairs = min(PAIRS, config.batch.micro_batch_size)
-    pairs += pairs % 2 if pairs < PAIRS else 0  # an even number, because two processes divide a micro-batch
+    pairs += pairs % 2 if pairs < PAIRS else 0  # even, because two processes share a micro-batch
     sizes: dict[str, Any] = {"micro_batch_size": pairs, "global_batch_size": pairs * MICRO_BATCHES}
     batch = replace(config.batch, micro_batch_tokens=None, **sizes)
     bank = replace(config.bank, size=BANK_ROWS * pairs // PAIRS, warmup_steps=0)
@@ -105,7 +105,7 @@ def _engine(config: TrainConfig) -> "closing[Engine]":
 class Bench:
     """Model and data of the user, to compute the gradients of different methods.
 
-    All methods start from the same weights and train on the same steps.
+    All methods start from the same weights and train on the same micro-batches.
     """
 
     def __init__(self, config: TrainConfig, engine: Engine) -> None:
@@ -130,7 +130,7 @@ class Bench:
         return parts.build_bank(config, self.engine, self.encoder, self.loss)
 
     def gradients(self, method: str, bank: Bank, steps: int = STEPS) -> list[Gradients]:
-        """Train with plain gradient descent (SGD). Return the gradients of all parameters in each step."""
+        """Train with plain gradient descent (SGD). Return the gradients of each step."""
         self.encoder.load_state_dict(self.weights, strict=False)
         rate = self.config.learning_rate()
         self.engine.prepare(self.encoder, torch.optim.SGD(self.encoder.parameters(), lr=rate))
@@ -148,21 +148,27 @@ class Bench:
 
 
 def largest_difference(one: list[Gradients], other: list[Gradients]) -> float:
-    """Return the largest difference of two gradients, divided by the largest gradient of the step.
+    """Return the relative difference of two lists of gradients: the maximum over steps of max |one - other| / max |one|.
 
-    one, other: gradients of each step. The result is infinite if a gradient is NaN, if all gradients of a step are 0, or if
-    ``one`` and ``other`` have different parameters.
+    In each step, both maxima are over all elements of all parameters. The result is infinite if a gradient is NaN or infinite, if
+    all gradients of a step are 0, or if ``one`` and ``other`` have different parameters.
     """
     largest = 0.0
     for left, right in zip(one, other, strict=True):
         if left.keys() != right.keys():
-            return float("inf")
-        scale = max(float(gradient.abs().max()) for gradient in left.values())
-        difference = max(float((left[name] - right[name]).abs().max()) for name in left)
-        if not difference <= float("inf") or not scale > 0:  # a gradient is NaN, or all gradients are 0
-            return float("inf")
+            return inf
+        scale = _maximum(float(gradient.abs().max()) for gradient in left.values())
+        difference = _maximum(float((left[name] - right[name]).abs().max()) for name in left)
+        if not 0 < scale < inf:
+            return inf
         largest = max(largest, difference / scale)
     return largest
+
+
+def _maximum(values: Iterable[float]) -> float:
+    """Return the maximum, or infinity if a value is NaN. Python's ``max`` would ignore a NaN that is not the first value."""
+    found = list(values)
+    return max(found) if all(map(isfinite, found)) else inf
 
 
 def _equal_methods(bench: Bench) -> Iterator[Equivalence]:
@@ -182,10 +188,11 @@ def _cached_logsumexp(bench: Bench) -> Equivalence:
     bank = bench.bank("cont_accum", bench.config.bank_rows)
     name, tolerance = "incremental log-sum-exp = full matrix", 1e-5
     if not bank.options.keep:
-        return Equivalence(name, None, tolerance, "needs bank.keep")
+        return Equivalence(name, None, tolerance, "needs bank.keep true")
     bench.gradients("cont_accum", bank)
-    difference = max(_logsumexp_difference(each, bench.config) for each in (bank, *bank.truncated))
-    note = f"{bank.size} rows after {STEPS * bench.config.batch.global_batch_size} pushed, in float64, relative"
+    difference = _maximum(_logsumexp_difference(each, bench.config) for each in (bank, *bank.truncated))
+    pushed = STEPS * bench.config.batch.global_batch_size
+    note = f"relative difference in float64; bank of {bank.size} rows, {pushed} rows pushed"
     return Equivalence(name, difference, tolerance, note)
 
 
@@ -219,7 +226,7 @@ def _resume(config: TrainConfig, folder: Path) -> Equivalence:
     train(replace(config, output_dir=str(broken), resume=True))
     saved = [(file, broken / file.relative_to(whole)) for file in sorted((whole / "model").rglob("*.safetensors"))]
     same = all(sha256_of(one) == sha256_of(two) for one, two in saved)
-    difference = max(
+    difference = _maximum(
         float((tensor.double() - resumed[name].double()).abs().max())
         for one, two in saved
         for resumed in [load_file(two)]
@@ -247,19 +254,14 @@ def _processes(config: TrainConfig, folder: Path) -> Equivalence:
         try:
             found.append(_launch(world, job, output))
         except Failed as error:
-            return Equivalence(name, float("inf"), tolerance, str(error))
+            return Equivalence(name, inf, tolerance, str(error))
     kind = "nccl" if nccl else "gloo on the CPU"
-    note = (
-        f"{config.method}, gradients of {STEPS} steps, {kind}, dropout 0 because each process has other dropout noise"
-    )
+    note = f"{config.method}, gradients of {STEPS} steps, {kind}, dropout 0 because processes differ in dropout noise"
     return Equivalence(name, largest_difference(*found), tolerance, note)
 
 
 def _launch(world: int, job: Path, output: Path) -> list[Gradients]:
-    """Start ``world`` processes and return the gradients that they compute.
-
-    Raises Failed with the last error message if the processes fail.
-    """
+    """Start ``world`` processes and return their gradients. Raise Failed with the last error message if they fail."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)] if world > 1 else []
     call = [sys.executable, *launcher, "-m", "contaccum.experiments.verify", str(job)]
     done = subprocess.run(call, capture_output=True, text=True, check=False)

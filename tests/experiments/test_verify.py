@@ -114,10 +114,19 @@ def test_cached_logsumexp_that_misses_an_overwritten_row_fails(config, mask, wid
     assert not verify._cached_logsumexp(bench).holds
 
 
-def test_nan_or_zero_gradients_are_not_equal():
-    one, nan = {"w": torch.ones(2)}, {"w": torch.tensor([1.0, float("nan")])}
-    assert verify.largest_difference([one], [one]) == 0
-    assert verify.largest_difference([one], [nan]) == float("inf")
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["v", "w"])
+@pytest.mark.parametrize("sides", [(0,), (1,), (0, 1)])
+def test_gradients_that_are_not_finite_are_not_equal(value, name, sides):
+    pair = [{"v": torch.ones(2), "w": torch.ones(2)} for _ in range(2)]
+    assert verify.largest_difference(*([each] for each in pair)) == 0
+    for side in sides:
+        pair[side][name][1] = value
+    assert verify.largest_difference(*([each] for each in pair)) == float("inf")
+
+
+def test_zero_or_missing_gradients_are_not_equal():
+    one = {"w": torch.ones(2)}
     assert verify.largest_difference([one], [{"v": torch.ones(2)}]) == float("inf")
     assert verify.largest_difference([{"w": torch.zeros(2)}], [{"w": torch.zeros(2)}]) == float("inf")
 
