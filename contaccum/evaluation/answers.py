@@ -36,7 +36,7 @@ MATCHES = ("string", "regex")
 SECONDS_PER_MATCH = 1.0  # maximum time of a pattern on one passage; some patterns would never end
 SECONDS_PER_PATTERN = 10.0  # maximum time of a pattern on all passages of its question
 LONGEST_PATTERN = 2000  # maximum number of characters of a pattern
-LARGEST_PATTERN = 100_000  # the same with repetitions written out (a{3} is aaa); each character takes memory
+LARGEST_PATTERN = 100_000  # maximum after repetitions are written out (a{3} is aaa); each character takes memory
 
 _BATCH = 64  # number of questions that a process gets at a time
 _TOKEN = regex.compile(r"[\p{L}\p{N}\p{M}]+|[^\p{Z}\p{C}]")
@@ -152,10 +152,10 @@ def answer_accuracy(
 ) -> Metrics:
     """Compute the answer accuracy of a run: ``top5`` is the share of questions whose answer occurs in the first 5 passages.
 
-    run: its query ids must be the numbers of the questions, from 0. A question without passages counts as 0. match: ``string``,
-    or ``regex`` if the answers are regular expressions. cutoffs: numbers of passages; 5 gives ``top5``. processes: number of
-    processes that test passages in parallel. Raises InputError if the corpus lacks a passage of the run, if no query id of the
-    run is the number of a question, or if a pattern needs too much time or memory.
+    run: its query ids are the positions of the questions in ``questions``, from 0. A question without passages counts as 0.
+    match: ``string``, or ``regex`` if the answers are regular expressions. cutoffs: numbers of passages; 5 gives ``top5``.
+    processes: number of processes that test passages in parallel. Raises InputError if the corpus lacks a passage of the run, if
+    no query id of the run is the position of a question, or if a pattern needs too much time or memory.
     """
     if match not in MATCHES:
         raise InputError(f"match is {match!r}; expected one of {', '.join(MATCHES)}")

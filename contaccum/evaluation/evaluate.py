@@ -60,8 +60,8 @@ def evaluate(
     training examples), or a loaded data set. k: number of passages per query; metrics at cutoffs above k are not computed.
     relevance_level: see ``evaluate_run``. output: file to write the metrics to: the means, and the values of every query. group,
     policy: see ``contaccum.search``. strict, repair, max_bad_records: older way to set ``policy``. evaluator: ``beir`` uses the
-    loader, the exact search and the metrics of the library BEIR instead of ours. Raises InputError for an option that
-    BEIR cannot use.
+    loader, the exact search and the metrics of the library BEIR instead of ours. Raises InputError for an option that ``beir``
+    does not support.
     """
     cutoffs = cutoffs_within(CUTOFFS, k)
     model = choice if isinstance(choice, str) else getattr(choice, "model", None)
@@ -86,7 +86,7 @@ def evaluate(
 
 
 class BeirEncoder:
-    """Adapter that makes a ``DualEncoder`` usable in scripts for BEIR: ``DenseRetrievalExactSearch(BeirEncoder(encoder))``.
+    """Adapter to use a ``DualEncoder`` in scripts for BEIR: ``DenseRetrievalExactSearch(BeirEncoder(encoder))``.
 
     The script must use ``score_function="dot"``. ``batch_size`` is ignored, because ``batch_tokens`` limits the size of a batch.
     """
@@ -164,8 +164,8 @@ def evaluate_run_file(
     """Compute the metrics of a TREC run file. qrels: file of relevance judgements.
 
     Cutoffs up to 10 are always used. A larger cutoff is used if a query has at least that many passages. If a query has fewer
-    passages than a cutoff, the missing passages count as not relevant, as in trec_eval. Queries without a relevant passage are
-    left out with a warning. If ``policy`` is strict, such queries are an error. output: file to write the metrics to.
+    passages than a cutoff, the missing passages count as not relevant, as in trec_eval. Queries without a relevant passage in
+    ``qrels`` are left out with a warning; if ``policy`` is strict, they are an error. output: file to write the metrics to.
     """
     refuse_input_as_output(output, run, qrels)
     hits = read_run(run)
@@ -244,15 +244,15 @@ def evaluate_benchmark(
         name = each.data.strip("/").replace("/", "-")  # name of the metrics file and of the folders of this data set
         saved, index_dir = (value and str(Path(value) / name) for value in (settings.embeddings, settings.index_dir))
         own_settings = replace(settings, embeddings=saved, index_dir=index_dir)
-        identity = {**shared, "data_sha256": data_digest(each)}
-        identity |= {"dtype": (saved_dtype(saved) or settings.dtype) if saved else "float32"} if encoder else {}
-        identity |= {"data": each.data, "split": each.split}
+        scored_with = {**shared, "data_sha256": data_digest(each)}
+        scored_with |= {"dtype": (saved_dtype(saved) or settings.dtype) if saved else "float32"} if encoder else {}
+        scored_with |= {"data": each.data, "split": each.split}
         file = Path(output) / f"{name}.json" if output is not None else None
-        metrics = _finished(file, identity)
+        metrics = _finished(file, scored_with)
         if metrics is None:
             metrics = evaluate(encoder or choice, each.data, each.split, settings=own_settings, **arguments)
             if file is not None and group.is_main:
-                write_json(file, {**identity, **metrics})
+                write_json(file, {**scored_with, **metrics})
         finished.setdefault(each.row, []).append(metrics)
     result = {**shared, **benchmark_means(finished)}
     if output is not None and group.is_main:
@@ -261,17 +261,12 @@ def evaluate_benchmark(
 
 
 def data_digest(part: BenchmarkSet) -> str | None:
-    """Return the SHA-256 of a local file or BEIR folder. Return None for a published data set, because it does not change."""
+    """Return a SHA-256 of a local file or BEIR folder. Return None for a published data set, which does not change."""
     if not os.path.exists(part.data):
         return None
     path = Path(part.data)
-    names = [
-        f"{name}{end}"
-        for name in ("corpus.jsonl", "queries.jsonl", "collection.tsv", "queries.tsv")
-        for end in ("", ".gz")
-    ]
-    names += [f"qrels/{part.split}.tsv{end}" for end in ("", ".gz")]
-    files = [path / name for name in names] if path.is_dir() else [path]
+    names = ("corpus.jsonl", "queries.jsonl", "collection.tsv", "queries.tsv", f"qrels/{part.split}.tsv")
+    files = [path / f"{name}{end}" for name in names for end in ("", ".gz")] if path.is_dir() else [path]
     digests = [[file.name, sha256_of(file)] for file in files if file.is_file()]
     return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
@@ -287,7 +282,6 @@ def benchmark_means(finished: Mapping[str, list[Metrics]]) -> dict[str, Any]:
         | {"queries": sum(each["queries"] for each in scored)}
         for row, scored in finished.items()
     }
-
     result: dict[str, Any] = {"rows": rows}
     for title, left_out in (("mean", None), ("mean_without_msmarco", "msmarco")):
         chosen = [row for key, row in rows.items() if key != left_out]
@@ -296,14 +290,17 @@ def benchmark_means(finished: Mapping[str, list[Metrics]]) -> dict[str, Any]:
     return result
 
 
-def _finished(file: Path | None, identity: Mapping[str, Any]) -> Any:
-    """Return the metrics in ``file``, or None without this file. Raise InputError if its settings differ from ``identity``."""
+def _finished(file: Path | None, scored_with: Mapping[str, Any]) -> Any:
+    """Return the metrics that an earlier call wrote, or None if ``file`` is None or does not exist.
+
+    scored_with: name -> value of everything that changes the metrics. Raises InputError if ``file`` has another value.
+    """
     if file is None or not file.is_file():
         return None
     metrics = read_metrics(file)
-    if changed := [name for name, value in identity.items() if metrics.get(name) != value]:
+    if changed := [name for name, value in scored_with.items() if metrics.get(name) != value]:
         raise InputError(
-            f"{file}: was scored with {changed[0]} {metrics.get(changed[0])!r}; this call has {identity[changed[0]]!r}. "
+            f"{file}: was scored with {changed[0]} {metrics.get(changed[0])!r}; this call has {scored_with[changed[0]]!r}. "
             "Use another --output."
         )
     if not isinstance(metrics.get("queries"), int):

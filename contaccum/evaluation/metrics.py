@@ -24,7 +24,7 @@ class _Means(TypedDict):
 
 
 class Metrics(_Means, total=False):
-    """Metrics of one ranking (TREC run). The file ``metrics.json`` also names the data set, split and model."""
+    """Metrics of one TREC run (the rankings of all queries). The file metrics.json also names data set, split and model."""
 
     per_query: dict[str, dict[str, float]]  # query id -> metric -> value
     queries: int  # number of queries

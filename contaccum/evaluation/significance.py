@@ -103,9 +103,9 @@ def holm(values: Sequence[float]) -> list[float]:
     """Correct the p values of several tests by Holm's step-down method (Holm 1979). Return them in the order of ``values``."""
     order = np.argsort(values, kind="stable")
     adjusted, highest = [0.0] * len(values), 0.0
-    for rank, place in enumerate(order):
-        highest = max(highest, min(1.0, (len(values) - rank) * values[place]))
-        adjusted[place] = highest
+    for rank, index in enumerate(order):
+        highest = max(highest, min(1.0, (len(values) - rank) * values[index]))
+        adjusted[index] = highest
     return adjusted
 
 

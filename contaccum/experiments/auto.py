@@ -4,13 +4,14 @@ Content of ``output_dir``:
 
 - ``auto.json``: settings, measurements and decisions
 - ``data/``: small dev set; if the data has no dev split, also the remaining training queries
+- ``dev/``: metrics of the untrained model on the small dev set
 - ``measure/``: training runs of a few steps, whose time is measured
 - ``tune/``: short training runs, from which the settings are chosen
 - ``train/``: final training run; ``train/model`` is the trained model
 - ``untrained/`` and ``bm25/``: metrics of the two baselines on the test data
 - ``report.html``: report
 
-A second call skips the finished stages. It continues with the first unfinished stage.
+A second call continues with the first unfinished stage.
 """
 
 import statistics
@@ -55,7 +56,7 @@ RECIPES: tuple[dict[str, str], ...] = (
 )
 """Methods to try, each with its settings."""
 BATCHES = (16, 64, 256)
-"""Global batch sizes to try. The bank has 4 times as many rows."""
+"""Global batch sizes to try. The bank always has 4 times as many rows."""
 RATES = (1.0, 2.0, 0.5)
 """Learning rates to try, as multiples of ``optim.learning_rate``."""
 TUNING = 0.2  # share of the total time that tuning may take
@@ -63,7 +64,7 @@ SAFETY = 0.94  # the final run is planned for this share of the remaining time
 FEWEST_STEPS = 8  # minimum number of steps of a tuning run; shorter runs do not show which settings are better
 MOST_EPOCHS = 20  # maximum number of epochs of a run
 EVALUATIONS = 4  # number of dev evaluations during the final run
-DEV_QUERIES, DEV_PASSAGES = 300, 2000
+DEV_QUERIES, DEV_PASSAGES = 300, 2000  # maximum size of the small dev set
 
 
 def run_auto(configure: Configure, options: AutoConfig) -> str:
@@ -121,7 +122,7 @@ class Auto:
         return self._verdict()
 
     def config(self, folder: str, changes: dict[str, str]) -> TrainConfig:
-        """Return the config with ``changes`` for a run in ``folder``. The run uses the data that ``_divide`` wrote."""
+        """Return the config of a run in ``folder``, with ``changes`` and the data that ``_divide`` wrote."""
         pairs = int(changes.get("batch.global_batch_size", 1))
         if size := self.state.sizes.get(changes.get("method", "")):
             changes = {**changes, "batch.micro_batch_size": str(gcd(size, pairs))}
@@ -150,7 +151,7 @@ class Auto:
         self.state.save()
 
     def _measure(self) -> None:
-        """Measure a dev evaluation. For each recipe, measure the micro-batch size that fits, and train for a few steps."""
+        """Measure the time of a dev evaluation, and the largest micro-batch and the time of training with each recipe."""
         seconds = self.state.seconds
         if "dev" not in seconds:
             with self._timed("dev"):
@@ -173,7 +174,10 @@ class Auto:
             self.state.save()
 
     def _trial(self, recipe: dict[str, str]) -> float:
-        """Train for a few steps with the smallest N, which takes the most time per pair; return the seconds per pair."""
+        """Train for a few steps and return the seconds per pair. The smallest N is used: it takes the most time per pair.
+
+        Also record the longest time of a run outside its steps, for ``_tuning_plan``.
+        """
         name = f"measure/{recipe['method']}"
         folder = self.output / name
         if folder.is_dir():
@@ -191,7 +195,7 @@ class Auto:
         return {"batch.global_batch_size": str(pairs), "bank.size": str(4 * pairs)}
 
     def _candidates(self) -> list[Values]:
-        """Return the combinations of settings from which tuning chooses. The most promising ones come first."""
+        """Return the combinations of settings from which tuning chooses, the most promising first."""
         batches = [pairs for pairs in BATCHES if pairs * FEWEST_STEPS <= self._queries] or [BATCHES[0]]
         rate = self.base.optim.learning_rate
         return [
@@ -215,7 +219,10 @@ class Auto:
         return self.state.seconds[changes["method"]] * int(changes["batch.global_batch_size"])
 
     def _tuning_plan(self) -> tuple[list[Values], float]:
-        """Return the candidates that fit into the tuning time, and the seconds of the longest tuning run."""
+        """Return the candidates to try in the tuning time, and the planned seconds of a run in the last rung.
+
+        With only one candidate there is no tuning, and the seconds are 0.
+        """
         candidates, overhead = self._candidates(), self.state.seconds["run"]
         for count in range(len(candidates), 1, -1):
             shares, trained = rung_shares(count, None), count
@@ -223,8 +230,8 @@ class Auto:
             for share in shares:
                 runs, full, trained = runs + trained, full + trained * share, survivors(trained)
             budget = (TUNING * self.total - runs * overhead) / float(full)
-            shortest = max(map(self._step_seconds, candidates[:count]))
-            if budget * float(shares[0]) >= FEWEST_STEPS * shortest:
+            slowest = max(map(self._step_seconds, candidates[:count]))
+            if budget * float(shares[0]) >= FEWEST_STEPS * slowest:
                 return candidates[:count], budget
         return candidates[:1], 0.0
 
@@ -242,7 +249,7 @@ class Auto:
     def _dev_score(self, values: Values, seconds: float) -> float | None:
         """Train for ``seconds`` and return the dev metric.
 
-        Return None if training fails, for example at a high learning rate, or if the time for tuning is over.
+        Return None if training fails, for example at a high learning rate, or if the tuning time is used up.
         """
         steps = max(1, min(self._most_steps(values), int(seconds / self._step_seconds(values))))
         config = self._run_config(f"tune/{named('run', values)}-{steps}", dict(values), steps, evaluations=0)
@@ -297,14 +304,14 @@ class Auto:
                 run_job(kind, self.config(kind, {}), self.test)
 
     def _verdict(self) -> str:
-        """Write the report. Return the verdict, the metrics and the paths of model and report as text."""
+        """Write the report. Return a text with the verdict, the metrics, and the paths of model and report."""
         metric = self.base.run.metric
         folders = [self.output / name for name in ("bm25", "untrained", "train")]
         scores = {folder.name: read_metrics(folder / METRICS_FILE) for folder in folders}
         found = compare({0: scores["train"]["per_query"]}, {0: scores["untrained"]["per_query"]}, metric)
         page = write_report(self.output, folders, StudyResult(metric, {self.output / "untrained"}))
         means = ", ".join(f"{name} {each['mean'][metric]:.4f}" for name, each in scores.items())
-        on = "the dev queries, which also chose the settings" if self.test is self.dev else "the test queries"
+        on = "the dev queries, also used to choose the settings" if self.test is self.dev else "the test queries"
         return (
             f"{verdict(found, metric)}\n{metric} on {on}: {means}\n"
             f"model: {self.output / 'train' / 'model'}\nreport: {page}\n"

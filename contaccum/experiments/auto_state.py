@@ -1,4 +1,4 @@
-"""File ``auto.json``: measurements and decisions of ``contaccum auto``, from which a later call continues."""
+"""File ``auto.json``, from which a later call of ``contaccum auto`` continues."""
 
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -14,7 +14,7 @@ STATE_FILE = "auto.json"
 
 @dataclass
 class State:
-    """Measurements and decisions that a later call uses again. They are saved in auto.json."""
+    """Content of ``auto.json``: settings, measurements and decisions."""
 
     settings: dict[str, Any]
     spent: float = 0.0
@@ -22,23 +22,23 @@ class State:
     seconds: dict[str, float] = field(default_factory=dict)
     """Name -> measured seconds.
 
-    ``dev``, ``untrained`` and ``bm25``: one evaluation of the untrained model on dev, and of both baselines on the test data. A
-    method: training with one pair. ``run``: a training run without its steps (loading, evaluation on dev, saving).
+    ``dev``: evaluation of the untrained model on dev. ``untrained``, ``bm25``: evaluation of the baseline on the test data. Name
+    of a method: training on one pair. ``run``: longest time of a run outside its steps (loading, dev evaluation, saving).
     """
     sizes: dict[str, int] = field(default_factory=dict)
     """Method -> largest micro-batch size that fits into the memory."""
     tuning: float = 0.0
     """Seconds of all tuning runs so far."""
-    chosen: dict[str, str] = field(default_factory=dict)
+    chosen: dict[str, str] = field(default_factory=dict)  # setting -> chosen value; empty before the end of tuning
     steps: int = 0
-    """Number of optimizer steps of the final run."""
+    """Number of optimizer steps of the final run. 0: not planned yet."""
     format_version: int = 1
     file: Path = field(default=Path(), repr=False)
     began: float = field(default_factory=time.monotonic, repr=False)
 
     @classmethod
     def read(cls, file: Path, settings: dict[str, Any]) -> "State":
-        """Read the state of earlier calls from ``file``, if it exists. Raise InputError if they had other settings."""
+        """Read the state of earlier calls from ``file``, if it exists. Raise InputError if these calls had other settings."""
         if not file.is_file():
             return cls(settings, file=file)
         saved = read_json(file, cls, version=1)

@@ -30,7 +30,7 @@ class Budget(NamedTuple):
     def steps(self, config: TrainConfig, share: Fraction, step_seconds: float | None) -> int:
         """Return the number of optimizer steps that ``share`` of the budget pays for.
 
-        step_seconds: measured seconds of a step, needed only for a budget in seconds. Raises InputError if there is no step.
+        step_seconds: measured seconds of a step, needed only for a budget in seconds. Raises InputError if the number is 0.
         """
         price = step_seconds if self.unit == "s" else step_cost(config, self.unit)
         assert price is not None
@@ -56,7 +56,7 @@ def parse_budget(text: str) -> Budget:
 
 
 def parse_time(text: str) -> float:
-    """Convert a text such as 90s, 30m or 2h to seconds. Raise InputError for any other text."""
+    """Convert a text such as 90s, 30m or 2h to seconds. Raise InputError for another text or less than 1 second."""
     unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:])
     try:
         seconds = float(text[:-1]) * unit if unit else 0.0
@@ -64,7 +64,7 @@ def parse_time(text: str) -> float:
         seconds = 0.0
     if not 1 <= seconds < 1e9:
         raise InputError(
-            f"--time is {text!r}; it must be a number followed by s, m or h, such as 30m, of at least 1 second"
+            f"--time is {text!r}; it must be a time from 1 second to 1e9 seconds: a number followed by s, m or h, such as 30m"
         )
     return seconds
 
@@ -93,17 +93,14 @@ def limited(config: TrainConfig, budget: Budget | None, share: Fraction, step_se
 
 
 class StepTimes:
-    """Measured seconds of an optimizer step for each config.
-
-    They are saved in a file, so that a repeated command computes the same numbers of steps.
-    """
+    """Measured seconds of an optimizer step, saved in a file, so that a repeated command plans the same numbers of steps."""
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / TIMES_FILE
         self.seconds = read_json(self.file, dict[str, float]) if self.file.is_file() else {}
 
     def of(self, config: TrainConfig) -> float:
-        """Return the seconds of a step with ``config``. If they are not in the file, measure them in a new process."""
+        """Return the seconds of a step with ``config``. Measure them in a new process if the file does not contain them."""
         speed = {
             name: value
             for name, value in flat(asdict(config)).items()

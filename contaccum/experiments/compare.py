@@ -123,7 +123,7 @@ class Study:
         self.times = StepTimes(self.output)
 
     def _valid_candidates(self) -> None:
-        """Remove the candidates that cannot be trained, and prepare the tuning of variants that have several candidates."""
+        """Remove candidates that cannot be trained, and prepare the tuning of variants with several candidates."""
         self.tuned, fixed = [], []
         for variant in self.variants:
             invalid = {}
@@ -143,7 +143,7 @@ class Study:
             valid = tuple(each for each in variant.candidates if named(variant.label, each) not in invalid)
             if not valid:
                 raise InputError(
-                    f"{variant.label}: no combination of the tuned values is valid. {': '.join(invalid.popitem())}"
+                    f"{variant.label}: no combination of the tuned values is valid. For example, {': '.join(invalid.popitem())}"
                 )
             left = replace(variant, candidates=valid)
             fixed.append(left)
@@ -163,7 +163,7 @@ class Study:
         require_matplotlib()
         by_settings: dict[str, str] = {}
         for variant in self.variants:
-            for candidate in variant.candidates:  # also finds equal values such as 1e-3 and 0.001
+            for candidate in variant.candidates:  # compare the configs, because 1e-3 and 0.001 are equal values
                 name = named(variant.label, candidate)
                 same = by_settings.setdefault(repr(self._config(variant, candidate)), name)
                 if same != name:
@@ -177,13 +177,13 @@ class Study:
         for run in [*self._every_run(), *self.baselines]:
             if names.setdefault(run.folder, run.name) != run.name:
                 raise InputError(
-                    f"{run.folder}: two runs would use this folder: {run.name} and {names[run.folder]}. Folder names keep only "
-                    "letters and digits, so use values that differ in these."
+                    f"{run.folder}: two runs would use this folder: {run.name} and {names[run.folder]}. In folder names, all "
+                    "characters except letters, digits and ._=+- become underscores; use labels and values that still differ."
                 )
             self._check_folder(run)
 
     def _every_run(self) -> Iterable[PlannedRun]:
-        """Yield all training runs that may be needed. Tuning later decides which ones are."""
+        """Yield all training runs that may be needed. Tuning chooses from them later."""
         for variant in self.variants:
             for candidate in variant.candidates:
                 yield from (self._planned_run(variant, candidate, seed) for seed in self.seeds)
@@ -195,13 +195,13 @@ class Study:
                 yield from (self._planned_run(each.variant, candidate, self.seeds[0], share) for share in each.shares)
 
     def _check_data(self) -> None:
-        """Raise InputError if data cannot be read or if the dev data is the test data. Warn if the training data is."""
+        """Raise InputError if data cannot be read, or if tuning would use the test data. Warn if training uses the test data."""
         data, (test, split) = self.base.data, self.test.values()
         if not test:
             raise InputError("--test: not given; with data.mixture it must name the test data")
         test_queries = _queries(test, split)
         if Path(test).is_file() and self.options.test is None:
-            raise InputError(f"{test}: a file of examples has no split {split!r}. Name the test data with --test.")
+            raise InputError(f"{test}: a file of examples has no splits. Name the test data with --test.")
         if self.tuned and not data.dev:
             raise InputError("data.dev: not set; tuning needs dev data")
         if self.tuned and _queries(data.dev or "", data.dev_split) == test_queries:
@@ -229,10 +229,7 @@ class Study:
         )
 
     def _planned_baselines(self, kinds: list[str], varied: Mapping[str, list[str]]) -> list[PlannedRun]:
-        """Plan the evaluation of the baselines.
-
-        BM25 is evaluated once. The untrained encoder is evaluated once for each combination of the settings that it reads.
-        """
+        """Plan one evaluation of BM25, and one of the untrained encoder for each combination of values that changes it."""
         return [
             self._planned(named(kind, values), kind, self.configure(dict(values)))
             for kind in kinds
@@ -240,7 +237,7 @@ class Study:
         ]
 
     def _planned(self, name: str, kind: str, config: TrainConfig, parent: str = "runs") -> PlannedRun:
-        """Plan a run. Its folder has the same name, with underscores for characters except letters, digits and ``._=+-``."""
+        """Plan a run. In the name of its folder, characters other than letters, digits and ``._=+-`` become underscores."""
         folder = self.output / parent / re.sub(r"[^A-Za-z0-9._=+-]", "_", name)
         return PlannedRun(name, kind, replace(config, output_dir=str(folder), resume=True))
 
@@ -263,7 +260,7 @@ class Study:
                     )
             if not same_content(found.get("test_content", self.test_content), self.test_content):
                 raise InputError(
-                    f"{metrics}: the test data changed after this evaluation. Undo the change, or delete the file to "
+                    f"{metrics}: the test data changed after this evaluation. Undo the change, or delete this file to "
                     "evaluate again."
                 )
 
@@ -302,10 +299,7 @@ class Study:
         return page
 
     def _train_candidates(self, candidates: list[tuple[Variant, Values, Fraction]]) -> list[float | None]:
-        """Train each candidate with the first seed and its share of the budget. Return the dev metric of each candidate.
-
-        The metric of a failed run is None.
-        """
+        """Train each candidate with the first seed and its share of the budget. Return the dev metrics; None: failed run."""
         runs = [self._planned_run(variant, values, self.seeds[0], share) for variant, values, share in candidates]
         failed = {one.job.name: one for one in self._run_missing(runs, TUNED_FILE, None)}
         scores = [dev_score(run.folder) for run in runs]
@@ -327,7 +321,7 @@ class Study:
         for run in runs:
             if not (run.folder / result).is_file():
                 file = self.output / "jobs" / f"{run.folder.name}.json"
-                # tuning runs with the full budget are in runs/; a chosen one is evaluated on the test data later
+                # runs/ contains tuning runs with the full budget; keep their weights, to evaluate the chosen one on the test data
                 keep = self.options.keep_weights if test else run.folder.parent.name == "runs"
                 write_json(file, {"kind": run.kind, "config": asdict(run.config), "test": test, "keep_weights": keep})
                 jobs.append(RunJob(run.name, file, file.with_suffix(".log")))
@@ -345,5 +339,5 @@ class Study:
 
 
 def _queries(data: str, split: str) -> tuple[str, str]:
-    """Return the real path and the split, to compare two data sets. A file of examples has no split: return an empty one."""
+    """Return the real path and the split, to compare two data sets. The split of a file of examples is empty."""
     return os.path.realpath(data), "" if Path(data).is_file() else split

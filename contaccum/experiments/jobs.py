@@ -89,12 +89,12 @@ def require_one_process(command: str) -> None:
     """Raise InputError if a launcher such as torchrun started several processes."""
     if (world := process_place()[1]) > 1:
         raise InputError(
-            f"contaccum {command}: launched in {world} processes. Start one process; it starts its own workers."
+            f"contaccum {command}: launched in {world} processes. Start one process; it starts others if it needs them."
         )
 
 
 def device_slots(device: str, parallel: int | None) -> list[dict[str, str]]:
-    """Return the slots for jobs. A slot runs one job at a time, with its environment variables.
+    """Return the environment variables of each slot. A slot runs one job at a time.
 
     There are ``parallel`` slots. Default: one slot per GPU, or one slot on a CPU. If there are more slots than GPUs, several
     slots use the same GPU. On a CPU, each slot gets the same number of cores, unless OMP_NUM_THREADS is set.
@@ -160,7 +160,8 @@ def _exit_with_parent() -> None:
 def run_job(kind: str, config: TrainConfig, test: dict[str, str] | None, keep_weights: bool = True) -> None:
     """Train and evaluate a model, or evaluate a baseline. Save the metrics on the test data.
 
-    kind: ``run`` trains a model; ``bm25`` and ``untrained`` are baselines. test: data and split. None: save only the dev score.
+    kind: ``run`` trains a model; ``bm25`` and ``untrained`` are baselines. test: data and split. None: save only the dev metric.
+    keep_weights: False deletes checkpoints and model at the end.
     """
     run = Path(config.output_dir)
     if kind == "run":
@@ -168,20 +169,18 @@ def run_job(kind: str, config: TrainConfig, test: dict[str, str] | None, keep_we
     if test is None:
         mean = read_metrics(run / DEV_METRICS_FILE)["mean"]
         write_json(run / TUNED_FILE, {"metric": config.run.metric, "score": mean[config.run.metric]})
-        if not keep_weights:
-            delete_weights(run)
-        return
-    settings, policy = SearchConfig(batch_tokens=config.run.eval_batch_tokens), config.data.policy
-    judged = open_dataset(test["data"], test["split"], policy).retrieval_set
-    content = {"test_content": judged.fingerprint()}  # tells a later comparison whether the test data changed
-    metrics = evaluate(_model(kind, config), judged, settings=settings)
-    write_json(run / METRICS_FILE, {**test, **content, **baseline_identity(kind, config), **metrics})
+    else:
+        settings = SearchConfig(batch_tokens=config.run.eval_batch_tokens)
+        judged = open_dataset(test["data"], test["split"], config.data.policy).retrieval_set
+        content = {"test_content": judged.fingerprint()}  # tells a later comparison whether the test data changed
+        metrics = evaluate(_model(kind, config), judged, settings=settings)
+        write_json(run / METRICS_FILE, {**test, **content, **baseline_identity(kind, config), **metrics})
     if not keep_weights:
         delete_weights(run)
 
 
 def delete_weights(run: Path) -> None:
-    """Delete the checkpoints and the model of the run in the folder ``run``."""
+    """Delete the checkpoints and the model. run: folder of the run."""
     for folder in (run / "checkpoints", run / "model"):
         if folder.is_dir():
             remove_folder(folder)

@@ -34,7 +34,7 @@ from contaccum.training.log import mean_losses
 from contaccum.training.out_of_memory import out_of_memory
 
 MICRO_BATCHES = 2  # micro-batches of a measured step; the second one also needs memory for the gradients of the first
-TIMED_MICRO_BATCHES = 8  # maximum number of micro-batches in a timed step; the time of longer steps is extrapolated
+TIMED_MICRO_BATCHES = 8  # maximum number of micro-batches in a timed step; longer times are extrapolated
 SAMPLE = 256  # number of passages that are encoded to measure the speed of encoding
 REPEATS = 3  # number of timed repetitions; the median counts
 BANK_BYTES = 64_000_000
@@ -48,7 +48,7 @@ class Measurement:
     """Largest sizes within the memory budget, peak memory, and speeds of one method that trains in one process."""
 
     micro_batch_size: int | None  # largest divisor of the global batch size that fits; None if no divisor fits
-    peak: float  # peak memory in bytes with this micro-batch size (None: the smallest one) and the configured bank
+    peak: float  # peak memory in bytes with this size (if None, with the smallest size) and the configured bank
     error: float  # relative error of the last memory prediction that was checked by a measurement
     largest_bank: int | None  # maximum number of rows with the configured micro-batch size; None without a bank
     context: int  # bytes on the GPU outside PyTorch's allocator; ``peak`` includes them
@@ -64,7 +64,7 @@ class Measurement:
 
 
 class Probe:
-    """Encoder, engine and data for training steps of different sizes, whose memory and time are measured."""
+    """Encoder, engine and data, to measure the memory and time of training steps of different sizes."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
@@ -111,7 +111,7 @@ class Probe:
         return total - free - torch.cuda.memory_reserved(self.engine.device)
 
     def usable(self) -> float:
-        """Return how many bytes a measurement may use. On a GPU there is no limit: running out of memory does no harm."""
+        """Return how many bytes a measurement may use. There is no limit on a GPU, where running out of memory does no harm."""
         if self.engine.device.type == "cuda":
             return float("inf")
         return USABLE * (psutil.virtual_memory().available + psutil.Process().memory_info().rss)
@@ -168,7 +168,7 @@ class Probe:
             if each.sums is not None:
                 tensors["sums"].zero_()
             if each.sums is not None and self.engine.device.type != "cpu":
-                # start at the last slot, so that the first push opens a block at every level, and tiles of a GPU are large
+                # opening blocks needs much memory on a GPU: start at the last slot, so that the first push opens one per level
                 numbers["open"] = [(each.size - 1) // width % each.sums.fan for width in each.sums.widths[:-1]]
             each.load_state(tensors, {**numbers, "stored": each.size, "step": self.config.bank.warmup_steps})
         return bank
@@ -178,8 +178,7 @@ class Probe:
     ) -> list[float]:
         """Take ``count`` optimizer steps and return the seconds of each step.
 
-        warm_up: first take steps that are not timed. On a CPU this is one step. On a GPU it is all steps, because each new tensor
-        shape is slow the first time.
+        warm_up: first take steps that are not timed: one on a CPU, ``count`` on a GPU, because new tensor shapes are slow there.
         """
         batches = parts.build_batches(config, self.engine, self.encoder, train_set)
         first = (count if self.engine.device.type == "cuda" else 1) if warm_up else 0
@@ -215,7 +214,7 @@ def _longest(train_set: TrainSet, most: int, searched: int = 100_000) -> np.ndar
 
 
 def fitting_size(probe: Probe, budget: float, processes: int = 1) -> FittingSize:
-    """Find the largest micro-batch within ``budget`` bytes. Raise InputError if memory is too small for three small sizes."""
+    """Find the largest micro-batch within ``budget`` bytes. Raise InputError if fewer than two small sizes fit."""
     config = probe.config
     rows, n = config.bank_size(), config.batch.global_batch_size // processes
     first = max(4, 4 * config.batch.micro_batch_size if config.spec.whole else config.micro_batch_size(1))
@@ -240,7 +239,7 @@ def fitting_size(probe: Probe, budget: float, processes: int = 1) -> FittingSize
 
 
 def sharded_sizes(probe: Probe, processes: int, micro_batch_budget: float) -> dict[str, FittingSize]:
-    """Find the largest micro-batch of each process without sharding (none) and with it (fsdp). The steps are not sharded."""
+    """Find the largest micro-batch of each process: ``run.sharding`` -> size. What sharding saves is computed, not measured."""
     half = probe.config.run.precision == "bf16"
     saved = saved_bytes(probe.encoder.units(), processes, torch.bfloat16 if half else torch.float32)
     found = {"none": fitting_size(probe, micro_batch_budget, processes)}
@@ -265,14 +264,15 @@ def measure(probe: Probe, budget: float) -> Measurement:
 
 
 def largest_bank(probe: Probe, rows: int, size: int, budget: float) -> int:
-    """Return the number of rows of the largest bank that fits into ``budget`` with micro-batches of ``size`` pairs.
+    """Return the number of rows of the largest bank within ``budget`` bytes, with micro-batches of ``size`` pairs.
 
-    Sizes that this device cannot measure are predicted. The result is 0 if no bank fits or if two banks cannot be measured.
+    rows: number of rows of the first measured bank. Sizes that this device cannot measure are predicted. The result is 0 if no
+    bank fits, or if the memory of a row cannot be measured.
     """
     more = rows + BANK_BYTES // (8 * probe.encoder.dim)
     found = {each: probe.peak(size, each) for each in (rows, more)}
     banks = {each: peak for each, peak in found.items() if peak is not None}
-    if len(banks) < 2 or predict(banks, 2 * more) <= banks[more]:  # the bank is too small for its memory to be measured
+    if len(banks) < 2 or predict(banks, 2 * more) <= banks[more]:  # the memory of a row cannot be measured
         return 0
 
     def at_rows(each: int) -> float | None:
@@ -290,7 +290,8 @@ def largest_bank(probe: Probe, rows: int, size: int, budget: float) -> int:
 def main() -> int:
     """Read a request from stdin and write the answer to stdout. Return the exit code.
 
-    After an error, the answer is the error message.
+    The request contains ``config``, and ``budget`` to call ``measure``, ``micro_batch_budget`` to call ``fitting_size``, or also
+    ``processes`` to call ``sharded_sizes``. Otherwise a step is timed. After an error, the answer is the error message.
     """
     request = json.load(sys.stdin)
     warnings.simplefilter("ignore")  # training itself prints these warnings

@@ -45,7 +45,7 @@ class Table(NamedTuple):
     rows: list[list[str]]
 
     def without(self, heads: Collection[str]) -> "Table":
-        """Return the table without the columns with these headings."""
+        """Return the table without the columns that have these headings."""
         shown = [column for column, head in enumerate(self.heads) if head not in heads]
         return Table([self.heads[n] for n in shown], [[row[n] for n in shown] for row in self.rows])
 
@@ -268,7 +268,7 @@ def _dev_over_time(axes: "Axes", groups: list[RunGroup], looks: Looks, metric: s
 
 
 def _metric_over_bank(axes: "Axes", groups: list[RunGroup], looks: Looks, metric: str) -> None:
-    """Plot the metric over the bank size, if a method ran with several. A method without a bank is a horizontal line."""
+    """Plot the metric over the bank size if a method ran with several sizes. A method without a bank is a horizontal line."""
     lines: dict[str, list[RunGroup]] = defaultdict(list)
     for group in filter(bank_size, groups):
         if group.scores(metric):
@@ -294,7 +294,7 @@ def bank_size(group: RunGroup) -> int:
 
 
 def _bank_age(axes: "Axes", groups: list[RunGroup], looks: Looks, metric: str) -> None:
-    """Plot the age of the bank's rows, unless it is always the same: the report then has a sentence instead."""
+    """Plot the age of the bank's rows. If it is always the same, the report has a sentence instead (``constant_age``)."""
     if len({age for group in groups for name in AGES for age in curves(group, name)[1:].flat}) > 1:
         _over_steps(*AGES)(axes, groups, looks, metric)
 

@@ -1,7 +1,7 @@
 """``contaccum plan``: find the largest micro-batch and bank within a memory budget, the time of a step, and costs of a corpus.
 
-Each method is measured in a new process. This process measures steps of growing sizes and predicts the largest size that fits.
-It measures the predicted size and predicts again. The reported error is the error of the last prediction that was measured.
+Each method is measured in a new process. The process takes steps with micro-batches of growing size and predicts the largest size
+that fits. It measures this size and predicts again. The reported error is that of the last prediction for a measured size.
 """
 
 import json
@@ -21,8 +21,8 @@ from contaccum.experiments.sizes import FittingSize
 from contaccum.runtime.files import write_json
 
 PQ_BYTES = 64  # number of bytes of a product-quantized vector
-LORA_RANK = 16  # rank of the adapters that are planned next to the training of all weights
-LINKS = 32  # parameter M of HNSW: number of links per node; the lowest level has 2 M
+LORA_RANK = 16  # rank that ``plan_sharding`` uses if ``lora.rank`` is 0
+LINKS = 32  # parameter M of HNSW: number of links per node; twice as many at the lowest level
 
 
 def run_plan(
@@ -33,9 +33,10 @@ def run_plan(
     output: str | None,
     processes: int | None = None,
 ) -> str:
-    """Return the tables of the plan as text. If ``output`` is given, also write the plan to this JSON file.
+    """Return the tables of the plan as text. If ``output`` is given, also write the measurements to this JSON file.
 
-    processes: number of processes for which sharding is planned. None: it is not planned.
+    corpus_size: number of passages of the corpus whose costs are computed. processes: number of processes for which sharding is
+    planned. None leaves the table out.
     """
     budget = parse_bytes(memory, "--memory")
     chosen = read_names("--methods", ",".join(methods or []), METHOD_SPECS) or list(METHOD_SPECS)
@@ -61,7 +62,7 @@ def run_plan(
 
 
 def run_measurement(config: TrainConfig, budget: int) -> Measurement:
-    """Measure the memory and the times of the method of ``config`` in a new process. ``budget`` is in bytes."""
+    """Measure memory and times of the method of ``config`` in a new process. ``budget`` is in bytes."""
     return Measurement(**ask(config, budget=budget))
 
 
@@ -71,7 +72,7 @@ def fitting_size(config: TrainConfig, budget: int) -> FittingSize:
 
 
 def ask(config: TrainConfig, **request: Any) -> dict[str, Any]:
-    """Send a request to a new process that measures, and return the answer. Raise InputError if the process fails."""
+    """Start ``measure.main`` in a new process, and return its answer to ``request``. Raise InputError if it fails."""
     command = [sys.executable, "-m", "contaccum.experiments.measure"]
     text = json.dumps({"config": asdict(config), **request})
     done = subprocess.run(command, input=text, stdout=subprocess.PIPE, text=True, encoding="utf-8", check=False)
@@ -80,7 +81,7 @@ def ask(config: TrainConfig, **request: Any) -> dict[str, Any]:
     if done.returncode:
         raise InputError(
             f"{config.method}: the process that measures a step failed with exit code {done.returncode}; its message is above. "
-            "Exit code -9 means that the machine ran out of memory."
+            "Exit code -9 usually means that the machine ran out of memory."
         )
     return json.loads(done.stdout)
 
@@ -111,18 +112,18 @@ def render(measured: dict[str, Measurement], config: TrainConfig, budget: int) -
 
 
 class ShardingPlan(NamedTuple):
-    """Largest micro-batch of each of several processes, and its peak memory in bytes."""
+    """Largest micro-batch of a process for one combination of method, trained weights and ``run.sharding``."""
 
     method: str
-    weights: str  # which weights are trained
+    weights: str  # trained weights: ``all`` or, for example, ``LoRA of rank 16``
     sharding: str  # value of run.sharding
     micro_batch_size: int | None  # None if no size fits
-    peak: float  # with the smallest size, if no size fits
-    problem: str = ""  # why nothing was measured
+    peak: float  # peak memory in bytes; if no size fits, with the smallest size
+    problem: str = ""  # why the combination was not measured
 
 
 def plan_sharding(config: TrainConfig, budget: int, processes: int) -> list[ShardingPlan]:
-    """Plan none, LoRA, fsdp, and LoRA with fsdp for one method. Raise InputError if the settings cannot be sharded."""
+    """Plan training of all weights and of LoRA, each without sharding and with fsdp. Raise InputError if fsdp is impossible."""
     validate(replace(config, run=replace(config.run, sharding="fsdp")), processes, warn=False)
     rank = config.lora.rank or LORA_RANK
     variants = {} if config.lora.rank else {"all": config}
@@ -142,7 +143,7 @@ def plan_sharding(config: TrainConfig, budget: int, processes: int) -> list[Shar
 
 
 def render_sharding(plans: list[ShardingPlan], budget: int, processes: int) -> str:
-    """Return a Markdown table with one row per method, trained weights and ``run.sharding``, and notes."""
+    """Return a Markdown table with one row for each measured plan. Notes below it name the plans that were not measured."""
     measured = [each for each in plans if not each.problem]
     rows = [
         [each.method, each.weights, each.sharding, text(each.micro_batch_size or "none"), gigabytes(each.peak)]
@@ -151,8 +152,8 @@ def render_sharding(plans: list[ShardingPlan], budget: int, processes: int) -> s
     table = Table(["method", "trained weights", "run.sharding", "largest B", "peak"], rows)
     lines = [
         table.markdown(),
-        f"budget {gigabytes(budget)} for each of {processes} processes; measured without sharding in one process; rows of fsdp "
-        "are computed: 1/W of weights, gradients and optimizer state, and at most four layers that are gathered at once",
+        f"budget {gigabytes(budget)} for each of W = {processes} processes; measured in one process without sharding; the peak "
+        "with fsdp is computed: 1/W of weights, gradients and optimizer state, and the layers that are gathered at the same time",
     ]
     lines += [
         f"{each.method}, trained weights {each.weights}: not measured. {each.problem}" for each in plans if each.problem
@@ -169,20 +170,16 @@ class IndexCost(NamedTuple):
 
 
 def lists_for(rows: int) -> int:
-    """Return the number of inverted lists of an index of ``rows`` vectors, as the faiss wiki recommends.
-
-    It is the largest power of two up to 4 sqrt(rows).
-    """
+    """Return the number of inverted lists that the faiss wiki recommends: the largest power of two up to 4 sqrt(rows)."""
     return 2 ** max(0, int(np.log2(4 * rows**0.5)))
 
 
 def index_costs(rows: int, dim: int, probes: int = 64) -> list[IndexCost]:
-    """Compute the costs of indexes of ``rows`` float32 vectors with ``dim`` numbers each.
+    """Compute the costs of indexes of ``rows`` float32 vectors (dim,). probes: number of lists that IVF searches for a query.
 
-    probes: number of lists that IVF searches. IVF stores the vectors, a 64-bit id per vector and a centroid per list. IVF with PQ
-    stores a code of PQ_BYTES bytes instead of each vector, and 256 centroids for each byte of the code. HNSW stores the vectors.
-    For each vector it also stores 2 M + M/(M-1) links of 4 bytes, and 12 bytes for offset and level. Source: faiss wiki, "Faiss
-    indexes".
+    IVF stores the vectors, a 64-bit id per vector and a centroid per list. IVF with PQ stores a code of PQ_BYTES bytes instead of
+    each vector, and 256 centroids for each byte of the code. HNSW stores the vectors and, for each vector, 2 M + M/(M-1) links of
+    4 bytes and 12 bytes for offset and level. Source: faiss wiki, "Faiss indexes".
     """
     lists = lists_for(rows)
     centroids = lists * dim * 4

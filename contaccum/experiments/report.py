@@ -37,10 +37,9 @@ def console_report(
     groups = group_runs(runs)
     found = differences(groups, metric, _reference_run(runs, groups, against)) if against else []
     table = runs_table(runs, metric)
-    parts = [
-        (table if wide else table.without(WIDE_ONLY)).markdown(),
-        *([tests_table(found).markdown()] if against else []),
-    ]
+    parts = [(table if wide else table.without(WIDE_ONLY)).markdown()]
+    if against:
+        parts.append(tests_table(found).markdown())
     if page:
         sections = sections_of(runs, groups, metric, found)
         write_text(page, html("Report", sections, draw_all(groups, metric), legend(groups)))
@@ -48,7 +47,7 @@ def console_report(
 
 
 def _reference_run(runs: Sequence[RunRecord], groups: Sequence[RunGroup], folder: str) -> ChooseReference:
-    """Return a function that chooses the reference: the group that contains the run in ``folder``."""
+    """Return a function that chooses the group of the run in ``folder`` as the reference."""
     named = next((run for run in runs if run.folder.resolve() == Path(folder).resolve()), None)
     if named is None:
         known = ", ".join(str(run.folder) for run in runs)
@@ -68,8 +67,8 @@ def sections_of(
 ) -> list[Section]:
     """Return the sections of a report.
 
-    found: significance tests. failed: messages of failed runs. equal_cost: True if all runs have equal cost. Tables at equal
-    batch size and at equal time would mislead then, and are left out.
+    found: significance tests. failed: messages of failed runs. equal_cost: True if all runs have equal cost; then the tables at
+    equal batch size and at equal time are left out, because they would mislead.
     """
     sections = [Section("Result", verdict(groups, metric, found)), _quality_section(groups, metric, found, failed)]
     trained = [group for group in groups if group.method]
@@ -111,7 +110,7 @@ def verdict(groups: list[RunGroup], metric: str, found: list[Difference]) -> lis
 
 
 def constant_age(groups: list[RunGroup]) -> str | None:
-    """Return a sentence about the age of the bank's rows if all rows of all runs always had one age."""
+    """Return a sentence about the age of the bank's rows if this age is the same in all runs and steps, otherwise None."""
     logged = [line for group in groups for run in group.runs for line in run.steps]
     ages = {line[key] for line in logged for key in AGES if line.get(key) is not None}
     if len(ages) != 1:
@@ -225,10 +224,7 @@ def equal_time(groups: list[RunGroup], metric: str) -> tuple[float, Table] | Non
 
 
 def score_at(run: RunRecord, seconds: float, metric: str) -> tuple[int, float] | None:
-    """Return the step and the dev metric of the last evaluation in the first ``seconds`` of training.
-
-    Return None if there is no such evaluation.
-    """
+    """Return step and dev metric of the last evaluation in the first ``seconds`` of training, or None if there is none."""
     early = [line for line in run.evaluations if run.times.get(line["step"], float("inf")) <= seconds]
     return (early[-1]["step"], early[-1]["dev"][metric]) if early and metric in early[-1]["dev"] else None
 

@@ -34,13 +34,13 @@ from contaccum.training.run_folder import config_differences, read_config
 SETTINGS_FILE = "rounds.yaml"
 _INITIAL = [name.removeprefix("model.") for name in settings_with(initial_encoder=True)]
 TRAINED_MODEL: dict[str, Any] = {name: getattr(ModelConfig, name) for name in _INITIAL}
-"""Settings of the initial encoder, with the default values that a trained model must be loaded with."""
+"""Settings that change only the initial encoder -> their default values, which are used to load a trained model."""
 
 
 def run_rounds(config: TrainConfig, mining: MineConfig, options: RoundsConfig) -> Path:
     """Train a model, then mine and train again ``options.count`` times. Return the folder of the last model.
 
-    Raises InputError for a wrong setting. Raises Interrupted after a signal. The next call skips what is finished.
+    Raises InputError for a wrong setting. Raises Interrupted after a signal; the next call continues.
     """
     _check(config, mining, options)
     output = Path(config.output_dir)
@@ -66,7 +66,7 @@ def _check(config: TrainConfig, mining: MineConfig, options: RoundsConfig) -> No
         "data.mixture is set, but contaccum rounds mines only one data set. Use data.train.": config.data.mixture,
         "rounds.start is previous; with lora.rank above 0 it must be base, because LoRA cannot continue from a LoRA model.":
             options.start == "previous" and config.lora.rank,
-        f"loss.distillation is {config.loss.distillation}, but mine.cross_encoder is not set. Set it: its scores are needed.":
+        f"loss.distillation is {config.loss.distillation}, but mine.cross_encoder is not set; its scores are needed.":
             config.distils and mining.cross_encoder is None,
         "data.hard_negatives is 0, so training would ignore the mined negatives; it must be at least 1.": wanted < 1,
         f"mine.num_negatives is {mined}; it must be at least data.hard_negatives ({wanted}).": mined < wanted,
@@ -77,6 +77,7 @@ def _check(config: TrainConfig, mining: MineConfig, options: RoundsConfig) -> No
 
 
 def _claim(output: Path, config: TrainConfig, mining: MineConfig, options: RoundsConfig) -> None:
+    """Write the settings to ``output``. Raise InputError if it contains other settings or other files."""
     settings = {**asdict(config), "mine": asdict(mining), "rounds": asdict(options)}
     file = output / SETTINGS_FILE
     if file.is_file():
@@ -102,9 +103,9 @@ class _Rounds:
         return self.output / f"round-{number}" / "model"
 
     def mine(self, number: int) -> None:
-        """Mine the hard negatives of round ``number``.
+        """Mine the hard negatives of round ``number``, unless they exist. Then delete the vectors of this round.
 
-        Does nothing if they exist already. In round 0, mines only if ``rounds.first`` is bm25.
+        In round 0, nothing is mined unless ``rounds.first`` is bm25.
         """
         vectors = self.output / f"vectors-{number}"
         if not self.mined(number).exists() and (number > 0 or self.options.first == "bm25"):

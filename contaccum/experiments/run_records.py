@@ -149,7 +149,7 @@ def load_run_record(folder: str | Path) -> RunRecord:
         _ = METHOD_SPECS[config["method"]], (config["bank.size"] or 0) + sum(config[name] for name in GROUPED_BY)
     with name_unusable_file(path / LOG_FILE):
         for line in lines:
-            _read_figures(line)
+            _check_values(line)
     steps, evaluations = ([line for line in lines if kind in line] for kind in ("loss", "dev"))
     return RunRecord(path, with_defaults(config), steps, evaluations, metrics, read_environment(path))
 
@@ -159,8 +159,8 @@ AGES = ("bank_age_mean", "bank_age_max")  # logged ages of the bank's rows
 GROUPED_BY = ("seed", "batch.global_batch_size", "batch.micro_batch_size")
 
 
-def _read_figures(line: dict[str, Any]) -> None:
-    """Check the values of a log line, so that a value of a wrong type raises an error before a report uses it."""
+def _check_values(line: dict[str, Any]) -> None:
+    """Compute with the values of a log line: a value of a wrong type raises an error here, not in a report."""
     sum(line.get("dev", {}).values())
     if "loss" in line:
         _ = line["waited"] / line["seconds"], line["peak_memory"] + line["bank_fill"]
@@ -171,7 +171,7 @@ def _read_figures(line: dict[str, Any]) -> None:
 def mean_std(values: Iterable[float | None]) -> tuple[float | None, float | None]:
     """Return the mean and the sample standard deviation of the values that are not None.
 
-    The mean is None without values; the standard deviation is None with fewer than two.
+    Without values, the mean is None; with fewer than two, the standard deviation is None.
     """
     known = [value for value in values if value is not None]
     return statistics.mean(known) if known else None, statistics.stdev(known) if len(known) > 1 else None
@@ -262,14 +262,11 @@ class Difference(NamedTuple):
 
 
 ChooseReference = Callable[[list[RunGroup]], RunGroup | None]
-"""Function that chooses the reference group from a list of groups. None: no reference."""
+"""Function that returns the reference group from a list of groups, or None for no reference."""
 
 
 def best_of_runs(folders: Collection[Path], metric: str) -> ChooseReference:
-    """Return a function that chooses the group with the best metric.
-
-    It considers only groups with a run in ``folders``.
-    """
+    """Return a function that chooses the group with the best metric, among the groups whose first run is in ``folders``."""
 
     def choose(groups: list[RunGroup]) -> RunGroup | None:
         scored = [group for group in groups if group.runs[0].folder in folders and group.scores(metric)]
@@ -281,10 +278,9 @@ def best_of_runs(folders: Collection[Path], metric: str) -> ChooseReference:
 def differences(
     groups: list[RunGroup], metric: str, choose: ChooseReference, equal_batch: bool = True
 ) -> list[Difference]:
-    """Test each group against a reference group, which ``choose`` chooses.
+    """Test each group against a reference group, which ``choose`` chooses from all groups.
 
-    equal_batch: True tests a trained group against the reference of the groups with the same global batch size, and a baseline
-    against the reference of all groups. False tests all groups against the reference of all groups.
+    equal_batch: True chooses the reference of a trained group from the groups with the same global batch size.
     """
     pairs = []
     for size, members in by_global_batch(groups).items() if equal_batch else [(None, groups)]:

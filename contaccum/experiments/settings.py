@@ -38,7 +38,7 @@ class Variant:
 
 
 def named(first: str, values: Values) -> str:
-    """Return ``first`` with the values, as a name for people and folders: ``cont_accum-size=64-learning_rate=2e-5``."""
+    """Return a name for a run or a folder, ``first`` and the values: ``cont_accum-size=64-learning_rate=2e-5``."""
     return "-".join([first, *(f"{name.partition('.')[2] or name}={value}" for name, value in values)])
 
 
@@ -57,7 +57,7 @@ def read_names(option: str, text: str, known: Iterable[str]) -> list[str]:
 
 
 def read_values(option: str, entries: tuple[str, ...]) -> dict[str, list[str]]:
-    """Read entries of the form ``GROUP.FIELD=v1,v2``. Return the values of each setting: name -> values."""
+    """Read entries of the form ``GROUP.FIELD=v1,v2``. Return the values: setting -> values."""
     found: dict[str, list[str]] = {}
     for entry in entries:
         name, _, values = entry.partition("=")
@@ -76,7 +76,7 @@ def _check_name(where: str, name: str) -> None:
 
 
 def read_tune(options: CompareConfig) -> tuple[int | None, dict[str, list[str]]]:
-    """Return the number of rungs, and the values to try for each tuned setting.
+    """Return the number of rungs (None: default), and the values to try: setting -> values.
 
     The deprecated option ``tune_learning_rate`` adds values for the learning rate.
     """
@@ -112,9 +112,10 @@ def combinations(values: Mapping[str, list[str]], method: str | None) -> tuple[V
 
 
 def read_settings(path: str, tuned: Mapping[str, list[str]]) -> list[Variant]:
-    """Read a YAML file of comparison entries: name -> method, fixed values, and under ``tune`` the values to tune.
+    """Read the entries of a comparison from a YAML file: name -> method (default: the name), fixed values, and ``tune``.
 
-    tuned: values to tune for a name without ``tune``.
+    The key ``tune`` contains the values to try. tuned: setting -> values to try in entries without this key, unless the entry
+    fixes the setting.
     """
     path = config_path(path)
     text = read_text(path, "a YAML file with settings", MAX_BYTES)

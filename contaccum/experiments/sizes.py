@@ -1,4 +1,4 @@
-"""Lines through measured peaks of memory: predict the peak of another size, and find the largest size within a budget."""
+"""Predict the peak memory of a size from the measured peaks of others, and find the largest size within a budget."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -8,7 +8,7 @@ CORRECTIONS = 4  # maximum number of predictions to check by a measurement
 
 
 def predict(peaks: dict[int, float], size: int) -> float:
-    """Predict the peak memory at ``size`` by straight lines through the measured peaks.
+    """Predict the peak memory at ``size`` by linear interpolation or extrapolation.
 
     peaks: size -> measured peak memory, at least two entries.
     """
@@ -21,11 +21,11 @@ def predict(peaks: dict[int, float], size: int) -> float:
 def largest(
     peaks: dict[int, float], choices: Sequence[int], budget: float, measure: Callable[[int], float | None]
 ) -> tuple[int | None, float]:
-    """Return the largest size in ``choices`` whose peak memory is at most ``budget``. None if no size fits.
+    """Return the largest size in ``choices`` with a peak memory of at most ``budget`` bytes, or None if no size fits.
 
-    Also return the relative error of the last prediction that was checked. The function predicts the largest fitting size,
-    measures its peak memory, and repeats with this measurement. peaks: size -> measured peak memory in bytes; extended in place.
-    measure: returns the peak memory at a size, or None if this device cannot measure it; the predicted size is then returned.
+    This size is predicted, then measured, then predicted again with the measurement. Also return the relative error of the last
+    prediction that was measured. peaks: size -> measured peak memory in bytes; new measurements are added. measure: function that
+    returns the peak memory at a size. If it returns None, the device cannot measure the size, and the prediction is used.
     """
     error = 0.0
     for _ in range(CORRECTIONS):
@@ -41,6 +41,6 @@ class FittingSize(NamedTuple):
     """Largest micro-batch size within the memory budget."""
 
     size: int | None  # largest divisor of the global batch size that fits; None if no divisor fits
-    peak: float  # peak memory in bytes with this size (None: with the smallest size)
+    peak: float  # peak memory in bytes with this size (if None, with the smallest size)
     error: float  # relative error of the last memory prediction that was checked by a measurement
     measured: int  # largest size whose peak memory was measured

@@ -27,7 +27,7 @@ P_VALUES = ("p_permutation", "p_t", "p_both")
 
 
 class StudyResult(NamedTuple):
-    """What the report of a comparison needs besides the folders of the runs."""
+    """Input of the report of a comparison, besides the folders of the runs."""
 
     metric: str
     reference: set[Path]  # folders of the reference runs of the significance tests
@@ -75,7 +75,7 @@ def _budget_section(groups: list[RunGroup], metric: str, found: list[Difference]
     title = "At equal training time" if budget.unit == "s" else "At equal budget"
     note = (
         f"Each run has as many steps as the budget, {budget}, pays for. A pair costs 3 forward passes with one-pass methods and "
-        "1 + 3p with grad_cache and cont_cache, where p is replay.share. The p values are those of the table below."
+        "1 + 3 * replay.share with grad_cache and cont_cache. The p values are those of the table below."
     )
     return Section(title, (note,), [equal_budget(groups, metric, found)])
 
@@ -99,7 +99,7 @@ def equal_budget(groups: list[RunGroup], metric: str, found: list[Difference]) -
 def cost_of(group: RunGroup) -> dict[str, int]:
     """Return the global batch size N and the numbers of steps, pairs and forward passes of one run in the group.
 
-    A forward pass is the forward pass of one pair.
+    A forward pass of one pair counts as 1.
     """
     size, share = group.setting("batch.global_batch_size"), group.setting("replay.share")
     steps = group.setting("optim.max_steps") or max((line["step"] for line in group.runs[0].steps), default=0)
@@ -142,8 +142,8 @@ def _tuning_section(tuned: Sequence[Tuned], metric: str) -> Section:
     heads = [f"{share} of the budget" if share < 1 else "full budget" for share in shares]
     notes = [
         f"{metric} on dev with the first seed; the test data are not used for the choice, and all seeds use the chosen values. "
-        "Each run is a complete training of its length. The best quarter of a column is trained again, longer, in the next "
-        "column. A combination without a number was not trained, or its run failed.",
+        "The learning rate schedule of each run ends with the run. The best quarter of a column is trained again from the start, "
+        "for longer, in the next column. A combination without a number was not trained, or its run failed.",
         "A setting at the edge has the lowest or highest value that was tried: a wider range may be better.",
     ]
     if invalid := [f"{name}: {why}" for each in tuned for name, why in each.invalid.items()]:

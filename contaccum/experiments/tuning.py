@@ -22,7 +22,7 @@ Scores = dict[Values, float]
 
 
 def rung_shares(candidates: int, rungs: int | None) -> list[Fraction]:
-    """Return the share of the full budget that one run gets, for each rung. The share of the last rung is 1.
+    """Return for each rung the share of the full budget that one run gets. The share of the last rung is 1.
 
     rungs: number of rungs. Default: the smallest number with at most FINALISTS candidates in the last rung. Example: 30
     candidates need three rungs. Together these rungs cost 30/9 + 8/3 + 2 = 8 full runs.
@@ -35,7 +35,7 @@ def rung_shares(candidates: int, rungs: int | None) -> list[Fraction]:
 
 
 def survivors(candidates: int) -> int:
-    """Return the number of candidates in the next rung: a quarter of ``candidates``, but at least two."""
+    """Return the number of candidates in the next rung: a quarter, rounded up, but at least two (one if there is only one)."""
     return min(candidates, max(2, -(-candidates // QUARTER)))
 
 
@@ -53,7 +53,7 @@ class Tuned:
     """Name of a candidate that cannot be trained -> reason."""
 
     def alive(self) -> list[Values]:
-        """Return the candidates of the next rung. The best candidate comes first."""
+        """Return the candidates of the next rung: first all candidates, later the best ones of the rung before, best first."""
         if not self.rungs:
             return list(self.variant.candidates)
         scores = self.rungs[-1]
@@ -130,6 +130,6 @@ def tune(tuned: list[Tuned], train: Callable[[list[tuple[Variant, Values, Fracti
 
 
 def run_name(variant: Variant, candidate: Values, seed: int, share: Fraction) -> str:
-    """Return the name of a training run with these values. It is also the name of the folder."""
+    """Return the name of a training run, such as ``cont_accum-size=64-seed0-1of9``."""
     part = "" if share == 1 else f"-{share.numerator}of{share.denominator}"
     return f"{named(variant.label, candidate)}-seed{seed}{part}"
