@@ -1,6 +1,6 @@
-"""Micro-batches: token ids of queries and passages, and passage ids."""
+"""Micro-batches: token ids of queries and passages, and passage ids. Batches with a maximum number of tokens."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ class Tokens:
     host_mask: Tensor | None = None  # attention_mask on the CPU, to read lengths without waiting for the device
 
     def to(self, device: torch.device) -> "Tokens":
-        """Copy the texts to ``device``, without blocking the CPU."""
+        """Return the texts on ``device``. The copy does not block the CPU."""
         on_cpu = self.attention_mask.device.type == "cpu"
         source = self.pinned() if on_cpu and device.type == "cuda" else self
         return Tokens(
@@ -32,7 +32,7 @@ class Tokens:
         )
 
     def pinned(self) -> "Tokens":
-        """Return the texts in page-locked memory, so that copying to a GPU does not block. Copy only what is not there yet."""
+        """Return the texts in page-locked memory, so that copying to a GPU does not block. Pinned tensors are not copied."""
         return Tokens(self.input_ids.pin_memory(), self.attention_mask.pin_memory())
 
     @staticmethod
@@ -50,10 +50,25 @@ class Tokens:
         )
 
     def select(self, rows: Tensor) -> "Tokens":
-        """Return the texts with the row numbers ``rows``, padded to the longest of these texts."""
+        """Return the texts at the positions ``rows``, padded to the longest of these texts."""
         mask = self.attention_mask[rows]
         used = mask.any(0)  # padding is one block, left or right
         return Tokens(self.input_ids[rows][:, used], mask[:, used])
+
+
+def token_batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
+    """Group texts into batches of at most ``budget`` tokens, including padding. Yield the text indices of each batch.
+
+    lengths: number of tokens of each text. Texts are sorted by length, so that batches have little padding. The longest texts
+    come first, so that a budget too large for the memory fails in the first batch. A text with more than ``budget`` tokens is a
+    batch by itself.
+    """
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    start = 0
+    while start < len(order):
+        size = max(1, budget // max(1, lengths[order[start]]))
+        yield order[start : start + size]
+        start += size
 
 
 ONE_TOKEN = Tokens(torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1, dtype=torch.long))
@@ -62,9 +77,9 @@ ONE_TOKEN = Tokens(torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1, dtype=t
 
 @dataclass(frozen=True)
 class RowIds:
-    """For each query of a micro-batch: the ids of its passages and of all passages known to be relevant. Ids are integers.
+    """For each query of a micro-batch: integer ids of its passages and of all passages known to be relevant.
 
-    Optionally also a teacher's scores of its passages, and its row number in the training set.
+    Optional: a teacher's scores of these passages, and the row number of each query in the training set.
     """
 
     columns: Tensor  # (b, 1 + H) int64: in each row its positive, then its hard negatives or MISSING
@@ -108,7 +123,7 @@ class MicroBatch:
     query_ids: list[str]
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """Move the texts to the device. The ids stay on the CPU, because masks are computed there."""
+        """Return a copy whose texts are on ``device``. The ids stay on the CPU, where masks are computed."""
         return MicroBatch(self.queries.to(device), self.passages.to(device), self.ids, self.query_ids)
 
     def pinned(self) -> "MicroBatch":

@@ -1,4 +1,4 @@
-"""Errors that a command reports as one sentence. Each has an exit code."""
+"""Errors that a command reports in one sentence, each with its exit code."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,12 +24,12 @@ def library_errors(problem: str, *kinds: type[BaseException], fix: str = "") -> 
         raise InputError(f"{problem} ({in_one_line(error)}){fix}") from error
 
 
-def in_one_line(error: BaseException, length: int = 300) -> str:
-    """Return the message of an error in one line, cut to ``length`` characters.
+def in_one_line(error: BaseException) -> str:
+    """Return at most 300 characters of the message of an error, in one line.
 
-    The name of the error class comes first for errors whose message is unclear without it, such as KeyError.
+    If the message is unclear without the name of the error class, as for KeyError, the name comes first.
     """
-    words, kind = " ".join(str(error).split())[:length], type(error).__name__
+    words, kind = " ".join(str(error).split())[:300], type(error).__name__
     needs_class = isinstance(error, LookupError | TypeError | AttributeError | AssertionError)
     return f"{kind}: {words}" if words and needs_class else words or kind
 
@@ -44,7 +44,7 @@ class Interrupted(BaseException):
     This is a BaseException, like KeyboardInterrupt, because some libraries catch every Exception and try again.
     """
 
-    KEYBOARD = 130
+    KEYBOARD = 130  # exit code after Ctrl-C
 
     def __init__(self, signal_number: int, sentence: str) -> None:
         super().__init__(sentence)
@@ -52,6 +52,6 @@ class Interrupted(BaseException):
 
 
 class Failed(Exception):
-    """A check failed, or runs of a comparison failed. The message names them."""
+    """A check failed, or runs of a comparison failed. The message names the check or the runs."""
 
     exit_code = 1

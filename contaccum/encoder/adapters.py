@@ -28,10 +28,10 @@ from contaccum.runtime.files import read_json, sha256_of, write_json
 
 WEIGHTS, ADAPTER_WEIGHTS = "model.safetensors", "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"  # peft's name for all linear layers of a backbone
-LAYER = re.compile(r"(^|\.)(layers?|h|blocks?)\.\d+\.")
+LAYER = re.compile(r"(^|\.)(layers?|h|blocks?)\.\d+\.")  # matches the names of the weights of a layer
 POOLER = r"(.*\.)?pooler\..*"  # matches the names of pooler layers, which contaccum does not use
 
-# bitsandbytes warns about optional kernels, and about the activation type of every 8-bit layer
+# hides warnings about optional kernels, and about the activation type of every 8-bit layer
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
@@ -52,8 +52,7 @@ class Adapters:
 def require(package: str, extra: str, what: str) -> None:
     """Raise InputError if ``package`` is not installed.
 
-    extra: optional dependencies of contaccum that contain the package, for the error message. what: feature that needs the
-    package, for the error message.
+    For the message: ``extra`` is the extra of contaccum that installs the package, ``what`` the feature that needs the package.
     """
     if importlib.util.find_spec(package) is None:
         raise InputError(f"{what}: package {package} is missing. Install it with pip install 'contaccum[{extra}]'.")
@@ -65,7 +64,7 @@ def load_backbone(
     """Load the backbone of an encoder, without an adapter.
 
     name: folder or Hub name. quantize: none, 4bit or 8bit. device: device of a quantized backbone, which must stay there. Other
-    backbones are loaded on the CPU. where: more arguments of ``AutoModel.from_pretrained``, such as the subfolder.
+    backbones are loaded on the CPU. where: other arguments of ``AutoModel.from_pretrained``, such as the subfolder.
     """
     options = {"dtype": dtype, "use_safetensors": True, "output_loading_info": True, **where}
     if quantize == "none":
@@ -82,7 +81,7 @@ def load_backbone(
         if hasattr(part, "support_avx512bf16_for_cpu"):
             part.support_avx512bf16_for_cpu = False  # otherwise the first evaluation repacks the weights permanently
         elif hasattr(part, "init_8bit_state"):
-            part.init_8bit_state()  # otherwise, of two layers that share weights, the first removes the scales of both
+            part.init_8bit_state()  # otherwise the first of two layers that share weights removes the scales of both
     return backbone
 
 
@@ -91,8 +90,8 @@ def refuse_incomplete(
 ) -> None:
     """Raise InputError if the weights of a model do not match its configuration.
 
-    missing: weights that the file lacks. mismatched: weights with a wrong shape. unexpected: weights that only the file has. Only
-    unexpected weights of layers are an error. Weights of a pooler may be missing, because contaccum does not use poolers.
+    missing: weights that the file lacks. Those of a pooler may be missing, because contaccum uses no pooler. mismatched: weights
+    with a wrong shape. unexpected: weights that only the file has. They are an error if they belong to a layer.
     """
     wrong = {
         "are missing": sorted(key for key in missing if not re.fullmatch(POOLER, key)),
@@ -144,11 +143,11 @@ def add_adapter(backbone: Any, base: Base, config: AdapterConfig) -> None:
             f"lora.target_modules: {wanted} not found in {base.name}; use names of the encoder's linear layers, such as {names}"
         ) from error
     settings.base_model_name_or_path = base.name
-    _widen(backbone)
+    _adapter_to_float32(backbone)
 
 
 def load_adapter(backbone: Any, folder: str, subfolder: str) -> None:
-    """Add a saved adapter to ``backbone``, which is its base. Training can continue.
+    """Add a saved adapter to its base, ``backbone``. The weights of the adapter can be trained.
 
     folder: local folder or Hub repository with the adapter. subfolder: folder of the adapter inside ``folder``.
     """
@@ -162,10 +161,10 @@ def load_adapter(backbone: Any, folder: str, subfolder: str) -> None:
     )
     refuse_incomplete(f"{folder}: adapter", info.missing_keys, info.mismatched_keys)
     backbone._weight_conversions = conversions  # otherwise saving applies the conversions of the adapter to the base
-    _widen(backbone)
+    _adapter_to_float32(backbone)
 
 
-def _widen(backbone: Any) -> None:
+def _adapter_to_float32(backbone: Any) -> None:
     """Convert the weights of the adapter to float32 if the base is quantized. Otherwise change nothing."""
     if getattr(backbone, "is_quantized", False):
         for parameter in backbone.parameters():
@@ -190,20 +189,19 @@ def merge(backbone: Any) -> None:
 def save_base(base: Base, folder: Path) -> None:
     """Write base.json into the folder of an adapter, and the name of the base into adapter_config.json.
 
-    The lists of texts in adapter_config.json are also sorted, so that equal adapters have equal files.
+    The lists of strings in adapter_config.json are also sorted, so that equal adapters have equal files.
     """
     config = {**read_json(folder / ADAPTER_FILE, dict[str, Any]), "base_model_name_or_path": base.name}
-    of_texts = [
-        key for key, value in config.items() if isinstance(value, list) and all(isinstance(v, str) for v in value)
-    ]
-    write_json(folder / ADAPTER_FILE, config | {key: sorted(config[key]) for key in of_texts})
+    lists = {key: value for key, value in config.items() if isinstance(value, list)}
+    ordered = {key: sorted(value) for key, value in lists.items() if all(isinstance(each, str) for each in value)}
+    write_json(folder / ADAPTER_FILE, config | ordered)
     write_json(folder / BASE_FILE, {"sha256": base.sha256, "quantize": base.quantize})
 
 
 def base_of(name: str, subfolder: str, quantize: str) -> Base:
     """Describe an encoder as the base of a new adapter.
 
-    name: folder or Hub name of the encoder. The result has the absolute path of a local folder. quantize: none, 4bit or 8bit.
+    name: folder or Hub name of the encoder. A local folder is described by its absolute path. quantize: none, 4bit or 8bit.
     Raises InputError for a subfolder of a Hub repository.
     """
     folder = Path(name) / subfolder
@@ -227,7 +225,7 @@ def check_base(base: Base, name: str) -> None:
 
 
 def hash_of(name: str) -> str:
-    """Return one SHA-256 for all files with the configuration and the weights of an encoder.
+    """Return one SHA-256 of all files with the configuration or the weights of an encoder.
 
     name: folder or Hub name of the encoder.
     """

@@ -51,7 +51,7 @@ class DualEncoder(nn.Module):
         if widths[0] != widths[1]:
             raise InputError(f"query tower has width {widths[0]}, passage tower {widths[1]}; both widths must be equal")
         self.query_tower, self.passage_tower, self.settings = query_tower, passage_tower, settings
-        # whether training replays CUDA graphs; each replay overwrites the output of the replay before
+        # whether training replays CUDA graphs; each replay overwrites the output of the previous replay
         self.graphs = False
         self.recomputes = False  # whether the backward pass recomputes activations
         self.group: Processes | None = None  # processes among which the weights are divided
@@ -81,15 +81,14 @@ class DualEncoder(nn.Module):
         return any(tower.base is not None for tower in self.towers)
 
     def units(self) -> list[nn.Module]:
-        """Return the FSDP units, sharded and gathered one at a time: word embeddings, each layer, and the rest of each tower."""
-        levels = zip_longest(
-            *(tower.units() for tower in self.towers)
-        )  # LoRA towers share memory until both are sharded
+        """Return the FSDP units: word embeddings of both towers, each layer of both towers, then the rest of each tower."""
+        # layer by layer, because LoRA towers share memory until both are sharded
+        levels = zip_longest(*(tower.units() for tower in self.towers))
         return [*(unit for level in levels for unit in level if unit is not None), *self.towers]
 
     @property
     def device(self) -> torch.device:
-        """Device of the forward passes. Sharded weights can be on the CPU meanwhile."""
+        """Device of the forward passes. Sharded weights may be stored on the CPU."""
         return next(self.query_tower.parameters()).device if self.group is None else self.group.device
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -122,9 +121,8 @@ class DualEncoder(nn.Module):
     def encode_queries(self, texts: list[str], batch_tokens: int | None = None, progress: bool = False) -> np.ndarray:
         """Return the float32 embeddings of n queries, with shape (n, d). The query prefix is added to each text first.
 
-        batch_tokens: maximum number of tokens in one forward pass, including padding. Default on a CPU: 1024 per thread, but
-        at most 16384. Default on other devices: 16384. progress: whether to show a progress bar. Raises
-        InputError for text that is not valid UTF-8.
+        batch_tokens: maximum number of tokens in one forward pass, including padding. Default: 16384, but on a CPU at most 1024
+        per thread. progress: whether to show a progress bar. Raises InputError for text that is not valid UTF-8.
         """
         return self._encode("query", texts, batch_tokens, progress)
 
@@ -137,9 +135,10 @@ class DualEncoder(nn.Module):
 
     @contextmanager
     def in_step(self, kind: str) -> Iterator[None]:
-        """Encode texts inside the ``with`` block. With sharded weights, make empty passes until every process has finished.
+        """Encode texts of one kind, ``query`` or ``passage``, inside the ``with`` block.
 
-        kind: ``query`` or ``passage``.
+        With sharded weights, every pass needs all processes. Therefore each process that has finished makes dummy passes until
+        all processes have finished.
         """
         yield
         while self.group is not None and self.group.largest(0):
@@ -258,8 +257,8 @@ class DualEncoder(nn.Module):
     def no_grad_group_size(self, dropout: bool = True) -> int:
         """Return how many micro-batches can be encoded at once without gradients.
 
-        This number of micro-batches needs at most the memory of one training pass over one micro-batch. A training pass stores
-        the activations of every layer. A pass without gradients stores the activations of one layer at a time.
+        They need at most the memory of a training pass over one micro-batch: the training pass stores the activations of every
+        layer, but a pass without gradients stores one layer at a time.
 
         The result is 1 if the passes use dropout, because each micro-batch has its own dropout noise. The result is also 1
         with gradient checkpointing, because a training pass then stores little more than one layer. dropout: whether passes
@@ -283,7 +282,7 @@ class DualEncoder(nn.Module):
     def save(self, folder: str | Path) -> None:
         """Save both towers as one model in ``folder``. contaccum and sentence-transformers can load the model.
 
-        If an error occurs, no file is written. With sharded weights, all processes call this function, and process 0 writes.
+        If an error occurs, no file is written. With sharded weights, all processes must call this function; process 0 writes.
         """
         if self.group is not None and not self.group.is_main:
             send_weights(self.towers)
@@ -310,8 +309,8 @@ class DualEncoder(nn.Module):
 
         name: a run, a saved DualEncoder, a sentence-transformers model or a plain encoder. passage_name: encoder for the passage
         tower. None: the encoder in ``name``.
-        tie_towers: whether queries and passages use the same tower. None: False with ``passage_name``, else as saved, else
-        True.
+        tie_towers: whether queries and passages use the same tower. None: False with ``passage_name``; otherwise as saved with
+        the encoder, or True if nothing is saved.
         dtype, device: precision of the weights, and device of both towers. append_eos: whether texts end with the end-of-text
         token. None: see ``contaccum.config.ModelConfig``.
         adapters: options of new LoRA adapters. The other weights are then frozen. None: no new adapters. merge: whether to merge

@@ -39,7 +39,7 @@ SIDES = {"query": ("query",), "document": ("document", "passage", "corpus")}
 """Names of prompts and routes in sentence-transformers models. Key ``query``: for queries. Key ``document``: for passages."""
 ADAPTER_FILE = "adapter_config.json"  # written by peft; contains the name of the base
 BASE_FILE = "base.json"  # written by contaccum; contains the hash and the quantization of the base
-MARKS = (SETTINGS_FILE, "modules.json", "config.json", ADAPTER_FILE)  # only the folder of an encoder has one of these
+MODEL_FILES = (SETTINGS_FILE, "modules.json", "config.json", ADAPTER_FILE)  # an encoder's folder has one of these
 MAX_BYTES = 64 << 20  # maximum size of a JSON file of an encoder; a tokenizer with many added tokens has some MB
 
 
@@ -69,7 +69,7 @@ class Base:
 
 @dataclass(frozen=True)
 class TowerFiles:
-    """Folders with the files of one tower, and what is needed to load them."""
+    """Folders with the files of one tower, and information for loading them."""
 
     name: str  # folder or Hub name
     subfolder: str = ""  # subfolder with the backbone and the tokenizer
@@ -102,7 +102,7 @@ def make_settings(values: dict[str, Any], source: str) -> EncoderSettings:
             raise InputError(f"{source}: {key} is {values[key]!r}; expected one of {', '.join(allowed)}")
     known = {field.name for field in fields(EncoderSettings)}
     if unknown := sorted(values.keys() - known):
-        found = f"{SETTINGS_FILE} or an argument has an unknown setting ({', '.join(unknown)}); the settings are"
+        found = f"{SETTINGS_FILE} or an argument has an unknown setting ({', '.join(unknown)}); known settings are"
         raise InputError(f"{source}: {found} {', '.join(sorted(known))}")
     for key in ("query_prefix", "passage_prefix"):
         require_utf8(str(values.get(key)), f"{source}: {key}")
@@ -129,7 +129,7 @@ def model_folder(name: str | Path) -> str:
     if os.path.isfile(os.path.join(text, "model", SETTINGS_FILE)):
         return os.path.join(text, "model")
     if os.path.isdir(text):
-        if "config.yaml" in (files := os.listdir(text)) and not any(file in files for file in MARKS):
+        if "config.yaml" in (files := os.listdir(text)) and not any(file in files for file in MODEL_FILES):
             raise InputError(
                 f"{text}: this run has no model/ yet, because its training is not finished. Resume the training with contaccum "
                 "train --resume, or use a folder in checkpoints/."
@@ -144,7 +144,7 @@ def model_folder(name: str | Path) -> str:
 def read_encoder(name: str) -> EncoderFiles:
     """Read the settings of an encoder and find the files of both towers.
 
-    name: folder or Hub name of an encoder, in a format that this module lists at its top. Raises InputError if the encoder has
+    name: folder or Hub name of an encoder in one of the three formats (see the module). Raises InputError if the encoder has
     modules that contaccum does not support.
     """
     saved = optional_json(name, SETTINGS_FILE, dict[str, Any], version=1)
@@ -223,7 +223,7 @@ def _read_side(name: str, side: str, about: dict[str, Any]) -> tuple[dict[str, A
     modules = _modules(name)
     if modules[0].kind in ("Router", "Asym"):
         modules = [*_routed(name, modules[0], side), *modules[1:]]
-    # a model inside the model: adapters are saved in this format
+    # the first module is a model itself: adapters are saved in this format
     if modules[:1] and modules[0].kind == "SentenceTransformer":
         modules = [*_modules(name, modules[0].path), *modules[1:]]
     kinds = [module.kind for module in modules]
@@ -237,8 +237,8 @@ def _read_side(name: str, side: str, about: dict[str, Any]) -> tuple[dict[str, A
     dot = about.get("similarity_fn_name") in ("dot", "dot_score")
     if dot and "Normalize" in kinds and about.get("truncate_dim"):
         raise InputError(
-            f"{name}: truncate_dim is {about['truncate_dim']} with unit vectors and dot product; truncation needs similarity "
-            "cosine"
+            f"{name}: truncate_dim is {about['truncate_dim']}, but similarity_fn_name is {about['similarity_fn_name']} and "
+            "vectors have length 1 (Normalize); set similarity_fn_name to cosine in config_sentence_transformers.json"
         )
     pooling = optional_json(name, _join(modules[1].path, "config.json"), dict[str, Any]) or {}
     if pooling.get("include_prompt") is False and any(_prefixes(name, about).values()):
@@ -284,9 +284,9 @@ def decoder_only(family: str) -> bool:
 
 
 def _max_length(name: str, subfolder: str, side: str) -> int | None:
-    """Return the maximum number of tokens of a text, or None if no file gives one.
+    """Return the maximum number of tokens of a text, or None if no file has this number.
 
-    The same files are read as in sentence-transformers. side: ``query`` or ``document``.
+    The files are those that sentence-transformers reads. side: ``query`` or ``document``.
     """
     config, tokenizer, model = (
         optional_json(name, _join(subfolder, file), ModelConfig) or {}
@@ -338,8 +338,8 @@ def check_hashes(name: str, hashes: dict[str, str] | None) -> None:
         path = os.path.join(name, file)
         if not os.path.isfile(path) or sha256_of(path) != expected:
             raise InputError(
-                f"{path}: the file is missing or changed since the model was saved. Copy the model again; if you changed the "
-                f"weights, delete sha256 from {SETTINGS_FILE}."
+                f"{path}: the file is missing or has changed since the model was saved. Copy the model again; if you changed "
+                f"the weights, delete sha256 from {SETTINGS_FILE}."
             )
 
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
 
-NO_LIMIT = 1_000_000  # maximum number of tokens or dimensions; a model_max_length from here on means "no limit"
+NO_LIMIT = 1_000_000  # maximum number of tokens or dimensions; a model_max_length of this or more means "no limit"
 Positive = Annotated[int, msgspec.Meta(ge=1, le=NO_LIMIT)]
 Prefix = Annotated[str, msgspec.Meta(max_length=100_000)]
 

@@ -35,7 +35,7 @@ class UnpaddedTokens:
 
     input_ids: Tensor  # (1, T)
     position_ids: Tensor  # (1, T), counted from the start of each text
-    kept: Tensor  # (T,) index of each token in the padded batch, flattened
+    kept: Tensor  # (T,) index of each token in the flattened padded batch
     bounds: Tensor  # (n + 1,) int32: text i has the tokens bounds[i] to bounds[i + 1] - 1
     longest: int  # number of tokens of the longest text
 
@@ -48,8 +48,8 @@ def first_position(config: Any) -> int:
 def unpad(tokens: Tokens, first: int = 0) -> UnpaddedTokens:
     """Join n texts, padded on the right, into one sequence without padding.
 
-    first: position id of the first token of each text. The lengths of the texts are computed from the CPU copy of the mask, if
-    there is one. In that case this function does not wait for the GPU.
+    first: position id of the first token of each text. This function does not wait for the GPU if ``tokens`` has a CPU copy of
+    the mask.
     """
     mask = tokens.host_mask if tokens.host_mask is not None else tokens.attention_mask.cpu()
     device, (n, length) = tokens.input_ids.device, mask.shape
@@ -58,11 +58,10 @@ def unpad(tokens: Tokens, first: int = 0) -> UnpaddedTokens:
     bounds = F.pad(lengths.cumsum(0), (1, 0)).int().to(device, non_blocking=True)  # (n + 1,)
     # computed on the device: copying more than 64 KiB of memory that is not page-locked may block
     texts = torch.arange(n, device=device).repeat_interleave(bounds.diff(), output_size=total)  # (T,)
-    places = torch.arange(total, device=device) - bounds[texts]
-    kept = texts * length + places
-    return UnpaddedTokens(
-        tokens.input_ids.flatten()[kept].unsqueeze(0), (places + first).unsqueeze(0), kept, bounds, int(lengths.max())
-    )
+    positions = torch.arange(total, device=device) - bounds[texts]
+    kept = texts * length + positions
+    ids = tokens.input_ids.flatten()[kept]
+    return UnpaddedTokens(ids.unsqueeze(0), (positions + first).unsqueeze(0), kept, bounds, int(lengths.max()))
 
 
 def token_states(backbone: Any, tokens: Tokens) -> Tensor:
@@ -92,8 +91,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Compute attention inside each text. transformers calls this function with these argument names.
 
-    query, key, value: vectors of all texts, with shape (1, heads, T, width). bounds: where the texts begin, and the length of
-    the longest text. Returns a tensor with shape (1, T, heads, width), and None for the attention weights.
+    query, key, value: vectors of all texts, with shape (1, heads, T, width). bounds: bounds of the texts, and length of the
+    longest text (see ``token_states``). Returns a tensor with shape (1, T, heads, width), and None for the attention weights.
     """
     assert attention_mask is None
     attention = varlen if query.is_cuda else by_text
@@ -149,7 +148,7 @@ AttentionInterface.register(ATTENTION, attend)
 def attention_mask(tokens: Tokens, backbone: Any) -> Tensor | None:
     """Return the attention mask for a backbone. Return None if no mask is needed.
 
-    The CPU copy of the mask shows whether there is padding. To find this out, transformers would wait for the GPU; it would also
+    The CPU copy of the mask shows whether there is padding. transformers would wait for the GPU to find this out, and would
     convert the mask in every layer.
     """
     mask, host, config = tokens.attention_mask, tokens.host_mask, backbone.config
@@ -167,10 +166,7 @@ def attention_mask(tokens: Tokens, backbone: Any) -> Tensor | None:
 
 
 def padding_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the numbers that attention adds to its scores, with shape (n, 1, 1, length).
-
-    The number is minus infinity for padding tokens and 0 for other tokens.
-    """
+    """Return the values added to attention scores, (n, 1, 1, length): minus infinity for padding tokens, 0 for others."""
     hidden = (mask == 0)[:, None, None, :]
     return torch.zeros(hidden.shape, dtype=dtype, device=mask.device).masked_fill_(hidden, -torch.inf)
 

@@ -55,8 +55,8 @@ class TowerLoader:
         if files.base:
             if self.adapters:
                 raise InputError(
-                    f"{files.name}: already has an adapter, and lora.rank adds another one. Merge it with contaccum merge, then "
-                    "train the result."
+                    f"{files.name}: already has an adapter, but lora.rank above 0 adds a second one. Merge the first "
+                    "one with contaccum merge, then train the result."
                 )
             lora.check_base(files.base, files.name)
         elif self.adapters:

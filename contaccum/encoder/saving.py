@@ -3,7 +3,7 @@
 model/
     query_encoder/      query tower: weights, tokenizer, 1_Pooling/ and other files of a full encoder;
                         after training with LoRA: the adapter and base.json instead of the weights
-    passage_encoder/    passage tower; if the towers are tied, its weights are hard links to the query tower, if possible
+    passage_encoder/    passage tower; with tied towers, its weight files are hard links to the query tower where possible
     modules.json        sentence-transformers model with a Router that points to both folders
     router_config.json
     config_sentence_transformers.json
@@ -43,7 +43,7 @@ def save_encoder(query_tower: Tower, passage_tower: Tower, settings: EncoderSett
         write_json(path / "sentence_bert_config.json", config)
         _write_modules(path, _modules(tower, settings))
         _write_prompts(path, settings, side)
-    # ``encode`` treats texts as passages, so tied towers use the passage folder, which has the maximum length of passages
+    # SentenceTransformer.encode treats texts as passages: tied towers use the passage folder with its maximum length
     routes = {"query": (TOWERS[passage_tower is query_tower], query_tower), "document": (TOWERS[1], passage_tower)}
     _write_router(routes, settings, folder)
     hashes = {path.relative_to(folder).as_posix(): sha256_of(path) for path in sorted(folder.rglob("*.safetensors"))}
@@ -118,7 +118,7 @@ def _save_tower(tower: Tower, folder: Path) -> None:
 def save_backbone(tower: Tower, folder: Path | None) -> None:
     """Save the weights and the configuration of a backbone. If it has an adapter, save only the adapter.
 
-    If the weights are sharded, all processes call this function together, and ``folder`` is None where nothing is written.
+    If the weights are sharded, all processes must call this function together. folder: None in a process that writes nothing.
     """
     backbone = tower.backbone
     if not is_sharded(tower):

@@ -1,8 +1,8 @@
-"""Load tokenizers, append the end-of-text token, make batches of tokens, and learn WordPiece vocabularies."""
+"""Load tokenizers, append the end-of-text token, tokenize texts in batches, and learn WordPiece vocabularies."""
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from contaccum.batch import Tokens
+from contaccum.batch import Tokens, token_batches
 from contaccum.encoder.folders import TowerFiles, optional_json
 from contaccum.encoder.json_types import ModelConfig
 from contaccum.errors import InputError
@@ -102,21 +102,6 @@ def default_batch_tokens(device: torch.device) -> int:
     return min(CPU_TOKENS * torch.get_num_threads(), DEVICE_TOKENS) if device.type == "cpu" else DEVICE_TOKENS
 
 
-def token_batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
-    """Group texts into batches of at most ``budget`` tokens, including padding. Yield the text indices of each batch.
-
-    lengths: number of tokens of each text. Texts are sorted by length, so that batches have little padding. The longest texts
-    come first, so that a budget too large for the memory fails in the first batch. A text with more than ``budget`` tokens is a
-    batch by itself.
-    """
-    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
-    start = 0
-    while start < len(order):
-        size = max(1, budget // max(1, lengths[order[start]]))
-        yield order[start : start + size]
-        start += size
-
-
 def tokenized(
     tokenizer: Any, texts: list[str], max_length: int, budget: int, vocabulary: int | None = None
 ) -> Iterator[tuple[np.ndarray, Tokens]]:
@@ -145,7 +130,7 @@ def wordpiece_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedToke
     normalizer = normalizers.BertNormalizer(lowercase=True)
     lines = [normalizer.normalize_str(text) for text in texts]
     letters = sorted(set("".join(lines)) - {" "})
-    # The trainer numbers letters in random order, and these numbers decide ties. Special tokens have fixed numbers.
+    # The trainer numbers letters in random order, and the numbers decide ties. Special tokens have fixed numbers.
     fixed = SPECIAL + letters + [f"##{letter}" for letter in letters]
     learner = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     learner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()

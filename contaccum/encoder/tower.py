@@ -22,7 +22,7 @@ BUCKET = 8  # on a GPU, padded lengths are rounded up to a multiple of this, for
 def pool(states: Tensor, mask: Tensor, pooling: str) -> Tensor:
     """Combine the token vectors of each text (n, length, d) into one vector per text (n, d).
 
-    mask: shape (n, length). The mask is 0 for padding tokens, which are on the left or on the right, and 1 for other tokens.
+    mask: (n, length), 0 for padding tokens, which are on the left or on the right, and 1 for other tokens.
     pooling: cls (use the first token), last (use the last token) or mean (average of all tokens).
     """
     if pooling == "mean":
@@ -169,7 +169,7 @@ def check_unpad(tower: Tower) -> None:
     if family not in UNPADDED_FAMILIES:
         supported = ", ".join(UNPADDED_FAMILIES)
         raise InputError(
-            f"model.unpad is true, but the model type is {family}; it works only for {supported}. Set it to false."
+            f"model.unpad is true, but the model type is {family}; expected {supported}. Set model.unpad to false."
         )
     if tower.tokenizer.padding_side != "right":
         raise InputError("model.unpad is true, but the tokenizer pads on the left. Set model.unpad to false.")

@@ -43,8 +43,8 @@ class BankOptions:
     warmup_steps: int = 0
     """Number of optimizer steps at the start of a run in which the bank is filled, but the loss does not use it."""
     age_decay: float = 0.0
-    """Age penalty: age_decay * age is subtracted from a logit. The age is the number of optimizer steps between the encoding
-    of the query and of the passage."""
+    """Age penalty per optimizer step. Each logit is reduced by age_decay times the number of steps between the encoding of its
+    query and of its passage."""
     symmetric: bool = False
     """Whether the loss also has the direction from passages to queries. Only a SymmetricBank can be used in such a loss."""
 
@@ -68,11 +68,11 @@ class Bank:
         """Create an empty bank.
 
         size: number of slots, M. dim: width of an embedding, d. push: usual number of rows of a push, which is also the number of
-        slots in a smallest block of ``NestedLogSumExp``.
+        slots in the smallest blocks of ``NestedLogSumExp``.
         """
         self.size, self.dim, self.similarity, self.push_rows = size, dim, similarity, push
         self.options = options = options or BankOptions()
-        self.pointer = 0  # next slot to overwrite; if the ring is full, it contains the oldest row
+        self.pointer = 0  # next slot to overwrite; in a full ring, the slot of the oldest row
         self.stored = 0  # number of slots that contain a row
         self.step = 0  # number of finished optimizer steps
         self.pushed = 0  # number of rows pushed in the current optimizer step
@@ -93,7 +93,7 @@ class Bank:
 
     @property
     def fill(self) -> int:
-        """Number of bank rows that the loss may use. It is 0 during the warm-up."""
+        """Number of bank rows that the loss may use: 0 during the warm-up, then ``stored``."""
         return self.stored if self.step >= self.options.warmup_steps else 0
 
     @property
@@ -107,7 +107,7 @@ class Bank:
         return self.sums.total(self.fill)
 
     def ages(self) -> Tensor:
-        """Return the number of optimizer steps since each stored row was encoded, (stored,) int64. It is 0 in the same step."""
+        """Return the number of optimizer steps since each stored row was encoded, (stored,) int64: 0 in the same step."""
         return self.step - self.written_step[: self.stored]
 
     def age_penalty(self) -> Tensor | None:
@@ -121,10 +121,10 @@ class Bank:
         return (self.ages()[: self.fill] * self.options.age_decay).to(self.passages)
 
     def partial(self, rows: int, columns: int) -> PartialLogSumExp | None:
-        """Return an object in which the loss saves the log-sum-exps that the next push reuses, or None if it cannot reuse them.
+        """Return an object for log-sum-exps that the loss computes and the next push reuses, or None if no reuse is possible.
 
-        rows: number of rows of the push. columns: number of passages per row. The push can reuse them only if the bank stores
-        the queries and all passages of each row, the loss uses the bank, and the rows fill exactly one of the smallest blocks.
+        rows: number of rows of the push. columns: number of passages per row. Reuse is possible only if the bank stores the
+        queries and all passages of each row, the loss uses the bank, and the rows fill exactly one of the smallest blocks.
         """
         one_block = rows == self.push_rows and self.pointer % rows == 0 and self.pointer + rows <= self.size
         if self.sums is None or not self.fill or not one_block or columns != 1 + self.options.hard_negatives:
@@ -168,7 +168,7 @@ class Bank:
         self.stored = min(self.size, self.stored + b)
         self.pushed += b
         if self.sums is not None:
-            for slots in written:  # before the log-sum-exps: the similarity rule compares their logits with these
+            for slots in written:  # before the log-sum-exps, because the similarity rule compares logits with these
                 self._update_positive_logits(slots)
             for slots in written:
                 self.sums.overwrite(slots.start, slots.stop, self.stored, partials[0] if partials else None)
@@ -190,23 +190,22 @@ class Bank:
             update(self._by_column, slots.start * self.column_ids.shape[1], self.column_ids[slots].view(-1, 1))
 
     def masked_columns(self, positives: Tensor, slots: slice) -> MaskedPairs:
-        """Return the pairs (row, column) to mask, for any rows and the columns of ``slots``.
+        """Return all pairs (row, column) where the column, one of those in ``slots``, is a known positive of the row.
 
-        A pair is masked if the column is a known positive of the row. positives: (r, P), the ids of the known positives of each
-        row.
+        positives: (r, P), the ids of the known positives of each row.
         """
         per_slot = self.column_ids.shape[1]
         return self._by_column.find(positives, slice(slots.start * per_slot, slots.stop * per_slot))
 
     def masked_rows(self, column_ids: Tensor, rows: slice) -> MaskedPairs:
-        """Return the pairs (column, row) to mask, for any columns and the stored rows ``rows``.
+        """Return all pairs (column, row) where the column is a known positive of the row, one of the bank rows ``rows``.
 
-        A pair is masked if the column is a known positive of the row. column_ids: (c,), the passage id of each column.
+        column_ids: (c,), the passage id of each column.
         """
         return self._by_positive.find(column_ids.unsqueeze(1), rows)
 
     def rule_rows(self, slots: slice) -> Rows:
-        """Return the rows in ``slots`` as the rules take them: query numbers, positives, and the logits of the positives."""
+        """Return the bank rows in ``slots``, as input of the rules."""
         # all logits that the rules compare contain the hardness weight, but ``positive_logits`` do not
         scores = self.positive_logits[slots] / self.similarity.positive_share
         return Rows(self.query_numbers[slots], self.column_ids[slots, 0], scores, self.similarity.scale)
@@ -219,7 +218,7 @@ class Bank:
         """
         assert self.queries is not None
         per_slot = self.column_ids.shape[1]
-        if rows.stop - rows.start > slots.stop - slots.start:  # look up rows or columns, the ones with fewer ids
+        if rows.stop - rows.start > slots.stop - slots.start:  # look up the side with fewer ids
             masked = self.masked_rows(self.column_ids[slots].flatten(), rows).transposed()
         else:
             masked = self.masked_columns(self.positives[rows], slots)
@@ -306,8 +305,8 @@ class Bank:
     def load_state(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
         """Restore the tensors and the other values that ``state`` returned.
 
-        Raises InputError if the saved tensors do not have the shapes of this bank's tensors. If a setting that changes the
-        log-sum-exps has another value now, they are computed again.
+        Raises InputError if the saved tensors do not have the shapes of this bank's tensors. If a setting on which the
+        log-sum-exps depend has changed, they are computed again.
         """
         rows = {name: tensor for name, tensor in tensors.items() if name not in ("sums", "closed") and "/" not in name}
         self._widen(rows["positives"].shape[1] if "positives" in rows else 1)
@@ -340,6 +339,6 @@ class Bank:
         """Return a hash of the stored rows. Processes that pushed the same rows get the same hash."""
         digest = hashlib.sha256(f"{self.pointer} {self.stored} {self.step}".encode())
         for name, tensor in self._tensors().items():
-            if name != "positive_logits":  # these are computed values, and another machine may round differently
+            if name != "positive_logits":  # computed values, which another machine may round differently
                 digest.update(tensor.cpu().numpy().data)
         return digest.hexdigest()

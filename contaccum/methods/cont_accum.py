@@ -33,7 +33,7 @@ def cont_accum(
 def passage_bank(engine: StepEngine, micro_batches: list[MicroBatch], bank: Bank, loss: Loss) -> list[LossValue]:
     """Compute the losses and gradients of one optimizer step with pre-batch negatives. Each text is encoded once.
 
-    The loss of a micro-batch of b pairs has b rows, b (1 + H) current columns and all bank columns. It has no bank rows, so
-    only queries are compared with the bank, and current passages are not. H: number of hard negatives of a query.
+    The loss of a micro-batch of b pairs has b (1 + H) current columns and all bank columns. It has b current rows and no bank
+    rows. After the backward pass, the passages are pushed into the bank. H: number of hard negatives of a query.
     """
     return cont_accum(engine, micro_batches, bank, loss, bank_rows=False)

@@ -19,10 +19,10 @@ from contaccum.methods.replay import Cache, replay_sample
 
 
 def grad_cache(engine: StepEngine, micro_batches: list[MicroBatch], bank: Bank, loss: Loss) -> list[LossValue]:
-    """Compute the loss and the gradients of one optimizer step with GradCache. Texts are encoded twice.
+    """Compute the loss and the gradients of one optimizer step with GradCache, in two passes over the texts.
 
-    The loss of a step of N pairs has N rows and N (1 + H) columns. The gradients are those of in_batch, except for rounding. H:
-    number of hard negatives of a query.
+    The loss of a step of N pairs has N rows and N (1 + H) columns. Without partial replay, the gradients are those of in_batch,
+    except for rounding. H: number of hard negatives of a query.
     """
     parts = represent(engine, micro_batches)
     value, cache = cache_gradients(parts, loss)
@@ -30,7 +30,7 @@ def grad_cache(engine: StepEngine, micro_batches: list[MicroBatch], bank: Bank, 
 
 
 def cont_cache(engine: StepEngine, micro_batches: list[MicroBatch], bank: Bank, loss: Loss) -> list[LossValue]:
-    """Compute the loss and the gradients of one optimizer step with GradCache and a bank. Texts are encoded twice.
+    """Compute the loss and the gradients of one optimizer step with GradCache and a bank, in two passes over the texts.
 
     The loss of a step of N pairs has N current rows and all bank rows. It has N (1 + H) current columns and all bank columns.
     Then the N pairs are pushed into the bank. H: number of hard negatives of a query.
@@ -43,10 +43,10 @@ def cont_cache(engine: StepEngine, micro_batches: list[MicroBatch], bank: Bank, 
 
 
 def represent(engine: StepEngine, micro_batches: list[MicroBatch]) -> list[Rows]:
-    """Compute the embeddings of every micro-batch: the first pass, which is step 1 of the paper.
+    """Compute the embeddings of every micro-batch: the first pass, step 1 of the paper.
 
-    Only the last micro-batch is encoded with graph, so it needs no second forward pass. In partial replay, no micro-batch has a
-    graph.
+    With partial replay, all micro-batches are encoded without graph. Without partial replay, only the last one has a graph, so it
+    needs no second forward pass.
     """
     earlier, last = (micro_batches[:-1], [micro_batches[-1:]]) if engine.replay_share == 1 else (micro_batches, [])
     size = engine.no_grad_group_size
@@ -94,7 +94,7 @@ def replay(
     """Encode again with graph, and backpropagate the cached gradients: the second pass, steps 3 and 4 of the paper.
 
     Dropout is the same as in the first pass. last: the rows of the last micro-batch, with the graph from the first pass.
-    Returns ``value``; partial replay sets ``value.replayed``.
+    Returns ``value``, with ``replayed`` set after partial replay.
     """
     if engine.replay_share < 1:
         return value._replace(replayed=replay_sample(engine, micro_batches, cache))

@@ -1,4 +1,4 @@
-"""Keeps the log-sum-exp of each bank row over all bank columns up to date while pushes overwrite columns.
+"""Log-sum-exp of each bank row over all bank columns, kept up to date while pushes overwrite columns.
 
 Subtracting an overwritten column from a sum would add a rounding error in every push. Therefore the columns are divided into
 blocks, the table stores one log-sum-exp per row and block, and a push recomputes changed blocks. Small blocks make a push cheap
@@ -48,10 +48,7 @@ class RollbackJournal:
             self._copies[key] = (tensor, region, tensor[region].clone())
 
     def restore(self) -> None:
-        """Write all copies back, the newest copy first.
-
-        If two regions overlap, the older copy is the right one and is written last.
-        """
+        """Write all copies back. If two regions overlap, the older copy is right, so the newest copy is written first."""
         for tensor, region, old in reversed(self._copies.values()):
             tensor[region] = old
         self.clear()
@@ -105,8 +102,9 @@ class PartialLogSumExp:
 class NestedLogSumExp:
     """Table of the log-sum-exp of each row over each block of columns.
 
-    The table is ``values``, (LEVELS, fan, M). Its value is minus infinity if the block is open or contains no column. The last
-    dimension is the row, because a sum over blocks then reads contiguous memory.
+    The table is ``values``, (LEVELS, fan, M): one entry for each level, block of the level, and bank row. The entry is minus
+    infinity if the block is open (see the module) or contains no column. The last dimension is the row, because a sum over blocks
+    then reads contiguous memory.
     """
 
     def __init__(
@@ -140,7 +138,7 @@ class NestedLogSumExp:
         """Update the table after a push overwrote slots [start, stop).
 
         fill: number of slots that contain a row now. partial: log-sum-exps that the loss computed for the pushed rows just
-        before this push. They are not computed again.
+        before this push, and that are not computed again.
         """
         assert partial is None or partial.slot == start, "the partial log-sum-exps belong to other slots"
         width = self.widths[-1]
@@ -150,11 +148,11 @@ class NestedLogSumExp:
                 self._open_blocks(slot, path, fill)
             block = slot // width % self.fan
             self.journal.record(self.values, (-1, block))
-            if partial is not None:  # _enter_rows computes the rows of the overwritten slots
+            if partial is not None:  # _write_rows computes the rows of the overwritten slots
                 self.values[-1, block, : len(partial.columns)] = partial.columns
             else:
                 self._compute(self.values[-1, block : block + 1, :fill], 0, slot, width, fill)
-        self._enter_rows(start, stop, fill, partial)
+        self._write_rows(start, stop, fill, partial)
 
     def _open_blocks(self, slot: int, path: list[int], fill: int) -> None:
         """Close the open blocks that do not contain ``slot``, and open the blocks that contain it.
@@ -175,14 +173,14 @@ class NestedLogSumExp:
         self.journal.record(self.closed, slice(None))
         torch.logsumexp(self.values[:-1], (0, 1), out=self.closed)
 
-    def _enter_rows(self, start: int, stop: int, fill: int, partial: PartialLogSumExp | None) -> None:
+    def _write_rows(self, start: int, stop: int, fill: int, partial: PartialLogSumExp | None) -> None:
         """Write the log-sum-exps of rows [start, stop) over all blocks of every level."""
         firsts = self.first_slots()
         rows = self.values[:, :, start:stop]
         self.journal.record(self.values, (slice(None), slice(None), slice(start, stop)))
         if partial is not None and partial.open == self.open:
             rows.copy_(partial.rows)
-            # the loss used the columns that were in these slots before this push
+            # recompute the block of these slots: the loss used the columns that this push replaced
             own = (start - firsts[-1]) // self.widths[-1]
             self._compute(rows[-1, own : own + 1], start, start, self.widths[-1], fill)
         else:

@@ -50,20 +50,17 @@ class LossValue(NamedTuple):
     row_weight: Tensor
     """Weight of each row in ``contrast``, the same for current rows and bank rows. Scalar."""
     filtered: Tensor | None = None
-    """Number of other pairs of the current rows that the similarity rule masked. Scalar; None without a similarity rule."""
+    """Number of pairs that the similarity rule masked, in addition to ``masked``. Scalar; None without a similarity rule."""
     distilled: Tensor | None = None
     """Distillation loss (see ``contaccum.methods.objective.Distillation``). Scalar with gradient; None without distillation."""
     partials: tuple[PartialLogSumExp | None, ...] = ()
-    """Log-sum-exps that the push of the current rows reuses.
-
-    There is one element for the bank of each width. The full width is the first.
-    """
+    """Log-sum-exps that the push of the current rows reuses: one element for the bank of each width, the full width first."""
     replayed: tuple[float, float] | None = None
-    """Two values of partial replay: the share of the texts that it encoded, and the relative variance that sampling added."""
+    """Partial replay: share of the texts that were encoded, and relative variance that the sampling added."""
     counted_share: float = 1.0
-    """``contrast`` is the sum of the losses of n rows, divided by m. This is m / n.
+    """Number of rows in the denominator of ``contrast``, divided by the number of rows in the sum.
 
-    It is below 1 if the sum includes bank rows that m does not count (``row_weight`` current).
+    Below 1 only if the sum has bank rows that the denominator does not count (``row_weight`` current).
     """
 
     @property
@@ -73,7 +70,7 @@ class LossValue(NamedTuple):
 
     @property
     def mean(self) -> Tensor:
-        """Loss for the log: ``contrast * counted_share``, the mean over all current and bank rows, plus distillation loss."""
+        """Loss for the log: InfoNCE loss as a mean over all current and bank rows, plus distillation loss."""
         return self.value - self.contrast * (1 - self.counted_share)
 
     def detach(self) -> "LossValue":
@@ -112,7 +109,7 @@ def row_weights(micro_batches: Sequence[MicroBatch], bank: "Bank | None" = None)
 
 
 class InfoNCE:
-    """InfoNCE loss of one micro-batch, or of a whole step in the two-pass methods. A bank is optional."""
+    """InfoNCE loss of one micro-batch or of a whole step. A bank is optional."""
 
     def __init__(
         self,
@@ -140,7 +137,7 @@ class InfoNCE:
         queries: (b, d). passages: (b, 1 + H, d), where the first passage of each query is its positive. ids: passage ids of the
         b rows, on the CPU. The b rows come from all processes, but only the rows of this process have a gradient. columns: bank
         whose passages are additional columns. rows: bank whose queries are additional rows. If ``rows`` is set, ``columns``
-        must be the same bank; if the loss is symmetric, a SymmetricBank.
+        must be the same bank. A symmetric loss needs a SymmetricBank.
         """
         current = passages.flatten(0, 1)  # (b * (1 + H), d)
         with torch.no_grad(), full_precision(queries.device):
@@ -186,11 +183,11 @@ class _Sums:
         self.for_queries = torch.zeros_like(queries)
         self.for_columns = torch.zeros_like(columns)
         self.n_masked = self.n_columns = 0
-        # numbers of pairs of current rows that the rules keep, and that the similarity rule masks; only if there are rules
+        # pairs of current rows: number that the rules keep, and number that the similarity rule masks; 0 without rules
         self.counts = queries.new_zeros(2, dtype=torch.long)
 
     def add_current_rows(self, ids: RowIds, bank: "Bank | None") -> None:
-        """Add the losses of the current rows over current columns and the columns of ``bank``. Also add the gradients.
+        """Add the losses and gradients of the current rows over the current columns and the columns of ``bank``.
 
         The loss of a row is ``log_sum - positive``, where ``log_sum`` is the log-sum-exp of its logits. Its gradient for a logit
         is exp(logit - log_sum), minus 1 for the row's own positive.
@@ -225,10 +222,9 @@ class _Sums:
             self.for_columns.addmm_(weights.T, rows, alpha=self.scale)
 
     def _bank_columns(self, ids: RowIds, bank: "Bank") -> tuple[Tensor, Tensor, Tensor | None, MaskedPairs]:
-        """Return all bank columns (m, d), their passage ids (m,), their age penalties (m,), and the masked pairs.
+        """Return all bank columns (m, d), their passage ids (m,) and age penalties (m,), and the pairs to mask.
 
-        The masked pairs are the (current row, bank column) pairs to mask. Both numbers, of masked pairs and of bank columns, are
-        added to the counters.
+        A pair is (current row, bank column). ``n_columns`` and ``n_masked`` grow by the numbers of bank columns and of pairs.
         """
         columns, per_slot = bank.passages[: bank.fill].flatten(0, 1), bank.passages.shape[1]
         penalty = None if self.penalty is None else self.penalty.unsqueeze(1).expand(-1, per_slot).reshape(-1)
@@ -251,8 +247,8 @@ class _Sums:
             L(q) = log( sum over k of exp(l(q, k)) )        dL/dq = sum over k of exp(l(q, k) - L(q)) k/t
 
         where l is the logit. Both sums are computed tile by tile, as sums of exp(l - m) with the running maximum m.
-        current: slice of the r current rows. for_rules: the same rows for the rules, or None without rules. The other arguments
-        are the values that ``_bank_columns`` returned.
+        current: slice of the r current rows. for_rules: these rows as input of the rules, or None without rules. The other
+        arguments are the values that ``_bank_columns`` returned.
         """
         rows, rules = self.queries[current], self.similarity.rules
         masked = masked.block(current, slice(0, len(columns)))
@@ -307,7 +303,7 @@ class _Sums:
             self.for_columns.addmm_(weights, queries[tile], alpha=self.scale)
 
     def average(self, other: PassageToQuery) -> None:
-        """Replace the sum and the gradients by the means over both directions."""
+        """Replace the sum and the gradients by means over both directions. other: passage-to-query direction."""
         self.total = (self.total + other.total) / 2
         self.for_queries.add_(other.for_queries).div_(2)
         self.for_columns.unflatten(0, (len(self.queries), -1))[:, 0].add_(other.for_positives)

@@ -1,8 +1,8 @@
 """Rules that mask (row, column) pairs of the loss, besides the known positives.
 
 A row is a query, and a column is a passage. In the passage-to-query direction of the symmetric loss, a row is a positive and a
-column is a query. The rules are computed block by block on the device, from small numbers that the micro-batch and the bank have
-for each row and column. No rule reads a value from the device. A rule never masks a row's own positive.
+column is a query. The rules change one block of logits at a time, without waiting for the device. They never mask a row's own
+positive.
 
 Similarity rule: let s+ be the score of a row and its own positive. A column with a score above s+ - margin is masked. With a
 relative margin, the bound is s+ - margin |s+|. The score of a stored row and a stored column never changes, so the cached
@@ -18,10 +18,9 @@ from torch import Tensor
 
 from contaccum.batch import MISSING
 
-CHUNK = 4096  # number of guide vectors to read at once for each side of a block
-TOLERANCE = (
-    1e-5  # scores that differ by less count as equal, because products of equal vectors are rounded in different ways
-)
+CHUNK = 4096  # number of guide vectors to read at once, for the rows and for the columns of a block
+# scores that differ by less count as equal, because products of equal vectors are rounded in different ways
+TOLERANCE = 1e-5
 
 
 class Rows(NamedTuple):
@@ -46,7 +45,7 @@ class Vectors(Protocol):
 
 
 class Guide(NamedTuple):
-    """Vectors of the training queries and passages by an encoder that is not trained. Their inner products are the scores."""
+    """Vectors of the training queries and passages, computed by a fixed encoder. The scores are their inner products."""
 
     queries: Vectors
     passages: Vectors
@@ -54,20 +53,20 @@ class Guide(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PairRules:
-    """Rules for pairs of current and banked rows and columns. Without arguments, no pair is masked."""
+    """Rules for (row, column) pairs from the micro-batch and the bank. Without arguments, no pair is masked."""
 
     missing: bool = False
-    """Whether columns may be MISSING. No row is compared with such a column."""
+    """Whether columns can be empty, that is, have the id MISSING. Empty columns are masked for every row."""
     separate: Tensor | None = None
-    """Whether a query is compared only with the columns of its own pair, (n,) bool on the CPU, for all training queries."""
+    """For each training query, whether it is compared only with the columns of its own pair: (n,) bool on the CPU."""
     margin: float | None = None
     """Margin of the similarity rule. None: no similarity rule."""
     relative: bool = False
-    """Whether the margin is relative."""
+    """Whether the margin is relative to the score of the positive."""
     guide: Guide | None = None
-    """Encoder whose scores the similarity rule uses. None: the similarities of the trained model."""
+    """Source of the scores in the similarity rule. None: the similarities of the trained model."""
     key: str = ""
-    """Text that names the values of all fields except ``missing``. Log-sum-exps with another key are not valid."""
+    """Text that names the values of all fields except ``missing``. Log-sum-exps saved with another key are not valid."""
 
     def __bool__(self) -> bool:
         return self.missing or self.separate is not None or self.margin is not None
@@ -87,16 +86,16 @@ class PairRules:
         of_queries: bool = False,
         counts: Tensor | None = None,
     ) -> None:
-        """Apply the rules: the logits of the pairs that they mask become minus infinity.
+        """Set the logits (r, c) of the pairs that the rules mask to minus infinity.
 
-        logits: (r, c). columns: passage id of each column, (c,) on the CPU; with ``of_queries``, the row number of each query,
-        or None if no rule uses it.
-        pairs: pair numbers of the rows and of the columns; all pairs have equally many columns. None: no row and column belong to
-        the same pair. counts: two whole numbers, (2,). The number of pairs that are kept, and the number that the similarity rule
-        masked, are added to them.
+        columns: passage id of each column, (c,) on the CPU. of_queries: whether the columns are queries. ``columns`` then has
+        their row numbers in the training set, or is None if no rule uses the numbers.
+        pairs: positions of the training pairs that the rows and the columns belong to; each pair has equally many columns. None:
+        no row and column belong to the same training pair. counts: (2,) int64. The number of logits that the rules keep is added
+        to the first element, the number that the similarity rule masks to the second.
         """
         own = None if pairs is None else _own_columns(logits, *pairs)
-        self._leave_out_by_id(logits, rows, None if of_queries else columns, own)
+        self._mask_by_id(logits, rows, None if of_queries else columns, own)
         if self.margin is None:
             if counts is not None:
                 counts[0] += (logits > -torch.inf).sum()
@@ -107,7 +106,7 @@ class PairRules:
         if self.guide is None or columns is None or rows.queries is None:
             logits.masked_fill_(logits > self._bounds(rows.scores, rows.scale), -torch.inf)
         else:
-            for top in range(0, len(logits), CHUNK):  # inline, because a function would make the call stack deeper
+            for top in range(0, len(logits), CHUNK):
                 part = slice(top, top + CHUNK)
                 queries, positives = self.guide.queries(rows.queries[part]), self.guide.passages(rows.positives[part])
                 queries, positives = (each.to(logits.device).float() for each in (queries, positives))
@@ -124,8 +123,8 @@ class PairRules:
             counts[0] += remaining
             counts[1] -= remaining
 
-    def _leave_out_by_id(self, logits: Tensor, rows: Rows, passages: Tensor | None, own: Tensor | None) -> None:
-        """Mask missing passages, and for separate rows all columns except ``own``."""
+    def _mask_by_id(self, logits: Tensor, rows: Rows, passages: Tensor | None, own: Tensor | None) -> None:
+        """Mask empty columns, and for queries in ``separate`` all columns except ``own`` (see ``_own_columns``)."""
         device = logits.device
         if self.missing and passages is not None:
             logits.masked_fill_((passages == MISSING).to(device, non_blocking=True), -torch.inf)
@@ -136,16 +135,19 @@ class PairRules:
                 own.copy_(kept)
 
     def _bounds(self, scores: Tensor, scale: float) -> Tensor:
-        """Return, for each row, the score above which a column is masked, (r, 1). scores: scores of the rows' own positives."""
+        """Return, for each row, the score above which a column is masked, (r, 1).
+
+        scores: score of each row and its own positive, (r,). scale: score of the similarity 1.
+        """
         assert self.margin is not None
         drop = scores.abs() * self.margin if self.relative else self.margin * scale
         return (scores - drop + TOLERANCE * scores.abs().clamp(min=scale)).unsqueeze(1)
 
 
 def _own_columns(logits: Tensor, rows: slice, columns: slice) -> Tensor | None:
-    """Return a view of the logits (r, c) of rows and columns that belong to the same pair: (columns of a pair, pairs).
+    """Return a view of the logits (r, c) where row and column belong to the same training pair, (columns per pair, pairs).
 
-    rows, columns: numbers of their pairs. The result is None if they have no pair in common.
+    rows, columns: see ``pairs`` of ``leave_out``. The result is None if the rows and columns have no pair in common.
     """
     first, end = max(rows.start, columns.start), min(rows.stop, columns.stop)
     if first >= end:

@@ -94,7 +94,7 @@ def _margins(student: Tensor, teacher: Tensor, scored: Tensor) -> Tensor:
 
 
 class Objective:
-    """Training loss: the weighted sum, over all widths, of InfoNCE loss plus distillation loss."""
+    """Training loss: InfoNCE loss plus distillation loss, as a weighted sum over all widths."""
 
     def __init__(
         self, info_nce: InfoNCE, matryoshka: Matryoshka = FULL_WIDTH, distillation: Distillation | None = None
@@ -147,7 +147,7 @@ class StepEngine(Protocol):
 
 
 class MatryoshkaBank(SymmetricBank):
-    """Bank of embeddings of the full width. It contains one more bank for each truncated width."""
+    """Bank of embeddings of the full width, with another bank for each truncated width."""
 
     truncated: Sequence[SymmetricBank] = ()
 

@@ -7,28 +7,23 @@ the variance sum |g_i|^2 (1 / pi_i - 1). These probabilities add the least varia
 Sources: Horvitz and Thompson 1952 (weights 1 / pi); Madow 1949 (systematic sampling).
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from contaccum.batch import MicroBatch
+from contaccum.batch import MicroBatch, token_batches
 from contaccum.methods.objective import StepEngine
 
 Cache = list[tuple[Tensor, Tensor]]
 """For each micro-batch: the gradients with respect to the embeddings of queries (b, d) and passages (b, 1 + H, d)."""
 HUGE = 1e300
-"""Replaces a gradient norm that is NaN or infinite.
-
-A text with such a norm is always kept, so that the training loop finds the bad gradient.
-"""
+"""Replaces a gradient norm that is NaN or infinite. The text is then kept, and the training loop finds the bad gradient."""
 
 
 def replay_sample(engine: StepEngine, micro_batches: list[MicroBatch], cache: Cache) -> tuple[float, float]:
     """Encode a sample of the texts with graph, and backpropagate their weighted cached gradients: the second pass.
 
-    Returns two numbers. The first is the share of the texts that were encoded. The second is the variance that the sampling
-    added, divided by the sum of the squared gradient norms.
+    Returns the share of the texts that were encoded, and the relative variance of the sampling: the variance that it added,
+    divided by the sum of the squared gradient norms.
     """
     step = engine.join(micro_batches)
     # the number of tokens of the largest micro-batch, so that the graph needs no more memory than in other methods
@@ -43,7 +38,8 @@ def replay_sample(engine: StepEngine, micro_batches: list[MicroBatch], cache: Ca
         own_gradients = torch.cat([engine.own_rows(part) for part in parts])
         own_weights = torch.cat([engine.own_rows(part) for part in weights.split([len(part) for part in parts])])
         kept = own_weights.nonzero().flatten()
-        for index, chosen in enumerate(engine.in_step(replay_batches(texts.attention_mask.sum(1)[kept], budget))):
+        batches = token_batches(texts.attention_mask.sum(1)[kept].tolist(), budget)
+        for index, chosen in enumerate(engine.in_step(map(torch.tensor, batches))):
             rows = kept[chosen]
             embeddings = engine.encode_texts(side, texts.select(rows), index)  # (n, d)
             weighted = own_gradients[rows.to(own_gradients.device)] * own_weights[rows].to(own_gradients).unsqueeze(1)
@@ -56,9 +52,8 @@ def replay_sample(engine: StepEngine, micro_batches: list[MicroBatch], cache: Ca
 def sample_texts(gradients: Tensor, share: float, offset: float) -> tuple[Tensor, float, float]:
     """Sample about share * n of n texts. A text with a larger gradient is more likely to be kept.
 
-    gradients: (n, d). offset: random number in [0, 1). Returns three values, in this order: the weights of the texts, (n,) on
-    the CPU, which are 1 / pi for a kept text and 0 for other texts; the added variance, sum |g|^2 (1 / pi - 1) over all texts;
-    and sum |g|^2 over all texts.
+    gradients: (n, d). offset: random number in [0, 1). Returns (weights, noise, signal). weights: 1 / pi for a kept text and 0
+    for other texts, (n,) on the CPU. noise: the added variance, sum |g|^2 (1 / pi - 1). signal: sum |g|^2.
     """
     norms = gradients.float().norm(dim=1).cpu().double()  # (n,); this copy waits for the device
     probabilities = keep_probabilities(norms, share * len(norms))
@@ -117,18 +112,3 @@ def systematic_sample(probabilities: Tensor, offset: float) -> Tensor:
     points = torch.arange(offset, total, 1.0, dtype=torch.float64) if offset < total else ends.new_zeros(0)
     chosen = torch.searchsorted(ends, points, right=True).clamp(max=len(ends) - 1)
     return torch.cat([certain, uncertain[chosen]]).sort().values
-
-
-def replay_batches(lengths: Tensor, budget: int) -> Iterator[Tensor]:
-    """Divide texts into batches of similar length, and yield the indices of the texts of each batch.
-
-    lengths: number of tokens of each text. budget: maximum number of tokens of a batch, padding included. A longer text gets
-    a separate batch.
-    """
-    # longest texts first, so that an out-of-memory error comes at once
-    order = lengths.argsort(descending=True, stable=True)
-    start = 0
-    while start < len(order):
-        size = max(1, budget // int(lengths[order[start]]))
-        yield order[start : start + size]
-        start += size

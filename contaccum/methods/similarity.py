@@ -15,8 +15,8 @@ from contaccum.batch import MISSING, NO_PASSAGE
 from contaccum.methods.masking import NO_RULES, PairRules
 
 CPU_TILE = 1 << 20  # number of similarities to compute at once; this many fit in the cache of a CPU
-NO_IDS = {NO_PASSAGE, MISSING}
 TILE = 1 << 27  # the same number for other devices, where few large operations are fastest; 0.5 GiB
+NO_IDS = {NO_PASSAGE, MISSING}  # numbers in tensors of passage ids that are no ids
 
 
 class MaskedPairs(NamedTuple):
@@ -32,10 +32,7 @@ class MaskedPairs(NamedTuple):
         return MaskedPairs(self.columns, self.rows)
 
     def without(self, rows: Tensor, columns: Tensor) -> "MaskedPairs":
-        """Remove every pair (rows[i], columns[i]), and return the other pairs.
-
-        rows: must be in ascending order and have no duplicates.
-        """
+        """Return all pairs except (rows[i], columns[i]). ``rows`` must be in ascending order, without duplicates."""
         index = torch.searchsorted(rows, self.rows).clamp(max=len(rows) - 1)
         other = (rows[index] != self.rows) | (columns[index] != self.columns)
         return MaskedPairs(self.rows[other], self.columns[other])
@@ -50,7 +47,7 @@ class MaskedPairs(NamedTuple):
 
 
 class EntriesById:
-    """Map from each passage id to the numbers of the entries that contain it. An entry is a set of passage ids.
+    """Map from each passage id to the entries that contain the id. An entry is a set of passage ids and has a number.
 
     The map is on the CPU. The time of a lookup does not depend on the number of entries.
     """
@@ -128,7 +125,7 @@ class Similarity:
         return self.tile or (CPU_TILE if device.type == "cpu" else TILE)
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings on which stored log-sum-exps depend. Older states have fewer keys."""
+        """Return the settings on which stored log-sum-exps depend. Unused ones are left out, as in older checkpoints."""
         newer = {name: value for name, value in (("hardness", self.hardness), ("rules", self.rules.key)) if value}
         return {"temperature": self.temperature, "mask_false_negatives": self.mask_false_negatives, **newer}
 
@@ -146,8 +143,8 @@ class Similarity:
     def logits(self, rows: Tensor, columns: Tensor, masked: MaskedPairs) -> Tensor:
         """Return the similarities of rows and columns, divided by the temperature: (r, c) float32.
 
-        The logarithm of the weight is added to every logit, as if no column was the row's own positive. rows: (r, d). columns:
-        (c, d). masked: the pairs whose logit is minus infinity.
+        The logarithm of the hardness weight is added to every logit, also to that of the row's own positive (the caller removes
+        it with ``positive_share``). rows: (r, d). columns: (c, d). masked: the pairs whose logit is minus infinity.
         """
         with full_precision(rows.device):
             # on a CPU, a short matrix times a long matrix takes 1.5 times as long

@@ -33,7 +33,7 @@ class SymmetricBank(Bank):
         return self.reversed_sums.total(self.fill)
 
     def update_reversed(self, start: int, count: int) -> None:
-        """Update the log-sum-exps after a push of ``count`` rows overwrote slots from ``start`` on. Call it after each push."""
+        """Update the cached log-sum-exps. Call this function after each push of ``count`` rows to slots from ``start`` on."""
         if self.reversed_sums is not None:
             for first, stop in ((start, min(start + count, self.size)), (0, start + count - self.size)):
                 if first < stop:
@@ -84,7 +84,7 @@ class PassageToQuery:
     def __init__(
         self, similarity: Similarity, queries: Tensor, positives: Tensor, ids: RowIds, bank: SymmetricBank | None
     ) -> None:
-        """Compute the sum and the gradients. bank: bank with queries whose stored pairs take part, or None."""
+        """Compute the sum and the gradients. bank: bank whose stored pairs take part, or None."""
         self.similarity, self.queries, self.positives, self.ids = similarity, queries, positives, ids
         self.scale, self.tile = 1 / similarity.temperature, similarity.tile_on(queries.device)
         self.total = queries.new_zeros(())
@@ -95,8 +95,8 @@ class PassageToQuery:
 
     def _add_current_rows(self, bank: SymmetricBank | None) -> None:
         b, ids, own = len(self.queries), self.ids.columns[:, 0], torch.arange(len(self.queries))
-        columns, masks = [self.queries], [self.similarity.masked_pairs(self.ids.positives, ids).without(own, own)]
-        masks = [masks[0].transposed()]
+        masked = self.similarity.masked_pairs(self.ids.positives, ids).without(own, own)
+        columns, masks = [self.queries], [masked.transposed()]
         if bank is not None:
             assert bank.queries is not None
             columns.append(bank.queries[: bank.fill])
@@ -113,7 +113,7 @@ class PassageToQuery:
             if self.similarity.hardness:
                 positive.mul_(self.similarity.positive_share)
             if self.similarity.rules:
-                self._leave_out(blocks, tile, scores, bank)
+                self._apply_rules(blocks, tile, scores, bank)
             self.total -= positive.sum()
             if penalty is not None:
                 blocks[1].sub_(penalty)
@@ -126,8 +126,8 @@ class PassageToQuery:
                 self.for_positives[tile].addmm_(part, each, alpha=self.scale)
             self.for_queries.addmm_(weights[:, :b].T, rows, alpha=self.scale)
 
-    def _leave_out(self, blocks: list[Tensor], tile: slice, scores: Tensor, bank: SymmetricBank | None) -> None:
-        """Apply the rules to the logits of the current rows ``tile`` and current queries, (r, b), and bank queries, (r, m)."""
+    def _apply_rules(self, blocks: list[Tensor], tile: slice, scores: Tensor, bank: SymmetricBank | None) -> None:
+        """Apply the rules to the logits of the current rows ``tile``, with current queries (r, b) and bank queries (r, m)."""
         queries, rules = self.ids.queries, self.similarity.rules
         own = None if queries is None else queries[tile]
         rows = Rows(own, self.ids.columns[tile, 0], scores, self.similarity.scale)

@@ -118,7 +118,7 @@ def test_flipped_bit_in_the_weights_is_refused(adapter, tie, tmp_path):
         shutil.copytree(tmp_path / "ours", tmp_path / tower)
         flip(tmp_path / tower / tower / ("adapter_model.safetensors" if adapter else "model.safetensors"))
         with pytest.raises(
-            InputError, match=f"{tower}/.*safetensors: the file is missing or changed since the model was saved"
+            InputError, match=f"{tower}/.*safetensors: the file is missing or has changed since the model was saved"
         ):
             DualEncoder.load(tmp_path / tower)
 

@@ -105,5 +105,5 @@ def test_decoders_are_causal(family, sees, tmp_path):
 
 def test_unpad_is_refused_for_decoders(tmp_path):
     encoder = DualEncoder.load(family_folder("qwen3", tmp_path / "plain"), **SIZE)
-    with pytest.raises(InputError, match="the model type is qwen3; it works only for bert"):
+    with pytest.raises(InputError, match="the model type is qwen3; expected bert"):
         encoder.set_attention("auto", unpad=True)

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from contaccum.batch import token_batches
 from contaccum.encoder import DualEncoder, EncoderSettings, dual, tiny_tower, tokenizer
 from contaccum.encoder.kernels import packed_linears
-from contaccum.encoder.tokenizer import token_batches
 
 WORDS = ["red", "green", "blue", "fish", "bird", "tree", "river", "stone", "cloud", "light"]
 RANDOM = np.random.default_rng(0)

@@ -243,7 +243,7 @@ def test_attention_choice_is_not_saved(tmp_path):
     ("family", "choice", "sentence"),
     [
         ("bert", ("flash_attention_2", False), "the package flash-attn"),
-        ("mpnet", ("auto", True), "model.unpad is true, but the model type is mpnet; it works only for bert, "),
+        ("mpnet", ("auto", True), "model.unpad is true, but the model type is mpnet; expected bert, "),
         ("mpnet", ("sdpa", False), "the model type mpnet does not support it"),
     ],
 )

@@ -17,13 +17,12 @@ from helpers import (
     write_beir,
 )
 
-from contaccum.batch import Tokens
+from contaccum.batch import Tokens, token_batches
 from contaccum.methods import METHODS, replay
 from contaccum.methods.loss import InfoNCE
 from contaccum.methods.replay import (
     keep_probabilities,
     missing_gradient,
-    replay_batches,
     sample_texts,
     systematic_sample,
 )
@@ -129,10 +128,10 @@ def test_systematic_sample_rounds_a_fractional_count_up_or_down():
     assert sum(counts) == 35
 
 
-def test_replay_batches_keep_to_the_budget_with_little_padding():
+def test_batches_keep_to_the_budget_with_little_padding():
     lengths = torch.randint(3, 40, (50,), generator=torch.Generator().manual_seed(4))
-    batches = list(replay_batches(lengths, 120))
-    assert sorted(torch.cat(batches).tolist()) == list(range(50))
+    batches = list(token_batches(lengths.tolist(), 120))
+    assert sorted(index for chosen in batches for index in chosen) == list(range(50))
     assert all(len(chosen) * int(lengths[chosen].max()) <= 120 for chosen in batches)
     padded = sum(len(chosen) * int(lengths[chosen].max()) for chosen in batches)
     assert padded < 1.25 * int(lengths.sum()) < 50 * 39
