@@ -1,4 +1,4 @@
-"""Micro-batches: token ids of queries and passages, and passage ids. Batches with a maximum number of tokens."""
+"""Micro-batches (token ids of queries and passages, and passage ids), and batches with a maximum number of tokens."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

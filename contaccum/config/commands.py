@@ -85,8 +85,8 @@ class QueryConfig:
         """Raise InputError unless exactly one of --query, --output and --interactive is given."""
         given = [f"--{name}" for name in ("query", "output", "interactive") if getattr(self, name) not in (None, False)]
         if len(given) != 1:
-            found = " and ".join(given) or "none of --query, --output and --interactive"
-            raise InputError(f"search got {found}; give exactly one of --query, --output and --interactive")
+            found = " and ".join(given) or "none"
+            raise InputError(f"search needs exactly one of --query, --output and --interactive, but got {found}")
 
 
 @dataclass(eq=False, repr=False)

@@ -208,7 +208,10 @@ class ReplayConfig:
 
     def broken(self, config: "TrainConfig", world: int) -> Iterator[str]:
         if config.replay_share < 1 and config.run.compile == "cuda_graphs":
-            yield f"run.compile is cuda_graphs, but replay.share is {self.share}; replayed batches vary in size, so use only one"
+            yield (
+                f"run.compile is cuda_graphs, but replay.share is {self.share}; replayed batches vary in size, which CUDA graphs "
+                "do not support. Set run.compile to default, or replay.share to 1."
+            )
 
 
 @dataclass

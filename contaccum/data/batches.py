@@ -146,7 +146,7 @@ class Batches(ABC):
         """Return a copy that another thread can use."""
 
     def step(self, step: int, size: int | None = None) -> list[MicroBatch]:
-        """Return the micro-batches of optimizer step ``step``. If ``size`` is given, it replaces ``self.size``."""
+        """Return the micro-batches of optimizer step ``step``. If ``size`` is given, it is used instead of ``self.size``."""
         rows = self._sampler(step)
         partition, tokens = self._partition(rows, size or self.size)
         return [self._micro_batch(rows, tokens, pairs) for pairs in partition]
@@ -160,9 +160,10 @@ class Batches(ABC):
         return [width] * (self._sampler.size // width)
 
     def _partition(self, rows: StepRows | StreamRows, size: int) -> tuple[list[np.ndarray], Tokenized]:
-        """Return the partition of a step, and token ids.
+        """Return the pair indices of each micro-batch of a step, and the token ids of pairs.
 
-        The token ids are of all pairs with ``micro_batch_tokens``, and only of the pairs of this process otherwise.
+        With ``micro_batch_tokens``, the token ids of all pairs are returned, because their lengths determine the micro-batches.
+        Otherwise, only those of the pairs of this process are returned.
         """
         if self._form.micro_batch_tokens:
             tokens = self._tokenized(rows, np.arange(len(rows.queries)))

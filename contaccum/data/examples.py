@@ -114,7 +114,10 @@ class ExampleTable:
         return [Passage(*row) for row in zip(*(batch[column] for column in PASSAGE_COLUMNS), strict=True)]
 
     def _scores(self, number: int) -> TeacherScores | None:
-        """Return the teacher scores of an example, or None. A score is the shortest decimal that gives the same float32."""
+        """Return the teacher scores of an example, or None if it has none.
+
+        They are stored as float32. The shortest decimals that round to them are returned: 0.1, not 0.10000000149.
+        """
         if self.teacher is None:
             return None
         lists = zip((self.positives, self.negatives), self.teacher, strict=True)

@@ -252,7 +252,7 @@ class StreamSampler:
                 yield self._buffer.pop()
 
     def _draw(self, step: int, examples: list[Example]) -> StreamRows:
-        """Draw one positive and H hard negatives for each example of a step."""
+        """Draw one positive and up to H hard negatives for each example of a step."""
         shares = random_stream(self._seed, POSITIVES, step).random(len(examples))
         random = random_stream(self._seed, NEGATIVES, step)
         fill = self._source.data.fill_negatives == "random"

@@ -101,7 +101,7 @@ def no_scores(names: str, where: str = "") -> InputError:
 
 
 def _has_scores(examples: TrainSet) -> np.ndarray:
-    """Return for each query whether a positive and a hard negative have teacher scores, (n,) bool."""
+    """Return for each query whether at least one positive and one hard negative have teacher scores, (n,) bool."""
     scores = examples.scores()
     found = np.ones(len(examples.queries), dtype=bool)
     for values, lists in ((scores.positives, examples.positives), (scores.negatives, examples.negatives)):

@@ -170,7 +170,7 @@ def _read_sentence_transformers(name: str) -> EncoderFiles:
     for key in ("pooling", "similarity"):
         if query[key] != passage[key]:
             raise InputError(
-                f"{name}: {key} is {query[key]} for queries and {passage[key]} for passages; both must be equal"
+                f"{name}: {key} is {query[key]} for queries and {passage[key]} for passages; they must be equal"
             )
     pair = {"truncate_dim": about.get("truncate_dim"), "tie_towers": query_files == passage_files}
     settings = {key: value for key, value in {**query, **passage, **pair}.items() if value is not None}

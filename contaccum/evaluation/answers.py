@@ -55,7 +55,10 @@ class Batch(NamedTuple):
 
 
 def token_string(text: str) -> str:
-    """Return the lower-cased tokens of a text, joined with spaces. A sequence of tokens is then a substring."""
+    """Return the lower-cased tokens of a text, with a space before, between and after them. Return "" without tokens.
+
+    A substring search for an answer then matches whole tokens only.
+    """
     tokens = [token.lower() for token in _TOKEN.findall(normalize("NFD", text))]
     return f" {' '.join(tokens)} " if tokens else ""
 
@@ -222,8 +225,9 @@ def evaluate_questions(
 ) -> Metrics:
     """Search the passages for each question of a DPR file, and compute the answer accuracy.
 
-    questions, passages: names or paths of the two files. k: number of passages per question; cutoffs above k are skipped. match,
-    processes: see ``answer_accuracy``. output: file to write the metrics to. group, policy: see ``contaccum.search``.
+    questions, passages: names or paths of the two files. k: number of passages per question. Of the cutoffs 1, 5, 20 and
+    100, those above k are skipped. match, processes: see ``answer_accuracy``. output: file to write the metrics to. choice,
+    group, policy: see ``contaccum.search``.
     """
     cutoffs = cutoffs_within(CUTOFFS, k)
     refuse_input_as_output(output, questions, passages, choice.model, settings.embeddings, settings.index_dir)

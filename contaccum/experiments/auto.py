@@ -94,7 +94,7 @@ class Auto:
             raise InputError("output_dir is not set; it must be the folder for the results")
         if base.data.mixture or base.data.streaming:
             raise InputError(
-                "contaccum auto does not support data.mixture and data.streaming; set data.train to one data set"
+                "contaccum auto supports neither data.mixture nor data.streaming; set data.train to one data set"
             )
         self.output, self.data = Path(base.output_dir), base.data
         self.total, self.memory = parse_time(options.time), parse_bytes(options.memory, "--memory")
@@ -174,9 +174,10 @@ class Auto:
             self.state.save()
 
     def _trial(self, recipe: dict[str, str]) -> float:
-        """Train for a few steps and return the seconds per pair. The smallest N is used: it takes the most time per pair.
+        """Train for a few steps and return the median seconds per pair.
 
-        Also record the longest time of a run outside its steps, for ``_tuning_plan``.
+        The global batch size is the smallest one that tuning tries, because it takes the most time per pair. Also update
+        ``state.seconds["run"]``: the longest time that a trial took outside its steps.
         """
         name = f"measure/{recipe['method']}"
         folder = self.output / name

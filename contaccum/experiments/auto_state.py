@@ -18,7 +18,7 @@ class State:
 
     settings: dict[str, Any]
     spent: float = 0.0
-    """Seconds that all calls together took so far."""
+    """Seconds of all calls so far."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Name -> measured seconds.
 

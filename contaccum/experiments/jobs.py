@@ -187,9 +187,10 @@ def delete_weights(run: Path) -> None:
 
 
 def baseline_identity(kind: str, config: TrainConfig) -> dict[str, Any]:
-    """Return the settings that change the metrics of the untrained encoder.
+    """Return the settings that affect the metrics of the untrained encoder.
 
-    For the kinds ``run`` and ``bm25`` the result is empty: the folder of a run contains its config, and BM25 has no settings.
+    They are stored with the metrics, to check later whether the metrics belong to the same settings. The result is empty for the
+    kind ``run``, because the folder of a run contains its config, and for ``bm25``, which has no settings.
     """
     if kind != "untrained":
         return {}

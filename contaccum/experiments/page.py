@@ -217,7 +217,7 @@ Draw = Callable[["Axes", list[RunGroup], Looks, str], None]
 
 
 def _over_steps(*names: str, log: bool = False, level: float | None = None) -> Draw:
-    """Return a function that plots logged values over steps. The line of a second value is dashed."""
+    """Return a function that plots logged values over steps. log: log-scale y axis. level: height of a horizontal line."""
 
     def draw(axes: "Axes", groups: list[RunGroup], looks: Looks, _: str) -> None:
         for group in groups:

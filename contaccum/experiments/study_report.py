@@ -75,8 +75,10 @@ def _budget_section(groups: list[RunGroup], metric: str, found: list[Difference]
     title = "At equal training time" if budget.unit == "s" else "At equal budget"
     note = (
         f"Each run has as many steps as the budget, {budget}, pays for. A pair costs 3 forward passes with one-pass methods and "
-        "1 + 3 * replay.share with grad_cache and cont_cache. The p values are those of the table below."
+        "1 + 3 * replay.share with grad_cache and cont_cache."
     )
+    if found:
+        note += " The p values are those of the significance tests in the Quality section."
     return Section(title, (note,), [equal_budget(groups, metric, found)])
 
 

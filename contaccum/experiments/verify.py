@@ -233,8 +233,10 @@ def _resume(config: TrainConfig, folder: Path) -> Equivalence:
         for name, tensor in load_file(one).items()
     )
     cpu = config.run.device == "cpu" or not torch.cuda.is_available()
-    bytes_are = "equal" if same else "different"
-    note = f"{config.method}, weights after {2 * STEPS} steps, interrupted after {STEPS}, {bytes_are} bytes"
+    note = (
+        f"{config.method}, weights after {2 * STEPS} steps; one run was interrupted after {STEPS}; the weight files are "
+        f"{'identical' if same else 'different'}"
+    )
     return Equivalence("resumed = uninterrupted", difference, 0.0 if cpu else TOLERANCE[config.run.precision], note)
 
 

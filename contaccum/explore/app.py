@@ -83,7 +83,10 @@ def serve(explorer: Explorer, host: str, port: int) -> None:
 
 
 def build(explorer: Explorer) -> Any:
-    """Build the page: menus at the top, a tab for typed queries, and a tab for the judged queries of the split."""
+    """Build and return the page (``gradio.Blocks``).
+
+    It has menus at the top, a tab for typed queries, and a tab for the judged queries of the split.
+    """
     gr = load_gradio()
     labels = [system.name for system in explorer.systems]
     with gr.Blocks(title="contaccum explore", analytics_enabled=False) as blocks:

@@ -195,9 +195,9 @@ def kind_of_data(path: str | Path, max_bad_records: int = 0) -> Kind:
 def _kind_of_table(path: Path, max_bad_records: int) -> Kind:
     """Detect the format of a file with columns. Three columns are a DPR corpus.
 
-    A file with two columns has DPR questions and answers if it is a .csv file, or if most lines have a list in the second column
-    or a first column that cannot be an id. Every other file has ids and texts (MS MARCO): queries if the file name contains
-    ``quer``, otherwise passages.
+    Two columns are DPR questions with answers if the file is a .csv file, or if in most of the first lines the second column
+    starts with a list, or the first column is empty or contains white space, so that it cannot be an id. Other files with two
+    columns have ids and texts (MS MARCO): ``queries`` if the file name contains ``quer``, otherwise ``corpus``.
     """
     rows = [line.split("\t") for _, line in _first_lines(path, max_bad_records)]
     if not rows:

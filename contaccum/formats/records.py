@@ -177,8 +177,8 @@ class _Unpacked(io.RawIOBase):
         if self._left < 0:
             name = os.fsdecode(self._file.name)
             raise InputError(
-                f"{name}: unpacks to more than {self._limit} bytes, which is the limit. Raise --max_unpacked (data.max_unpacked) "
-                "if the file is correct."
+                f"{name}: unpacks to more than {self._limit} bytes, which is the limit. Raise --max_unpacked (data.max_unpacked, "
+                "in GB) if the file is correct."
             )
         return count
 

@@ -133,7 +133,7 @@ class BankLoss:
         stored, stored_width = bank.options.hard_negatives, bank.passages.shape[2]
         if width != stored_width:
             raise InputError(
-                f"the vectors have width {width}, but the bank has width {stored_width}; both must be equal. For Matryoshka "
+                f"the vectors have width {width}, but the bank has width {stored_width}; they must be equal. For Matryoshka "
                 "training use contaccum train with loss.matryoshka_dims."
             )
         if self.hard_negatives and hard != stored:

@@ -149,8 +149,8 @@ class ContAccumCallback(TrainerCallback):
         searches = args.ddp_find_unused_parameters is not False and not self.loss.uses_gradient_cache
         if args.world_size > 1 and routed and searches:
             raise InputError(
-                "ddp_find_unused_parameters is True (the default) for a Router in several processes; set it to False, or give "
-                "the loss a mini_batch_size"
+                f"ddp_find_unused_parameters is {args.ddp_find_unused_parameters}, but the model has a Router and trains in "
+                "several processes; set it to False, or give the loss a mini_batch_size"
             )
         if args.world_size > 1 and not args.dataloader_drop_last:
             raise InputError(

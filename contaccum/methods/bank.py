@@ -107,7 +107,7 @@ class Bank:
         return self.sums.total(self.fill)
 
     def ages(self) -> Tensor:
-        """Return the number of optimizer steps since each stored row was encoded, (stored,) int64: 0 in the same step."""
+        """Return the number of optimizer steps since each stored row was encoded, (stored,) int64; 0 for a row of this step."""
         return self.step - self.written_step[: self.stored]
 
     def age_penalty(self) -> Tensor | None:

@@ -93,8 +93,8 @@ def replay(
 ) -> LossValue:
     """Encode again with graph, and backpropagate the cached gradients: the second pass, steps 3 and 4 of the paper.
 
-    Dropout is the same as in the first pass. last: the rows of the last micro-batch, with the graph from the first pass.
-    Returns ``value``, with ``replayed`` set after partial replay.
+    Dropout is the same as in the first pass. last: the rows of the last micro-batch, with the graph from the first pass
+    (not used with partial replay). Returns ``value``; with partial replay, its field ``replayed`` is set.
     """
     if engine.replay_share < 1:
         return value._replace(replayed=replay_sample(engine, micro_batches, cache))

@@ -79,9 +79,10 @@ class PartialLogSumExp:
         self._starts = [first * per_slot for first in sums.first_slots()]
 
     def add(self, rows: slice, first: int, logits: Tensor) -> None:
-        """Add the logits (r, c) of the current rows ``rows`` and of the c stored columns that start at column ``first``.
+        """Include the logits (r, c) of a block of pairs in the log-sum-exps.
 
-        Call this function exactly once for each pair of row and column.
+        The block has the r current rows ``rows`` and the c stored columns from column ``first`` on. All calls together must
+        cover each pair of a current row and a stored column exactly once.
         """
         for level, (width, start) in enumerate(zip(self._widths, self._starts, strict=True)):
             begin, end = max(start, first), min(start + self.rows.shape[1] * width, first + logits.shape[1])

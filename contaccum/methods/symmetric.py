@@ -40,7 +40,7 @@ class SymmetricBank(Bank):
                     self.reversed_sums.overwrite(first, stop, self.stored)
 
     def _reversed_logits(self, rows: slice, slots: slice) -> Tensor:
-        """Return the logits of the stored positives ``rows`` and the stored queries in ``slots``: (slots, rows)."""
+        """Return the logits between the stored positives ``rows`` and the stored queries in ``slots``, (slots, rows)."""
         return self.logits(slots, rows, reverse=True)[:: self.column_ids.shape[1]].T
 
     def _clear(self) -> None:
@@ -136,7 +136,10 @@ class PassageToQuery:
             rules.leave_out(blocks[1], rows, bank.query_numbers[: bank.fill], of_queries=True)
 
     def _add_bank_rows(self, bank: SymmetricBank) -> None:
-        """Add the losses of the stored positives, and their gradients for the current queries."""
+        """Add the losses of the stored positives to ``total``, and their gradients to ``for_queries``.
+
+        The gradients are those with respect to the current queries.
+        """
         positives, per_slot = bank.passages[: bank.fill, 0], bank.passages.shape[1]
         pairs = bank.masked_columns(self.ids.positives, slice(0, bank.fill))
         first = pairs.columns % per_slot == 0  # the other columns of a slot are hard negatives

@@ -178,10 +178,11 @@ def _merge(one: TopRows, other: TopRows, k: int) -> TopRows:
 def rescore(
     queries: np.ndarray, shards: Iterable[Shard], rows: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return ids and exact scores of candidates, both (n, k), and the maximum float32 rounding error for each query, (n,).
+    """Return ids and exact scores of candidates, both (n, k), and a rounding error for each query, (n,).
 
     rows: row numbers of the candidates, counted over all shards, (n, k). -1: no candidate; its id and score have no meaning.
-    Scores are float64 sums rounded to float32, so a score depends only on its query and its passage.
+    Scores are float64 sums rounded to float32, so a score depends only on its query and its passage. The rounding error is the
+    maximum error of the float32 product of the query with a candidate.
     """
     ids = np.empty(rows.shape, dtype=object)
     scores = np.empty(rows.shape, dtype=np.float32)

@@ -259,7 +259,7 @@ def about_path(output: str | Path) -> Path:
 
 
 def _mine_blocks(mining: Mining, blocks: BlockFolder, group: Processes) -> None:
-    """Mine the unfinished blocks among those of this process."""
+    """Mine the blocks of this process that are not finished yet."""
     starts = _starts(mining)
     with tqdm(total=starts.stop, desc="mining", unit="query", disable=None) as bar:
         for number, start in enumerate(starts):

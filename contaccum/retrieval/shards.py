@@ -138,7 +138,10 @@ def _names(number: int, job: EncodingJob) -> tuple[str, str]:
 
 
 def check_folder(folder: Path, job: EncodingJob) -> None:
-    """Raise InputError if the folder contains other files or embeddings of a different job. The folder may be missing."""
+    """Raise InputError if the folder contains embeddings of a different job, or files that are not embeddings.
+
+    The folder may be missing.
+    """
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder}: is a file; expected a folder for embeddings")
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():

@@ -211,7 +211,7 @@ class Engine(Processes):
             return self.encoder(batch.to(self.device))
 
     def finite_weights(self) -> bool:
-        """Return whether no weight in any process is NaN or infinite."""
+        """Return whether all weights in all processes are finite."""
         finite = all(bool(torch.isfinite(sharding.local(each)).all()) for each in self.encoder.parameters())
         return not self.largest(int(not finite))
 
@@ -341,7 +341,7 @@ def _accelerator(device: str, precision: str, trackers: list[str], folder: str |
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         )
     if len(accelerator.log_with) < len(trackers):  # accelerate skips trackers that are not installed
-        raise InputError(f"run.trackers is {trackers}; not all are installed. Run pip install 'contaccum[tensorboard]'")
+        raise InputError(f"run.trackers is {trackers}, but not all are installed. Install the missing ones with pip.")
     if (kind := accelerator.distributed_type.value) not in PLAIN:
         raise InputError(f"launched for {kind}, which is not supported; launch one process or data-parallel processes")
     return accelerator

@@ -53,7 +53,10 @@ def save_checkpoint(
 
 
 def _save_parts(encoder: DualEncoder, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Save the encoder and the optimizer state together with the other processes. folder: temporary folder of process 0."""
+    """Save the encoder and the optimizer state.
+
+    All processes must call this function with the same ``folder``: the temporary folder of process 0.
+    """
     encoder.save(folder / "model")
     sharding.save_parts(_optimizer_tensors(encoder, optimizer), folder / OPTIMIZER_PARTS)
 

@@ -174,7 +174,7 @@ def check_guide(config: TrainConfig) -> None:
 def build_rules(config: TrainConfig, engine: Engine, train_set: TrainSet | StreamSet) -> PairRules:
     """Build the rules that mask pairs of the loss. All processes must call this function.
 
-    If there is a guide, it encodes the training queries and passages whose vectors are not in the cache.
+    The guide, if there is one, encodes the training queries and passages whose vectors are not in the cache.
     """
     rules, loss = _rules_without_data(config), config.loss
     if isinstance(train_set, StreamSet):

@@ -49,7 +49,10 @@ def test_queries_from_a_pipe(data, monkeypatch, capsys):
     [
         (["--k", "0"], "k is 0"),
         (["--split", "best"], "split 'best' not found"),
-        (["--query", "fox"], "search got --query and --interactive; give exactly one of"),
+        (
+            ["--query", "fox"],
+            "search needs exactly one of --query, --output and --interactive, but got --query and --interactive",
+        ),
     ],
 )
 def test_what_cannot_be_asked_is_refused(arguments, words, data, monkeypatch, capsys):
