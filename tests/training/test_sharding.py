@@ -136,6 +136,8 @@ def runs(tmp_path_factory):
     quantized = {**adapted, "model.quantize": "4bit", "model.tie_towers": False, "batch.micro_batch_tokens": None}
     runs.add("quantized", 1, imports=["bitsandbytes"], **drift, **quantized)
     runs.add("sharded quantized", 2, **fsdp, **quantized)
+    runs.add("killed quantized", 2, fault="is_killed", **fsdp, **quantized)
+    runs.add("killed quantized again", 2, "--resume", run="killed quantized", **fsdp, **quantized)
     offload = {"run.cpu_offload": True, **fsdp}
     runs.add("killed offload", 2, fault="is_killed", **offload)
     runs.add("killed offload again", 2, "--resume", run="killed offload", **offload)
@@ -163,7 +165,13 @@ def test_sharded_run_equals_the_run_of_one_process(whole, name, runs):
 
 @pytest.mark.acceptance
 @pytest.mark.parametrize(
-    ("killed", "whole"), [("killed", "of 2"), ("killed adapter", "sharded adapter"), ("killed offload", "of 2")]
+    ("killed", "whole"),
+    [
+        ("killed", "of 2"),
+        ("killed adapter", "sharded adapter"),
+        ("killed quantized", "sharded quantized"),
+        ("killed offload", "of 2"),
+    ],
 )
 def test_killed_sharded_run_resumes_byte_identical(killed, whole, runs):
     """On a CPU, offloading changes no byte either."""
