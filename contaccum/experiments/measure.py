@@ -5,7 +5,6 @@ starts a new process for each method, because memory that one method freed would
 """
 
 import contextlib
-import ctypes
 import json
 import statistics
 import sys
@@ -33,6 +32,7 @@ from contaccum.training import parts
 from contaccum.training.log import mean_losses
 from contaccum.training.out_of_memory import out_of_memory
 
+PEAK_STEPS = 4  # steps of which the peak memory is measured; on a CPU it grows until the third step
 MICRO_BATCHES = 2  # micro-batches of a measured step; the second one also needs memory for the gradients of the first
 TIMED_MICRO_BATCHES = 8  # maximum number of micro-batches in a timed step; longer times are extrapolated
 SAMPLE = 256  # number of passages that are encoded to measure the speed of encoding
@@ -82,19 +82,16 @@ class Probe:
         self.loss = parts.build_loss(config, self.encoder)
 
     def peak(self, size: int, bank_size: int) -> float | None:
-        """Return the peak memory in bytes of two steps with the longest pairs and a full bank. Return None if memory runs out.
+        """Return the peak memory in bytes of a few steps with the longest pairs and a full bank. Return None if memory runs out.
 
         size: pairs per micro-batch. On a GPU, the result is the memory that PyTorch reserves (with fragmentation) plus the
         memory that ``context()`` returns.
         """
         try:
             bank = self._full_bank(size, bank_size)
-            self.engine.free_memory()
-            # otherwise a step could use freed memory that glibc keeps, and its peak would be too low
-            with contextlib.suppress(AttributeError):
-                ctypes.CDLL(None).malloc_trim(0)
+            self.engine.free_memory()  # otherwise a step could use memory that another size freed, and its peak would be too low
             self.engine.reset_peak_memory()
-            self._steps(self._sized(size, bank_size), self.longest, bank, 2)
+            self._steps(self._sized(size, bank_size), self.longest, bank, PEAK_STEPS)
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
@@ -214,7 +211,10 @@ def _longest(train_set: TrainSet, most: int, searched: int = 100_000) -> np.ndar
 
 
 def fitting_size(probe: Probe, budget: float, processes: int = 1) -> FittingSize:
-    """Find the largest micro-batch within ``budget`` bytes. Raise InputError if fewer than two small sizes fit."""
+    """Find the largest micro-batch size whose peak memory is at most ``budget`` bytes.
+
+    Three small sizes are measured first. Raises InputError if memory runs out for more than one of them.
+    """
     config = probe.config
     rows, n = config.bank_size(), config.batch.global_batch_size // processes
     first = max(4, 4 * config.batch.micro_batch_size if config.spec.whole else config.micro_batch_size(1))
@@ -248,9 +248,10 @@ def sharded_sizes(probe: Probe, processes: int, micro_batch_budget: float) -> di
 
 
 def measure(probe: Probe, budget: float) -> Measurement:
-    """Find the largest micro-batch and bank within ``budget`` bytes. Measure memory and times.
+    """Measure the memory and the speed of the configured method.
 
-    Raises InputError if this device does not have enough memory for the first measurements.
+    Two sizes are searched within ``budget`` bytes: the largest micro-batch with the configured bank, and the largest bank with
+    the configured micro-batch size. Raises InputError if fewer than two small micro-batch sizes fit into this device's memory.
     """
     config = probe.config
     rows, n = config.bank_size(), config.batch.global_batch_size

@@ -62,12 +62,12 @@ def run_plan(
 
 
 def run_measurement(config: TrainConfig, budget: int) -> Measurement:
-    """Measure memory and times of the method of ``config`` in a new process. ``budget`` is in bytes."""
+    """Measure the method of ``config`` in a new process: memory, times, and the sizes that fit into ``budget`` bytes."""
     return Measurement(**ask(config, budget=budget))
 
 
 def fitting_size(config: TrainConfig, budget: int) -> FittingSize:
-    """Find the largest micro-batch of the method of ``config`` in a new process. ``budget`` is in bytes."""
+    """Find, in a new process, the largest micro-batch that fits into ``budget`` bytes with the method of ``config``."""
     return FittingSize(**ask(config, micro_batch_budget=budget))
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from contaccum.batch import ONE_TOKEN, MicroBatch, RowIds, Tokens
 from contaccum.errors import InputError, library_errors
 from contaccum.runtime import sharding
-from contaccum.runtime.devices import encoding_device, peak_resident
+from contaccum.runtime.devices import encoding_device, peak_resident, return_freed_memory
 from contaccum.runtime.launch import refuse_other_sharding
 from contaccum.runtime.processes import Processes, own_keys, refuse_missing_processes
 
@@ -268,6 +268,7 @@ class Engine(Processes):
 
     def free_memory(self) -> None:
         clear_device_cache(garbage_collection=True)
+        return_freed_memory()
 
     def scaler_state(self) -> dict[str, Any]:
         return self.accelerator.scaler.state_dict() if self.accelerator.scaler is not None else {}
