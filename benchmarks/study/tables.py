@@ -381,7 +381,7 @@ TABLES: dict[str, tuple[Callable[[Studies, str], Table], str]] = {
     "time-scifact": (longer, "time-scifact-aged"),
     **{f"{study}-75s": (equal_time, f"{study}-75s") for study in ("medquad", "scifact")},
     **{f"{study}-6144f": (equal_cost, f"{study}-6144f") for study in ("medquad", "scifact", "xquad")},
-    **{f"{study}-7168f": (longer_reference, f"{study}-7168f") for study in ("medquad", "scifact")},
+    **{f"{study}-7168f": (longer_reference, f"{study}-7168f") for study in ("medquad", "scifact", "xquad")},
     "medquad-guide": (equal_cost, "medquad-guide"),
     **{f"{study}-52s": (less_time, f"{study}-52s") for study in ("medquad", "scifact")},
     "cache-aged": (hybrid, "cache-aged"),
