@@ -7,12 +7,13 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from transformers import BertConfig, BertModel, BertTokenizerFast
+from transformers import BertConfig, BertModel
 
 from contaccum.batch import NO_PASSAGE, MicroBatch, RowIds, Tokens
 from contaccum.config import TrainConfig
 from contaccum.data.commands import convert
 from contaccum.encoder import DualEncoder, EncoderSettings, Tower
+from contaccum.encoder.tokenizer import wordpiece_tokenizer
 from contaccum.methods import METHODS
 from contaccum.methods.bank import Bank, BankOptions
 from contaccum.methods.loss import InfoNCE
@@ -30,9 +31,7 @@ def tiny_encoder(dropout: float = 0.0, tie: bool = False, similarity: str = "cos
         vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
         max_position_embeddings=16, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
     )  # fmt: skip
-    tokenizer = BertTokenizerFast(
-        vocab={token: i for i, token in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"])}
-    )
+    tokenizer = wordpiece_tokenizer([], 5)  # special tokens only
     query = Tower(BertModel(config), tokenizer, "mean")
     passage = query if tie else Tower(BertModel(config), tokenizer, "mean")
     settings = EncoderSettings(similarity=similarity, max_query_length=16, max_passage_length=16, tie_towers=tie)

@@ -27,7 +27,7 @@ from contaccum.training.out_of_memory import MicroBatchSize
 
 LOG_FILE = "log.jsonl"
 ENVIRONMENT_FILE = "environment.json"
-PACKAGES = ("torch", "transformers", "accelerate", "tokenizers", "numpy")
+PACKAGES = ("transformers", "accelerate", "tokenizers", "numpy")
 LOG_VERSION = 2
 """Number ``format_version`` in the first line of log.jsonl. A log without such a first line has version 1."""
 _RENAMED = {"row_weight": "weight_per_row"}  # keys: names in version 1; values: names since version 2
@@ -167,6 +167,7 @@ def write_environment(run: Path, engine: Engine) -> None:
     environment = {
         "python": platform.python_version(),
         "contaccum": __version__,  # a checkout that is not installed has no metadata
+        "torch": str(torch.__version__),  # with its CUDA version, which the metadata of PyPI's wheels do not have
         **{package: metadata.version(package) for package in PACKAGES},
         "system": platform.system(),
         "device": f"{device.type} ({name})",
