@@ -1,9 +1,8 @@
-"""Hooks of mkdocs: a command reference from the parsers, and a navigation that lists every page."""
+"""Hook of mkdocs: a command reference from the parsers."""
 
 import argparse
 from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import PurePosixPath
 from typing import Any, Literal, get_args, get_origin
 
 from jsonargparse import ArgumentParser
@@ -15,37 +14,12 @@ from contaccum.cli.parser import make_parser
 from contaccum.config import TrainConfig
 
 COMMANDS = "reference/commands.md"
-OTHER = "More"
 HIDDEN = ("--help", "--print_config", "--print_completion")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, COMMANDS, content=command_reference()))
-    config.nav = with_all(config.nav, sorted(file.src_uri for file in files.documentation_pages()))
     return files
-
-
-def with_all(nav: list[Any], pages: list[str]) -> list[Any]:
-    """Add missing pages to the section of their folder, or to a last section."""
-    named = set(_pages(nav))
-    missing = [page for page in pages if page not in named]
-    sections = [
-        section for entry in nav if isinstance(entry, dict) for section in entry.values() if isinstance(section, list)
-    ]
-    other = []
-    for page in missing:
-        folder = PurePosixPath(page).parent
-        homes = [s for s in sections if folder.name and any(PurePosixPath(p).parent == folder for p in _pages(s))]
-        (homes[0] if homes else other).append(page)
-    return [*nav, {OTHER: other}] if other else nav
-
-
-def _pages(nav: Any) -> Iterator[str]:
-    """Return every page that a navigation names."""
-    if isinstance(nav, str):
-        yield nav
-    for entry in nav.values() if isinstance(nav, dict) else nav if isinstance(nav, list) else ():
-        yield from _pages(entry)
 
 
 def command_reference() -> str:
