@@ -32,7 +32,7 @@ class Tokens:
         )
 
     def pinned(self) -> "Tokens":
-        """Return the texts in page-locked memory, so that copying to a GPU does not block. Pinned tensors are not copied."""
+        """Return the texts in page-locked memory, so that copying to a GPU does not block. Does not copy pinned tensors."""
         return Tokens(self.input_ids.pin_memory(), self.attention_mask.pin_memory())
 
     @staticmethod
@@ -82,8 +82,8 @@ class RowIds:
     Optional: a teacher's scores of these passages, and the row number of each query in the training set.
     """
 
-    columns: Tensor  # (b, 1 + H) int64: in each row its positive, then its hard negatives or MISSING
-    positives: Tensor  # (b, P) int64: all passages known to be relevant for the row, padded with NO_PASSAGE
+    columns: Tensor  # (b, 1 + H) int64: the positive of each query, then its hard negatives, padded with MISSING
+    positives: Tensor  # (b, P) int64: all passages known to be relevant for each query, padded with NO_PASSAGE
     teacher: Tensor | None = None  # (b, 1 + H) float32: scores of the passages by a teacher, NaN for a missing score
     queries: Tensor | None = None  # (b,) int64: row number of each query in the training set; None for a stream
 

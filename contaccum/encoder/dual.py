@@ -49,7 +49,7 @@ class DualEncoder(nn.Module):
         super().__init__()
         widths = (query_tower.dim, passage_tower.dim)
         if widths[0] != widths[1]:
-            raise InputError(f"query tower has width {widths[0]}, passage tower {widths[1]}; both widths must be equal")
+            raise InputError(f"query tower has width {widths[0]}, passage tower {widths[1]}; the widths must be equal")
         self.query_tower, self.passage_tower, self.settings = query_tower, passage_tower, settings
         # whether training replays CUDA graphs; each replay overwrites the output of the previous replay
         self.graphs = False
@@ -135,10 +135,10 @@ class DualEncoder(nn.Module):
 
     @contextmanager
     def in_step(self, kind: str) -> Iterator[None]:
-        """Encode texts of one kind, ``query`` or ``passage``, inside the ``with`` block.
+        """Allow each process to encode its own number of batches inside the ``with`` block.
 
-        With sharded weights, every pass needs all processes. Therefore each process that has finished makes dummy passes until
-        all processes have finished.
+        kind: kind of all texts, ``query`` or ``passage``. With sharded weights, every pass needs all processes. Therefore a
+        process that has finished runs dummy passes until all processes have finished.
         """
         yield
         while self.group is not None and self.group.largest(0):

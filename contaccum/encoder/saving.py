@@ -63,7 +63,7 @@ def _write_router(routes: dict[str, tuple[str, Tower]], settings: EncoderSetting
 
 
 def _routed(name: str, tower: Tower, settings: EncoderSettings) -> dict[str, str]:
-    if tower.base is not None:  # sentence-transformers finds the base of an adapter only in a model inside the model
+    if tower.base is not None:  # sentence-transformers loads the base of an adapter only in a nested model
         return {name: "sentence_transformers.SentenceTransformer"}
     return {f"{name}/{path}".rstrip("/"): MODULES + kind for path, kind in _modules(tower, settings).items()}
 

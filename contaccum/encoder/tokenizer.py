@@ -17,7 +17,9 @@ from contaccum.errors import InputError
 from contaccum.runtime.checks import require_known_ids
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-WINDOW = 4096  # number of texts that are sorted together by length; more texts need less padding, but more time
+WINDOW = (
+    4096  # number of texts that are sorted by length together; more texts need less padding, but delay the first batch
+)
 # tokens per thread; at width 384 the output of the widest layer then has 6 MB and fits in the CPU cache
 CPU_TOKENS = 1024
 DEVICE_TOKENS = 16_384
@@ -46,7 +48,7 @@ def load_tokenizer(files: TowerFiles, trust_remote_code: bool) -> Any:
 
 
 def check_vocabulary(tokenizer: Any, vocabulary: int | None) -> None:
-    """Raise InputError if the padding token has no word embedding, or if the vocabulary has a far too large id.
+    """Raise InputError if the padding token has no word embedding, or if the largest id is far above the number of tokens.
 
     vocabulary: number of word embeddings. None: nothing is checked. The ids of texts are checked when the texts are tokenized,
     because some published tokenizers have added tokens without a word embedding.

@@ -1,8 +1,8 @@
 """Dual memory bank: a ring buffer of the embeddings of past queries and passages.
 
 One slot of the ring stores one row: a query, its passages and the passage ids. The query bank and the passage bank are therefore
-always aligned. Stored embeddings have no gradient. A block is a group of consecutive slots: ``NestedLogSumExp`` stores one
-log-sum-exp for each row and block. The rules (``PairRules``) mask pairs for other reasons than a known positive.
+always aligned. Stored embeddings have no gradient. The log-sum-exps of the stored rows over the stored columns are cached in a
+``NestedLogSumExp``, so that the loss does not compute them in every step.
 Source: Kim et al. 2024 (arXiv 2406.12356), section 4.
 """
 
@@ -168,7 +168,7 @@ class Bank:
         self.stored = min(self.size, self.stored + b)
         self.pushed += b
         if self.sums is not None:
-            for slots in written:  # before the log-sum-exps, because the similarity rule compares logits with these
+            for slots in written:  # first, because the similarity rule compares all logits with them
                 self._update_positive_logits(slots)
             for slots in written:
                 self.sums.overwrite(slots.start, slots.stop, self.stored, partials[0] if partials else None)
@@ -190,17 +190,17 @@ class Bank:
             update(self._by_column, slots.start * self.column_ids.shape[1], self.column_ids[slots].view(-1, 1))
 
     def masked_columns(self, positives: Tensor, slots: slice) -> MaskedPairs:
-        """Return all pairs (row, column) where the column, one of those in ``slots``, is a known positive of the row.
+        """Return all pairs (row, column) where the bank column is a known positive of the row.
 
-        positives: (r, P), the ids of the known positives of each row.
+        positives: (r, P), the ids of the known positives of each row. slots: bank slots whose columns are compared.
         """
         per_slot = self.column_ids.shape[1]
         return self._by_column.find(positives, slice(slots.start * per_slot, slots.stop * per_slot))
 
     def masked_rows(self, column_ids: Tensor, rows: slice) -> MaskedPairs:
-        """Return all pairs (column, row) where the column is a known positive of the row, one of the bank rows ``rows``.
+        """Return all pairs (column, row) where the column is a known positive of the bank row.
 
-        column_ids: (c,), the passage id of each column.
+        column_ids: (c,), the passage id of each column. rows: bank rows that are compared.
         """
         return self._by_positive.find(column_ids.unsqueeze(1), rows)
 
@@ -214,7 +214,7 @@ class Bank:
         """Return the logits of the bank rows ``rows`` and of all columns in the bank slots ``slots``.
 
         The shape is (slots * columns per slot, rows). Logits of masked pairs are minus infinity, and the age penalty is
-        subtracted. With ``reverse``, the rules apply to the direction from passages to queries, and only to positives.
+        subtracted. With ``reverse``, the rules are applied in the passage-to-query direction, and only to the positives.
         """
         assert self.queries is not None
         per_slot = self.column_ids.shape[1]

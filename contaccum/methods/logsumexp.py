@@ -139,7 +139,7 @@ class NestedLogSumExp:
         """Update the table after a push overwrote slots [start, stop).
 
         fill: number of slots that contain a row now. partial: log-sum-exps that the loss computed for the pushed rows just
-        before this push, and that are not computed again.
+        before this push. They are not computed again.
         """
         assert partial is None or partial.slot == start, "the partial log-sum-exps belong to other slots"
         width = self.widths[-1]

@@ -60,7 +60,7 @@ class LossValue(NamedTuple):
     counted_share: float = 1.0
     """Number of rows in the denominator of ``contrast``, divided by the number of rows in the sum.
 
-    Below 1 only if the sum has bank rows that the denominator does not count (``row_weight`` current).
+    Below 1 only if the sum has bank rows that the denominator does not count (``bank.row_weight`` is ``current``).
     """
 
     @property
@@ -224,7 +224,8 @@ class _Sums:
     def _bank_columns(self, ids: RowIds, bank: "Bank") -> tuple[Tensor, Tensor, Tensor | None, MaskedPairs]:
         """Return all bank columns (m, d), their passage ids (m,) and age penalties (m,), and the pairs to mask.
 
-        A pair is (current row, bank column). ``n_columns`` and ``n_masked`` grow by the numbers of bank columns and of pairs.
+        A pair is (current row, bank column). Also adds the number of bank columns to ``n_columns``, and the number of pairs to
+        ``n_masked``.
         """
         columns, per_slot = bank.passages[: bank.fill].flatten(0, 1), bank.passages.shape[1]
         penalty = None if self.penalty is None else self.penalty.unsqueeze(1).expand(-1, per_slot).reshape(-1)

@@ -33,7 +33,7 @@ class Rows(NamedTuple):
     scores: Tensor
     """Logit of each query and its positive, (r,)."""
     scale: float
-    """Logit of the similarity 1."""
+    """Logit of a pair with similarity 1."""
 
 
 class Vectors(Protocol):
@@ -90,9 +90,9 @@ class PairRules:
 
         columns: passage id of each column, (c,) on the CPU. of_queries: whether the columns are queries. ``columns`` then has
         their row numbers in the training set, or is None if no rule uses the numbers.
-        pairs: positions of the training pairs that the rows and the columns belong to; each pair has equally many columns. None:
-        no row and column belong to the same training pair. counts: (2,) int64. The number of logits that the rules keep is added
-        to the first element, the number that the similarity rule masks to the second.
+        pairs: indices of the training pairs of the rows, and of the columns. Each pair has one row and the same number of
+        columns. None: no row and column belong to the same pair. counts: (2,) int64. The number of logits that the rules keep is
+        added to the first element, and the number that the similarity rule masks to the second.
         """
         own = None if pairs is None else _own_columns(logits, *pairs)
         self._mask_by_id(logits, rows, None if of_queries else columns, own)
@@ -124,7 +124,7 @@ class PairRules:
             counts[1] -= remaining
 
     def _mask_by_id(self, logits: Tensor, rows: Rows, passages: Tensor | None, own: Tensor | None) -> None:
-        """Mask empty columns, and for queries in ``separate`` all columns except ``own`` (see ``_own_columns``)."""
+        """Mask empty columns. If ``separate`` is true for a query, mask all its columns except ``own`` (see ``_own_columns``)."""
         device = logits.device
         if self.missing and passages is not None:
             logits.masked_fill_((passages == MISSING).to(device, non_blocking=True), -torch.inf)
@@ -137,7 +137,7 @@ class PairRules:
     def _bounds(self, scores: Tensor, scale: float) -> Tensor:
         """Return, for each row, the score above which a column is masked, (r, 1).
 
-        scores: score of each row and its own positive, (r,). scale: score of the similarity 1.
+        scores: score of each row and its own positive, (r,). scale: score of a pair with similarity 1.
         """
         assert self.margin is not None
         drop = scores.abs() * self.margin if self.relative else self.margin * scale

@@ -3,7 +3,7 @@
 A text with a large gradient is more likely to be in the sample. Text i has the cached gradient g_i and is kept with probability
 pi_i = min(1, c |g_i|). The number c is chosen so that the sum of all pi_i is share * n, where n is the number of texts. The
 gradient of a kept text is multiplied by 1 / pi_i, so that the expected gradient is the gradient of GradCache. The sampling adds
-the variance sum |g_i|^2 (1 / pi_i - 1). These probabilities add the least variance for their sum.
+the variance sum |g_i|^2 (1 / pi_i - 1). No other probabilities with the same sum add less variance.
 Sources: Horvitz and Thompson 1952 (weights 1 / pi); Madow 1949 (systematic sampling).
 """
 

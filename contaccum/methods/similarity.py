@@ -16,7 +16,7 @@ from contaccum.methods.masking import NO_RULES, PairRules
 
 CPU_TILE = 1 << 20  # number of similarities to compute at once; this many fit in the cache of a CPU
 TILE = 1 << 27  # the same number for other devices, where few large operations are fastest; 0.5 GiB
-NO_IDS = {NO_PASSAGE, MISSING}  # numbers in tensors of passage ids that are no ids
+NO_IDS = {NO_PASSAGE, MISSING}  # padding values in tensors of passage ids
 
 
 class MaskedPairs(NamedTuple):
@@ -118,7 +118,7 @@ class Similarity:
 
     @property
     def scale(self) -> float:
-        """Result of ``logits`` for the similarity 1."""
+        """Logit of a pair with similarity 1."""
         return 1 / self.temperature + self.hardness
 
     def tile_on(self, device: torch.device) -> int:
@@ -147,7 +147,7 @@ class Similarity:
         it with ``positive_share``). rows: (r, d). columns: (c, d). masked: the pairs whose logit is minus infinity.
         """
         with full_precision(rows.device):
-            # on a CPU, a short matrix times a long matrix takes 1.5 times as long
+            # on a CPU, a short matrix times a long one takes 1.5 times as long as the reverse
             swap = len(rows) < len(columns) and rows.device.type == "cpu"
             left, right = (columns, rows) if swap else (rows, columns)
             logits = torch.addmm(left.new_empty(()), left, right.T, beta=0, alpha=self.scale)

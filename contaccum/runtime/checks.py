@@ -8,7 +8,7 @@ from contaccum.errors import InputError
 
 
 def require_utf8(text: str, where: str) -> str:
-    """Return ``text`` if UTF-8 can encode this text, else raise InputError.
+    """Return ``text`` if it can be encoded as UTF-8, else raise InputError.
 
     where: name of the text in the error message. Python turns a byte of the command line that is not UTF-8 into half a character
     (a lone surrogate), which UTF-8 cannot encode.
@@ -17,7 +17,8 @@ def require_utf8(text: str, where: str) -> str:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
-        found = f"byte 0x{code - 0xDC00:02x} is not UTF-8" if 0xDC80 <= code <= 0xDCFF else "found half a character"
+        is_byte = 0xDC80 <= code <= 0xDCFF
+        found = f"byte 0x{code - 0xDC00:02x} is not UTF-8" if is_byte else "found half a character (a lone surrogate)"
         raise InputError(f"{where}: {found}; the text must be valid UTF-8") from error
     return text
 

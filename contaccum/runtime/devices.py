@@ -33,6 +33,6 @@ def peak_resident() -> int:
 
 
 def return_freed_memory() -> None:
-    """Return to the system what this process has freed and the C library still keeps. Only glibc can do this."""
+    """Give memory that this process has freed back to the operating system. Works only if the C library is glibc."""
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,7 +1,7 @@
 """Device, precision and gradients of a training process. Only this file imports accelerate.
 
 Gradients are summed over all processes once per optimizer step. DistributedDataParallel is not used, for two reasons: it
-expects a backward pass after each forward pass, but GradCache first takes all forward passes; and it averages gradients, but
+expects a backward pass after each forward pass, but GradCache runs all forward passes first; and it averages gradients, but
 the loss needs their sum.
 """
 
@@ -123,7 +123,7 @@ class Engine(Processes):
         self.step, self.gathers = step, 0
 
     def micro_steps(self, micro_batches: list[MicroBatch]) -> Iterator[MicroBatch]:
-        """Move each micro-batch to the device, seed its dropout noise and yield it. All passes of a step use the same noise."""
+        """Move each micro-batch to the device, seed its dropout noise and yield it. Every pass of a step repeats this noise."""
         # inside this outer context, autocast keeps the half-precision weights after each pass
         with torch.autocast(self.device.type, enabled=False):
             for index, batch in enumerate(micro_batches):
@@ -153,7 +153,7 @@ class Engine(Processes):
         """
         if self.encoder.graphs:
             torch.compiler.cudagraph_mark_step_begin()
-        # Reuse weights that were cast to half precision only after a backward pass: casts of a no-grad pass have no gradient, and
+        # Cast the weights to half precision again unless a backward pass came last: casts of a no-grad pass have no gradient, and
         # casts that several passes share before their backward pass would sum the gradients in half precision.
         if not self._casts_reusable:
             torch.clear_autocast_cache()

@@ -28,7 +28,7 @@ def is_hub_name(text: str) -> bool:
 
 
 def hub_errors(problem: str, *kinds: type[BaseException], fix: str = "") -> AbstractContextManager[None]:
-    """Convert errors inside a ``with`` block that reads from the Hub to InputError, as ``library_errors`` does.
+    """Convert errors to InputError, as ``library_errors`` does, in a ``with`` block that reads from the Hub.
 
     If the Hub does not answer, offline mode is set, which reads only the local cache of the Hub. Otherwise the Hub library would
     try each file six times, for 30 seconds, and print a line for each attempt.

@@ -1,4 +1,4 @@
-"""Rank and number of processes, which a launcher sets (torchrun or accelerate launch), and signals.
+"""Rank and number of processes, as set by a launcher (torchrun or accelerate launch), and signal handling.
 
 This module does not import torch.
 """

@@ -104,7 +104,7 @@ def _holder(path: Path) -> str:
 def cached_folder(kind: str, key: object, build: Callable[[Path], None]) -> Path:
     """Return the cache folder for ``key``. If the folder does not exist, create it and call ``build(folder)`` to fill it.
 
-    kind: name of the folder inside the cache that contains the new folder. key: any JSON value.
+    kind: subfolder of the cache in which the folder is created. key: any JSON value.
     """
     name = hashlib.sha256(json.dumps([READER_VERSION, key]).encode()).hexdigest()[:32]
     folder = cache_folder() / kind / name

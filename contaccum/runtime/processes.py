@@ -160,7 +160,7 @@ def joined(timeout_minutes: float) -> Iterator[Processes]:
     timeout = datetime.timedelta(minutes=timeout_minutes)
     dist.init_process_group("gloo", timeout=timeout, **own_keys(timeout))
     yield Processes(rank, world, int(os.environ.get("LOCAL_RANK", rank)))
-    dist.destroy_process_group()  # not called after an error: otherwise the other processes would fail before this process
+    dist.destroy_process_group()  # not called after an error: the other processes could fail before this process reports it
 
 
 def refuse_missing_processes(world: int) -> None:

@@ -1,7 +1,7 @@
 """Sharded encoders: each process holds a part of every weight, of its gradient and of its optimizer state (torch's FSDP2).
 
 A pass over a layer gathers the weights of this layer from all processes, uses them and frees them. So all processes must
-take the same number of passes, and save and load together.
+run the same number of passes, and save and load together.
 """
 
 import json
@@ -45,7 +45,7 @@ def shard(processes: Processes, modules: Iterable[nn.Module], dtype: torch.dtype
         own = [each for each in module.parameters() if not isinstance(each, DTensor)]
         for parameter in own:  # one module at a time, because the device may be too small for all
             parameter.data = parameter.data.to(processes.device)
-            if (scales := getattr(parameter, "quant_state", None)) is not None:  # scales of 4-bit weights stay whole
+            if (scales := getattr(parameter, "quant_state", None)) is not None:  # scales of 4-bit weights stay full
                 scales.to(processes.device)
         processes.copy_from_main([parameter.data for parameter in own])
         unit = fully_shard(
@@ -139,7 +139,7 @@ def save_full(tensors: Mapping[str, Tensor], path: Path | None) -> None:
         start, end = end, end + tensor.numel() * tensor.element_size()
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the numbers begin at a multiple of 8 bytes
+    text += b" " * (-len(text) % 8)  # the tensor data begin at a multiple of 8 bytes
     with open(path, "wb") if path is not None else nullcontext() as file:
         if file is not None:
             file.write(len(text).to_bytes(8, "little") + text)

@@ -185,7 +185,7 @@ def read_environment(run: Path) -> dict[str, Any]:
 
 
 class Drift:
-    """Drift of the bank: the cosine between stored embeddings and new embeddings of the same texts.
+    """Drift of the bank: the cosine between stored embeddings and embeddings of the same texts by the current weights.
 
     Both are computed with the same dropout noise, so only the weights differ.
     """

@@ -150,7 +150,7 @@ class Training:
             if self.done and self._evaluation_due() and self.evaluated < self.done:
                 self.evaluate()  # the evaluation of this step failed, or its score cannot be compared any more
                 self.save()
-            self.engine.free_memory()  # what reading and tokenizing the data left
+            self.engine.free_memory()  # memory that was used to read and tokenize the data
             self.engine.reset_peak_memory()
             while self.done < self.total:
                 size = self.micro_batch_size.now  # changes only if memory runs out

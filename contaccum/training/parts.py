@@ -68,9 +68,10 @@ def build_encoder(
 
 
 def _with_mixture_prefixes(config: TrainConfig, settings: EncoderSettings) -> EncoderSettings:
-    """Return ``settings`` with the query prefix and the passage prefix that all data sets of a mixture use.
+    """Return ``settings`` with the query prefix and the passage prefix of the data sets in a mixture.
 
-    Otherwise, the prefix in ``settings`` stays, with a warning unless the config sets a prefix that some of the data sets use.
+    A prefix is replaced only if all data sets have the same prefix and the config does not set one. Warns if the data sets have
+    other prefixes than the saved model, unless the config sets a prefix that some of them have.
     """
     for name in ("query_prefix", "passage_prefix"):
         own, chosen = getattr(settings, name), getattr(config.model, name)
@@ -199,7 +200,7 @@ def build_rules(config: TrainConfig, engine: Engine, train_set: TrainSet | Strea
 
 
 def _rules_without_data(config: TrainConfig) -> PairRules:
-    """Return the rules that need no training data: missing columns, and the margin of the model's own scores."""
+    """Return the rules that need no training data: empty columns, and the similarity rule with the model's own scores."""
     loss = config.loss
     missing, relative = config.data.fill_negatives == "none", loss.margin_strategy == "relative"
     rules = PairRules(bool(config.data.hard_negatives) and missing, relative=relative)

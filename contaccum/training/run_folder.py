@@ -5,7 +5,7 @@ checkpoints/step-00000100/
     optimizer.safetensors state of the optimizer (moments of AdamW) by parameter name
     optimizer/            only with run.sharding, instead of optimizer.safetensors: one file per process, with its parts
     bank.safetensors      embeddings, ids and cached log-sum-exps of the bank
-    state.json            step, hashes of data and encoder, plain numbers of the bank, loss scale, best dev score
+    state.json            step, hashes of data and encoder, counters of the bank, loss scale, best dev score
     manifest.json         size and SHA-256 of every other file
 
 A checkpoint appears under its name only when it is complete. It is loaded only if every hash is correct. No random state is
@@ -66,7 +66,9 @@ def claimed_folder(config: TrainConfig) -> Iterator[None]:
         raise InputError(f"{where}: this is a file. Choose a folder.")
     model = run / "model"  # if model/ is a link, saving replaces the folder that it points to
     if model.is_symlink() and any(model.iterdir()) and not (model / SETTINGS_FILE).is_file():
-        raise InputError(f"{model}: this link points to {os.readlink(model)}, which is not empty. Link an empty one.")
+        raise InputError(
+            f"{model}: this link points to {os.readlink(model)}, which is not empty. Link an empty folder."
+        )
     with folder_lock(run) if is_main() else nullcontext():
         found, has_config = list(run.iterdir() if run.is_dir() else ()), (run / CONFIG_FILE).is_file()
         if has_config and not config.resume:
