@@ -379,12 +379,12 @@ CASES: dict[str, Case] = {
     ),
     "convert: id with a tab": Case(
         "data convert pairs.jsonl out --to beir",
-        ["id 'a\\tb' contains", "no qrels file can contain"],
+        ["id 'a\\tb' contains", "a qrels file cannot contain"],
         {"pairs.jsonl": lines({"query_id": "a\tb", "query": "x", "pos": ["a"]})},
     ),
     "convert: id with a NUL": Case(
         "data convert pairs.jsonl out --to beir",
-        ["id 'a\\x00b' contains", "no qrels file can contain"],
+        ["id 'a\\x00b' contains", "a qrels file cannot contain"],
         {"pairs.jsonl": lines({"query_id": "a\0b", "query": "x", "pos": ["a"]})},
     ),
     "demo: folder is there": Case("data demo d", ["d", "exists"]),

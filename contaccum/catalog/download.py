@@ -1,8 +1,8 @@
 """Download BEIR data sets and DPR files into the cache, check the files, and unpack archives safely.
 
 A download is first written to a temporary file, the part file. If the connection breaks, the next call continues from the part
-file if the complete file can be checked: an archive whose MD5 is known, or a gzip file. Every other file is downloaded again
-from the start.
+file. It does so only if it can check the complete file, that is, for an archive with a known MD5 and for a gzip file. Every other
+file is downloaded again from the start.
 """
 
 import gzip

@@ -29,6 +29,7 @@ from contaccum.runtime.locks import cached_folder
 
 SPLITS = "splits.json"
 KNOWN = ("ar", "bn", "en", "es", "fa", "fi", "fr", "hi", "id", "ja", "ko", "ru", "sw", "te", "th", "zh")
+"""MIRACL languages with a train split and a dev split."""
 SURPRISE = ("de", "yo")
 """MIRACL languages without a train split."""
 _MAX_CARD = 16 << 20  # bytes

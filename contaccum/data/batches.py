@@ -184,7 +184,7 @@ class Batches(ABC):
 
     @abstractmethod
     def _tokens(self, rows: Any, indices: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Return the token ids of the pairs at ``indices``: one array for each query, and one for each passage not MISSING."""
+        """Return the token ids of the pairs at ``indices``: one array for each query and each passage, except MISSING."""
 
     @abstractmethod
     def _ids(self, rows: Any, indices: np.ndarray) -> list[str]:

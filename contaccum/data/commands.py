@@ -44,7 +44,7 @@ def check(path: str | Path, split: str | None = None, policy: DataPolicy = DEFAU
     are counted in words.
     """
     data = open_dataset(path, split or "train", policy)
-    # for a downloaded data set: the path of the local copy, and a policy that may repair
+    # a data set that was downloaded by name has a local path and may have a policy with repair
     path, kind, policy = data.path, data.kind, data.policy
     if kind == "beir":
         about = _beir(path, split, policy)

@@ -83,7 +83,7 @@ class RetrievalDataset:
 
     @cached_property
     def qrels(self) -> Qrels:
-        """Grades of the qrels file with the path ``name``. Queries without a positive are left out."""
+        """Grades, if ``name`` is the path of a qrels file. Queries without a positive are left out."""
         source = Path(self.name)
         grades = read_grades(source, self._policy)
         report_rejected(source, grades.rejected)

@@ -39,9 +39,9 @@ def write_dev_set(source: RetrievalSet, folder: Path, most_queries: int, most_pa
 def hold_out(source: RetrievalDataset, folder: Path, most_queries: int, most_passages: int, seed: int) -> None:
     """Divide training queries into a dev set, ``folder/dev``, and a training set, ``folder/train``.
 
-    The dev set has at most a tenth of the queries, and a sample of the passages as in ``write_dev_set``. The training set has the
-    other queries and all passages. Queries with the same text (except for case and spaces) stay together. Raises InputError if
-    the dev set would have no query.
+    The dev set has at most ``most_queries`` queries and at most a tenth of all queries. Its passages are a sample, as in
+    ``write_dev_set``. The training set has the other queries and all passages. Queries with the same text (except for case and
+    spaces) stay together. Raises InputError if the dev set would have no query.
     """
     examples = source.examples()
     numbers = np.flatnonzero(examples.positives.lengths)

@@ -171,7 +171,7 @@ def _save(folder: Path, name: str, numbers: array, dtype: type = np.int64) -> No
 def check_texts(location: SourceLocation, example: Example, known: Container[str] = ()) -> None:
     """Raise InputError if the query or a passage of an example has an empty text.
 
-    A passage is not checked if the id is in ``known`` or belongs to an earlier passage of the example.
+    A passage is not checked if its id is in ``known``, or if an earlier passage of the example has the same id.
     """
     query = example.query
     if is_blank(query.text):
@@ -207,7 +207,7 @@ class _Builder:
         self.contents = array("q")  # hash of title and text of each passage
         self.locations: dict[str, SourceLocation] = {}  # query id -> location
         self.unanswerable = _Problem("queries without a positive are skipped")
-        self.conflicts = _Problem("passages repeat an id with another text; the first text is used")
+        self.conflicts = _Problem("passages have the id of an earlier passage but another text; the first text is used")
         self.ends: dict[str, array] = {name: array("q", [0]) for name in _LISTS}
         self.values: dict[str, array] = {name: array("q") for name in _LISTS}
 

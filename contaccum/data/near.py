@@ -28,7 +28,7 @@ def near_order(vectors: np.ndarray, random: np.random.Generator, size: int, firs
     """Return an order of n examples in which the examples of each group have similar vectors: (n,) int64.
 
     vectors: (n, d) from ``rounded``. size: number of examples of a group. first: number of examples that complete the last step
-    of the epoch before; these come first. The full groups follow in random order, then a last group if examples are left.
+    of the previous epoch. They come first. The full groups follow in random order, then the other examples as a smaller group.
     """
     first = min(first, len(vectors))
     full, last = divmod(len(vectors) - first, size)

@@ -182,7 +182,7 @@ def _check_judgement(source: Path, judgement: Judgement, known: Sequence[_Missin
 def keep_answerable(source: Path, qrels: Qrels, strict: bool) -> Qrels:
     """Return the qrels of the queries that have a grade above 0. Raise InputError if there is no such query.
 
-    If other queries exist, warn, or raise InputError if ``strict``.
+    If some queries have no grade above 0, warn, or raise InputError if ``strict``.
     """
     kept = {query: grades for query, grades in qrels.items() if max(grades.values()) > 0}
     without = [query for query in qrels if query not in kept]

@@ -29,7 +29,7 @@ class StepRows(NamedTuple):
 
     @property
     def columns(self) -> np.ndarray:
-        """Ids of the passages, (N, 1 + H): the row numbers. StreamRows also has an attribute ``columns``, with hashes."""
+        """Integer ids of the passages, (N, 1 + H). Here they are row numbers; in StreamRows, they are hashes."""
         return self.passages
 
     @property
@@ -164,7 +164,7 @@ class MixtureSampler:
 
     With ``mixed``, each of the N examples of a step comes from a random set. With ``one_set``, all N examples of a step come from
     the same random set. The probability of a set is proportional to the weight of the set. Each set has a separate StepSampler.
-    A resumed run finds the position in each set by drawing the numbers of examples of all earlier steps again.
+    To find the position in each set, a resumed run draws again how many examples of each set every earlier step had.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ def make_sampler(
 ) -> StepSampler | MixtureSampler:
     """Return the sampler for a training set or a mixture.
 
-    batches: ``mixed`` or ``one_set``, see MixtureSampler. All other arguments: see StepSampler. A mixture has no ``vectors``.
+    batches: ``mixed`` or ``one_set``, see MixtureSampler. Other arguments: see StepSampler. A mixture does not use ``vectors``.
     """
     if isinstance(train_set, Mixture):
         return MixtureSampler(train_set, seed, global_batch_size, hard_negatives, batches, fill, order)

@@ -56,8 +56,9 @@ class StreamSet:
         """Yield the examples that have a positive, in order.
 
         If an example has too few hard negatives, other negatives (DPR's ``negative_ctxs``) are appended to ``negatives``. Each
-        kind of problem causes one warning. Duplicate query ids are not detected, because the ids of all earlier examples may not
-        fit into memory.
+        rejected record causes one warning, and so does each other kind of problem. Duplicate query ids are not detected, because
+        the ids of all earlier examples may not fit into memory. Raises InputError if no example has a positive, or if teacher
+        scores are needed but the first ``data.shuffle_buffer`` examples have none.
         """
         rejected, scored = RejectedRecords.of(self.data), not self.scores
         found = answerable = reported = 0
@@ -104,21 +105,21 @@ class StreamSet:
         if len(kept) < wanted and self.data.fill_negatives == "random":
             self._warn(
                 "few",
-                f"query {example.query.id!r} has {len(kept)} hard negatives, fewer than {wanted}; passages of other examples"
-                " in the step or the shuffle buffer are added",
+                f"query {example.query.id!r} has {len(kept)} hard negatives, fewer than {wanted}; for such queries, passages of "
+                "other examples in the step or the shuffle buffer are added",
             )
         own, hard = ([passage for passage, _ in part] for part in (positives, kept))
         given = TeacherScores(*([score for _, score in part] for part in (positives, kept))) if self.scores else None
         return Example(example.query, own, hard, scores=given)
 
     def _has_scores(self, example: Example) -> bool:
-        """Return whether a positive and a negative have teacher scores. If not, warn, but only once for the whole stream."""
+        """Return whether at least one positive and one negative have teacher scores. If not, warn once for the whole stream."""
         found = all(any(not math.isnan(score) for score in part) for part in example.scores or ())
         if not found:
             self._warn(
                 "unscored",
-                f"query {example.query.id!r} has no teacher scores for both a positive and a negative; the loss of "
-                "such queries is InfoNCE only",
+                f"distillation needs the teacher scores of a positive and a negative, but query {example.query.id!r} lacks them; "
+                "the loss of such queries is InfoNCE only",
             )
         return found
 
@@ -193,8 +194,8 @@ class StreamSampler:
     """Chooses the examples of each step from a stream.
 
     The choice depends only on the seed, the size of the shuffle buffer and the step number. Each step continues reading where the
-    step before stopped. The shuffle buffer yields a random example, which the next example of the stream replaces. At the end of
-    an epoch, the buffer yields all remaining examples.
+    previous step stopped. The shuffle buffer yields a random example, and the next example of the stream takes its place. At the
+    end of an epoch, the buffer yields all remaining examples in random order.
 
     Positives and hard negatives are drawn as in StepSampler. If a query has too few hard negatives, ``data.fill_negatives``
     decides: ``random`` adds random passages of other examples in the step and in the shuffle buffer, ``none`` adds MISSING.

@@ -29,7 +29,7 @@ QUERY_COLUMNS = ("id", "text")
 REJECTED_FILE = "quarantine.jsonl"
 ABOUT_FILE, ABOUT_VERSION = "about.json", 1
 _ROWS = 5000  # number of rows in one Arrow record batch: about 4 MB of passages
-_OFFSETS = 1 << 20  # number of offsets that are read at a time
+_OFFSETS = 1 << 20  # number of offsets or token ids that are read at a time
 _TEXTS = 2000  # number of texts per tokenizer call; the tokenizer divides them between threads
 
 
@@ -162,7 +162,7 @@ def write_rejected(folder: Path, rejected: RejectedRecords) -> None:
 
 
 def report_rejected(source: Path, rejected: RejectedRecords) -> None:
-    """Save rejected records in the cache, and warn. Only for a source that has no table in the cache."""
+    """Save rejected records in the cache, and warn. For files that have no table in the cache, such as qrels."""
     if rejected.entries:
         key = [file_key(source), rejected.entries]
         folder = cached_folder("quarantine", key, lambda folder: write_rejected(folder, rejected))
@@ -223,9 +223,10 @@ class TextTokens:
     def __init__(
         self, tokenizer: "PreTrainedTokenizerBase", max_length: int, prefix: str, vocabulary: int | None = None
     ) -> None:
-        """Copy the tokenizer. A slow tokenizer raises InputError.
+        """Copy the tokenizer. Raise InputError if it is a slow tokenizer.
 
-        prefix: text before each text. vocabulary: number of word embeddings, to refuse token ids without a word embedding.
+        prefix: text to put before each text. vocabulary: number of word embeddings; ``rows`` raises InputError for a token id
+        without a word embedding. None: token ids are not checked.
         """
         _require_fast(tokenizer)
         self._tokenizer, self._prefix = copy.deepcopy(tokenizer), require_utf8(prefix, f"prefix {prefix!a}")

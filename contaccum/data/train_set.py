@@ -76,8 +76,8 @@ def check_scores(names: Sequence[str], sets: Sequence[TrainSet]) -> None:
     for name, found in zip(names, scored, strict=True):
         if without := int((~found).sum()):
             warnings.warn(
-                f"{name}: {without} of {len(found)} queries have no teacher scores for both a positive and a negative, "
-                "which distillation needs. For these queries, the loss is InfoNCE only.",
+                f"{name}: distillation needs the teacher scores of a positive and a negative, but {without} of {len(found)} "
+                "queries lack them. For these queries, the loss is InfoNCE only.",
                 stacklevel=3,
             )
 

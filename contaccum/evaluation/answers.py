@@ -36,7 +36,7 @@ MATCHES = ("string", "regex")
 SECONDS_PER_MATCH = 1.0  # maximum time of a pattern on one passage; some patterns would never end
 SECONDS_PER_PATTERN = 10.0  # maximum time of a pattern on all passages of its question
 LONGEST_PATTERN = 2000  # maximum number of characters of a pattern
-LARGEST_PATTERN = 100_000  # maximum after repetitions are written out (a{3} is aaa); each character takes memory
+LARGEST_PATTERN = 100_000  # maximum number after repetitions are written out (a{3} is aaa); each character takes memory
 
 _BATCH = 64  # number of questions that a process gets at a time
 _TOKEN = regex.compile(r"[\p{L}\p{N}\p{M}]+|[^\p{Z}\p{C}]")
@@ -67,7 +67,7 @@ def first_hits(batch: Batch) -> tuple[list[int | None], int]:
     """Find the first passage that contains an answer, for each question of a batch.
 
     Return two values: the rank of this passage for each question (from 1; None if no passage contains an answer), and the number
-    of answers that are empty or not a valid pattern.
+    of answers that are empty or not a valid pattern (0 if answers are strings).
     """
     texts = [token_string(text) if batch.match == "string" else normalize("NFD", text) for text in batch.texts]
     ranks: list[int | None] = []
@@ -96,7 +96,7 @@ def _pattern(answer: str, question_id: str) -> "regex.Pattern[str] | None":
     if len(answer) > LONGEST_PATTERN:
         fault = f"has {len(answer):,} characters; at most {LONGEST_PATTERN:,} are allowed"
     elif (size := _expanded_size(answer)) > LARGEST_PATTERN:
-        fault = f"repeats up to {size:,} characters; at most {LARGEST_PATTERN:,} are allowed"
+        fault = f"has {size:,} characters if repetitions are written out; at most {LARGEST_PATTERN:,} are allowed"
     elif _RECURSION.search(answer):
         fault = "refers to itself; recursion is not allowed"
     if fault:

@@ -59,9 +59,9 @@ def evaluate(
     choice: an encoder, the name or config of an encoder, or ``bm25``. data: name or path of a data set (BEIR folder or file of
     training examples), or a loaded data set. k: number of passages per query; metrics at cutoffs above k are not computed.
     relevance_level: see ``evaluate_run``. output: file to write the metrics to: the means, and the values of every query. group,
-    policy: see ``contaccum.search``. strict, repair, max_bad_records: older way to set ``policy``. evaluator: ``beir`` uses the
-    loader, the exact search and the metrics of the library BEIR instead of ours. Raises InputError for an option that ``beir``
-    does not support.
+    policy: see ``contaccum.search``. strict, repair, max_bad_records: used only if ``policy`` is None. evaluator: ``beir`` uses
+    the loader, the exact search and the metrics of the library BEIR instead of ours. Raises InputError for an option that
+    ``beir`` does not support.
     """
     cutoffs = cutoffs_within(CUTOFFS, k)
     model = choice if isinstance(choice, str) else getattr(choice, "model", None)
@@ -224,8 +224,9 @@ def evaluate_benchmark(
     """Evaluate a retriever on several data sets; return the content of benchmark.json.
 
     data: ``beir``, ``nanobeir``, or names separated by commas. output: folder for one file of metrics per data set, and for
-    benchmark.json. If the file of a data set exists already, the data set is not evaluated again. Each data set gets a folder of
-    its own inside ``settings.embeddings`` and inside ``settings.index_dir``. For the other arguments, see ``evaluate``.
+    benchmark.json. If the file of a data set exists already, the data set is not evaluated again; InputError is raised if the
+    file was written with other settings. Each data set gets a folder of its own inside ``settings.embeddings`` and inside
+    ``settings.index_dir``. For the other arguments, see ``evaluate``.
     """
     if output is not None and output.lower().endswith(".json"):
         raise InputError(f"--output is {output}; give a folder, because several data sets are written to several files")
@@ -234,7 +235,7 @@ def evaluate_benchmark(
     encoder = load_encoder(choice) if choice.model != BM25_NAME else None
     measures: dict[str, Any] = {"k": k, "relevance_level": relevance_level}
     fingerprint = f"{encoder.fingerprint('query')} {encoder.fingerprint('passage')}" if encoder else BM25_NAME
-    # everything that changes the metrics; a finished file is used again only if it was written with the same values
+    # everything that changes the metrics; a finished file must have the same values
     shared = {"model": choice.model, "encoder": fingerprint, **measures, **asdict(policy)}
     shared |= index_settings(settings) if encoder else {}
     shared |= {"evaluator": evaluator} if evaluator != "contaccum" else {}

@@ -127,7 +127,7 @@ def compare(
                 f"the runs were evaluated on different queries ({len(names)} and {len(values)}): only one run has query {other!r}"
             )
     one, two = (
-        {seed: np.array([values[n] for n in names]) for seed, values in each.items()} for each in (first, second)
+        {number: np.array([values[n] for n in names]) for number, values in each.items()} for each in (first, second)
     )
     differences = np.mean(list(one.values()), axis=0) - np.mean(list(two.values()), axis=0)  # (queries,)
     _, p_t = t_test(differences)

@@ -62,7 +62,7 @@ def id_text_lines(path: Path, rejected: RejectedRecords = STRICT) -> Iterator[tu
             fault = f"found the header {line!r}; a file of ids and texts must have no header. Delete the line"
         elif len(texts) != 1 or key.split() != [key]:
             found = f"found {len(texts) + 1} columns" if len(texts) != 1 else f"the id is {key!r}"
-            fault = f"{found}; each line must have an id without spaces, a tab and a text"
+            fault = f"{found}; each line must be an id without spaces, then a tab, then a text"
         if fault:
             rejected.reject(SourceLocation(path, number).error(fault))
         else:

@@ -88,6 +88,8 @@ def json_stream(file: BufferedReader, path: Path, expected: str) -> Iterator[tup
 
 
 class _ListReader:
+    """Reads the elements of one JSON list, piece by piece."""
+
     def __init__(self, file: BinaryIO, path: Path, expected: str) -> None:
         self._file, self._path, self._expected = file, path, expected
         self._utf8 = codecs.getincrementaldecoder("utf-8")()

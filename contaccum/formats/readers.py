@@ -130,7 +130,7 @@ def read_qrels(path: str | Path, rejected: RejectedRecords = STRICT) -> Iterator
         cells, location = line.split(separator), SourceLocation(path, number)
         try:
             if not cells or len(cells) != columns:
-                needed = _GRADES if first else f"{columns} columns, as in the lines before"
+                needed = _GRADES if first else f"{columns} columns, as in the previous lines"
                 raise location.error(f"found {len(cells)} columns; a line must have {needed}")
             named = cells[0].lower().replace("_", "-") in ("query-id", "qid", "query")
             if first and named and not _GRADE.fullmatch(cells[-1]):
@@ -222,7 +222,7 @@ def _columns(path: Path, max_bad_records: int) -> int | None:
 
 
 def _first_lines(path: Path, max_bad_records: int) -> list[tuple[int, str]]:
-    """Return so many of the first lines that the majority is valid if at most ``max_bad_records`` lines are invalid."""
+    """Return the first 2 n + 1 lines, where n is max_bad_records (at most 100), so that most are valid if n are invalid."""
     enough = 2 * min(max_bad_records, _SAMPLE) + 1
     return list(islice(numbered_lines(path, rejected=RejectedRecords(enough - 1)), enough))
 
@@ -235,8 +235,8 @@ def _most_common(found: Iterable[Value]) -> Value | None:
 def _layout(path: Path, max_bad_records: int) -> Literal["list", "lines", "columns"]:
     """Return whether a file is one JSON list, lines of JSON objects, or a table with columns.
 
-    With ``max_bad_records``, the first line may be invalid, so the majority of the first lines decides. A complete JSON list in
-    the first line is invalid if other lines follow.
+    With ``max_bad_records``, the first line may be invalid, so the majority of the first lines decides. If the first line is a
+    complete JSON list and other lines follow, the first line is invalid, and the file is not one JSON list.
     """
     first = first_character(path)
     if not max_bad_records:

@@ -310,5 +310,5 @@ def plain_split(split: str) -> str:
 def plain_id(key: str) -> str:
     """Return an id. Raise InputError if the id contains a tab, a line break or NUL."""
     if any(character in key for character in "\t\r\n\0"):
-        raise InputError(f"id {key!r} contains a tab, a line break or a NUL, which no qrels file can contain")
+        raise InputError(f"id {key!r} contains a tab, a line break or a NUL, which a qrels file cannot contain")
     return key

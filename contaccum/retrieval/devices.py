@@ -126,7 +126,7 @@ class TorchCandidates:
                 if number >= 2:
                     _wait(buffers[number % 2][1])
                 buffer = torch.empty(block.size, dtype=torch.from_numpy(block[:0].copy()).dtype, pin_memory=cuda)
-                buffers[number % 2 : number % 2 + 1] = [(buffer, None)]  # appends two buffers, then replaces one
+                buffers[number % 2 : number % 2 + 1] = [(buffer, None)]  # append, or replace a smaller buffer
             buffer, copied = buffers[number % 2]
             _wait(copied)  # wait until the previous copy from this buffer to the GPU has finished
             host = buffer[: block.size].view(block.shape)

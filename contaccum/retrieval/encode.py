@@ -152,7 +152,7 @@ def passage_shards(
     """
     texts, rank, world = Texts.of_corpus(corpus), group.rank, group.world
     if settings.embeddings is not None:
-        # the shards of a finished folder may have any size and dtype
+        # a finished folder is used with any shard size and dtype, so its job is not compared with the settings
         finished = (Path(settings.embeddings) / MANIFEST).is_file()
         group.barrier()  # no process may write the manifest before all have looked for it
         if not finished:

@@ -100,7 +100,7 @@ def _products(queries: np.ndarray, block: np.ndarray) -> Iterator[tuple[int, np.
 
 
 def _scores(query: np.ndarray, block: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return the exact scores of one query, float64, for ``rows`` of a block, as ``rescore`` does: (len(rows),) float32."""
+    """Return the exact scores of a float64 query (d,) and ``rows`` of a block, as in ``rescore``: (len(rows),) float32."""
     scores = np.empty(len(rows), dtype=np.float32)
     for first in range(0, len(rows), _PAIRS):
         vectors = block[rows[first : first + _PAIRS]].astype(np.float64)

@@ -40,7 +40,7 @@ Ranker = Callable[[np.ndarray, int], list[list[tuple[str, float]]]]
 
 
 class Retriever(ABC):
-    """Base class of everything that searches in one corpus."""
+    """Base class of retrievers. A retriever searches one corpus."""
 
     fingerprint: str  # hash of the model's weights and settings, or bm25
     index_settings: dict[str, Any]  # search settings that can change the passages found
@@ -58,8 +58,8 @@ class Retriever(ABC):
         """Load the model, then encode or index the corpus (columns id, title, text).
 
         model: an encoder, the name or the config of an encoder, or ``bm25``. group: processes that divide the corpus among
-        themselves. All of them must search for the same queries, and each gets the complete run. mining: instead, each process
-        searches the whole corpus for its own queries, and scores are exact inner products even with an approximate index. extra:
+        themselves. All of them must search for the same queries, and each gets the complete run. mining: each process searches
+        the whole corpus, for different queries, and scores are exact inner products even with an approximate index. extra:
         passages that can be scored as positives but are never returned.
         """
         config = EncoderConfig(model) if isinstance(model, str) else model
@@ -68,7 +68,7 @@ class Retriever(ABC):
         validate_search(settings, group)
         if mining and group.world > 1 and settings.embeddings is None:
             raise InputError(
-                f"{group.world} processes were started without --embeddings; give a folder through which they share vectors"
+                f"{group.world} processes were started without --embeddings; set it to a folder, so that they can share vectors"
             )
         from contaccum.encoder import load_encoder
 

@@ -95,7 +95,11 @@ def test_a_folder_of_raw_files_is_a_data_set(capsys):
 @pytest.mark.parametrize(
     ("file", "line", "sentence"),
     [
-        ("collection.tsv", "13", ":5: found 1 columns; each line must have an id without spaces, a tab and a text"),
+        (
+            "collection.tsv",
+            "13",
+            ":5: found 1 columns; each line must be an id without spaces, then a tab, then a text",
+        ),
         ("collection.tsv", "13\tx\ty", ":5: found 3 columns"),
         ("collection.tsv", "\tx", ":5: the id is ''"),
         ("collection.tsv", "1 3\tx", ":5: the id is '1 3'"),

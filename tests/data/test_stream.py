@@ -89,7 +89,7 @@ DISTILLED = {"loss.distillation": "kl"}
 UNFILLED = {"data.hard_negatives": 5, "data.fill_negatives": "none", "batch.micro_batch_tokens": 90}
 
 
-@pytest.mark.filterwarnings("ignore:.*max_steps", "ignore:.*no teacher scores")
+@pytest.mark.filterwarnings("ignore:.*max_steps", "ignore:.*distillation needs the teacher scores")
 @pytest.mark.parametrize(
     "changes",
     [{}, BY_TOKENS, DISTILLED, BY_TOKENS | DISTILLED | UNFILLED],
@@ -143,13 +143,13 @@ def test_a_stream_without_scores_is_refused_and_a_query_without_warns_once(tmp_p
         data = DataConfig(train=str(path), hard_negatives=1, shuffle_buffer=buffer, streaming=True)
         return StreamSampler(open_stream(data, scores=True), 0, 8, 1, buffer, 4)(5).teacher
 
-    with pytest.warns(UserWarning, match="query 'q6' has no teacher scores for both a positive and a negative") as said:
+    with pytest.warns(UserWarning, match="but query 'q6' lacks them") as said:
         found = first(scored(tmp_path), 10)
     assert len(said) == 1
     assert found.shape == (8, 2)
     for buffer, number in ((10, 10), (100, 41)):
         with (
-            pytest.warns(UserWarning, match="query 'q0' has no teacher scores"),
+            pytest.warns(UserWarning, match="but query 'q0' lacks them"),
             pytest.raises(InputError, match=f"no teacher scores found in its first {number} examples; loss"),
         ):
             first(pairs(tmp_path), buffer)
@@ -195,7 +195,7 @@ def test_processes_divide_a_step_and_know_all_ids(tmp_path):
 def test_missing_hard_negatives_come_from_other_examples(tmp_path):
     path = pairs(tmp_path, 30, positives=2, negatives=1)
     with pytest.warns(
-        UserWarning, match="query 'q0' has 1 hard negatives, fewer than 4; passages of other examples"
+        UserWarning, match="query 'q0' has 1 hard negatives, fewer than 4; for such queries, passages of other examples"
     ) as said:
         rows = [sampler(path, hard=4, buffer=6)(step) for step in range(4)]
     assert len(said) == 4  # once for each sampler
@@ -387,7 +387,7 @@ def test_memory_is_bounded_by_the_shuffle_buffer(tmp_path):
     assert whole[1] > 3 * whole[0]  # negative control
 
 
-@pytest.mark.filterwarnings("ignore:.*no teacher scores")
+@pytest.mark.filterwarnings("ignore:.*distillation needs the teacher scores")
 @pytest.mark.parametrize("more", [{}, BY_TOKENS | DISTILLED], ids=["pairs", "tokens and scores"])
 def test_a_streamed_run_resumes_byte_identical_and_leaves_the_cache_empty(more, tmp_path, monkeypatch):
     path = scored(tmp_path) if more else pairs(tmp_path)
