@@ -159,7 +159,7 @@ SEPARATE = {
         ),
         (
             {"run.memory_budget": "11"},
-            "run.memory_budget is '11', expected a number above 0 with one of GiB, MiB, GB, MB",
+            "run.memory_budget is '11', expected a number above 0 and a unit (GiB, MiB, GB, MB",
         ),
         ({"run.memory_budget": "0GB"}, "run.memory_budget is '0GB', expected a number above 0"),
         ({"run.memory_budget": "-1GB"}, "run.memory_budget is '-1GB', expected a number above 0"),

@@ -224,8 +224,8 @@ COMMANDS = {
     "evaluate": Command(
         _evaluate,
         "evaluate a retriever, or a run file",
-        "Evaluate a run file or a retriever: on a BEIR folder or name (ndcg, map, recall, precision, mrr), or on a DPR question "
-        "file (top-k answer accuracy). Several data sets (beir, nanobeir, or A,B) give a table with their mean.",
+        "Evaluate a run file or a retriever: on a data set (ndcg, map, recall, precision, mrr), or on a DPR question file (top-k "
+        "answer accuracy). Several data sets (beir, nanobeir, or A,B) give a table with their mean.",
         "%(prog)s (--model DIR (--data DIR_OR_NAME | --questions FILE --passages FILE) | --run FILE --qrels FILE) [options]",
         "EvaluateConfig EncoderConfig SearchConfig DataPolicy",
     ),
@@ -271,10 +271,10 @@ COMMANDS = {
     ),
     "plan": Command(
         _plan,
-        "predict what fits into memory, and the cost of a corpus",
+        "predict memory, step times, and the cost of encoding a corpus",
         "Run a few training steps with each method, and predict the largest micro-batch and bank that fit into a memory budget, "
-        "the peak memory and the time. With --corpus_size, also predict the cost of a corpus; with --processes, also plan "
-        "run.sharding and LoRA. Accepts every setting of `contaccum train`.",
+        "the peak memory and the time. With --corpus_size, also predict the cost of encoding and searching a corpus; with "
+        "--processes, also plan run.sharding and LoRA. Accepts every setting of `contaccum train`.",
         "%(prog)s --config FILE --memory 11GB [--methods NAME,...] [--corpus_size N] [--GROUP.FIELD VALUE ...]",
         "PlanConfig TrainConfig",
         skip=("resume",),

@@ -51,7 +51,7 @@ class Command:
     skip: tuple[str, ...] = ()
     """Fields that this command does not accept as options."""
     hidden: tuple[str, ...] = ()
-    """Options that the command accepts but does not show in its help. Every config.yaml contains them."""
+    """Options that the help does not show. The command accepts them only because every config.yaml contains them."""
 
     @property
     def trains(self) -> bool:
@@ -133,7 +133,7 @@ def command_parser(name: str, command: Command, documented: bool = True) -> Argu
             parser.add_class_arguments(kind, None, skip=left_out | special)
     known = {option: (kind, each) for option, kind, each in declared}
     for action in parser._actions:
-        # hide options that set a whole group; check_arguments refuses them
+        # also hide the options that set a whole group, which check_arguments refuses
         if type(action).__name__ == "_ActionConfigLoad" or action.dest in command.hidden:
             action.help = argparse.SUPPRESS
         elif documented and action.dest in known:

@@ -91,7 +91,7 @@ class TrainConfig:
 
     @property
     def bank_rows(self) -> int:
-        """Number of rows in the bank of a method that has one: `bank.size`, or the default of this setting."""
+        """`bank.size`, or its default (`batch.global_batch_size`). Unlike ``bank_size()``, it is the same for all methods."""
         return self.batch.global_batch_size if self.bank.size is None else self.bank.size
 
     def bank_size(self) -> int:
@@ -142,7 +142,7 @@ def settings_with(**wanted: Any) -> tuple[str, ...]:
 
 
 def affects(name: str, method: str | None) -> bool:
-    """Return whether the model that ``method`` trains depends on a setting. False for `seed` and `method`.
+    """Return whether a setting can change the model that ``method`` trains. `seed` and `method` do not count.
 
     method: None stands for the untrained encoder.
     """
@@ -168,7 +168,8 @@ def validate(config: TrainConfig, world: int = 1, warn: bool = True) -> None:
             warnings.warn(sentence, stacklevel=2)
     if warn and config.bank_size() and config.spec.pushes_whole_step and not config.bank.keep:
         warnings.warn(
-            "With bank.keep=false, the bank is emptied before its rows are used, so it has no effect.", stacklevel=2
+            "With bank.keep=false, the bank is emptied before its rows are used, so the bank has no effect.",
+            stacklevel=2,
         )
 
 

@@ -65,12 +65,12 @@ class EncodeConfig:
 
 @dataclass(eq=False, repr=False)
 class QueryConfig:
-    """Queries to search for, and form of the results."""
+    """Queries to run, and form of the results."""
 
     data: str
     """Data set: BEIR folder or name of a data set."""
     split: str = setting("test", unused_with=("query",))
-    """Split with the queries to search for. With --interactive, results that are relevant in this split are marked."""
+    """Split whose queries are run. With --interactive, results that are relevant in this split are marked."""
     output: str | None = None
     """TREC run file to write."""
     query: str | None = None

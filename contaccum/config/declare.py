@@ -256,5 +256,5 @@ def parse_bytes(text: str, name: str = "run.memory_budget") -> int:
     """
     found = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(BYTES)})", text.strip())
     if not found or not float(found[1]):
-        raise InputError(f"{name} is {text!r}, expected a number above 0 with one of {', '.join(BYTES)}, such as 11GB")
+        raise InputError(f"{name} is {text!r}, expected a number above 0 and a unit ({', '.join(BYTES)}), such as 11GB")
     return int(float(found[1]) * BYTES[found[2]])

@@ -47,6 +47,7 @@ class ProcessConfig:
 
     device: Literal["auto", "cpu"] = setting("auto", used_with="cross_encoder")
     """Device to compute on. `auto` uses CUDA if it is available, else MPS, else the CPU."""
+    # ``used_with`` names the setting itself, so no command reports it as unused
     timeout_minutes: float = setting(30.0, above=0, unit="minutes", resume="free", used_with="timeout_minutes")
     """Maximum number of minutes that a process waits for the other processes. Then the process stops."""
 

@@ -10,7 +10,7 @@ from contaccum.config.declare import setting
 class RoundsConfig:
     """Rounds of mining and training."""
 
-    count: int = setting(1, at_least=0, unit="rounds")
+    count: int = setting(1, at_least=1, unit="rounds")
     """Number of rounds after the first training run. Each round mines hard negatives with the newest model, and then trains with
     the mined data."""
     first: Literal["data", "bm25"] = "data"

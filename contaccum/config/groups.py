@@ -141,8 +141,8 @@ class BatchConfig:
     """Maximum number of padded tokens in one forward pass of one process, instead of `micro_batch_size`. The number of padded
     tokens is B x (tokens of the longest query + (1 + H) x tokens of the longest passage). The pairs of a step are sorted by
     length and split into as few micro-batches as possible. This saves padding. Every pair has the same weight in the loss. With
-    `grad_cache` and `cont_cache`, the gradients are those of `micro_batch_size`. With one-pass methods, a query is compared with
-    passages of similar length. Default: use `micro_batch_size`."""
+    `grad_cache` and `cont_cache`, the gradients are the same as with `micro_batch_size`. With one-pass methods, a query is
+    compared with passages of similar length. Default: use `micro_batch_size`."""
     order: Literal["shuffled", "near", "file"] = "shuffled"
     """Order of the examples: random in each epoch (shuffled), as in the training data (file), or similar queries in the same step
     (near), so that in-batch negatives are harder. `near` compares the vectors of the untrained model (`model.name`), which are

@@ -20,13 +20,13 @@ class LossConfig:
     negatives."""
     guide: str | None = None
     """Encoder that finds false negatives: a folder or a name on the Hub, which may be `model.name`. An in-batch, hard or banked
-    negative is masked if the guide scores it above the query's positive minus `guide_margin`. The guide's vectors of all training
-    queries and passages are computed once and kept in the cache, in float16. Default: no guide."""
+    negative is masked if the guide's score of it is above the score of the query's positive minus `guide_margin`. The guide's
+    vectors of all training queries and passages are computed once and kept in the cache, in float16. Default: no guide."""
     guide_margin: float = setting(0.0, needs="loss.guide")
     """Margin for `guide`, see `margin_strategy`. A larger margin masks more negatives."""
     false_negative_margin: float | None = None
-    """Mask negatives that the trained model itself scores above the query's positive minus this margin, see `margin_strategy`.
-    The scores are similarities, not divided by `model.temperature`. Default: no such mask."""
+    """Mask negatives whose score from the trained model is above the score of the query's positive minus this margin, see
+    `margin_strategy`. The scores are similarities, not divided by `model.temperature`. Default: no such mask."""
     margin_strategy: Literal["absolute", "relative"] = setting(
         "absolute", unused_with=("loss.false_negative_margin null",), used_with="loss.guide"
     )

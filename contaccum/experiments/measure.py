@@ -34,9 +34,9 @@ from contaccum.training.out_of_memory import out_of_memory
 
 PEAK_STEPS = 4  # steps of which the peak memory is measured; on a CPU it grows until the third step
 MICRO_BATCHES = 2  # micro-batches of a measured step; the second one also needs memory for the gradients of the first
-TIMED_MICRO_BATCHES = 8  # maximum number of micro-batches in a timed step; longer times are extrapolated
+TIMED_MICRO_BATCHES = 8  # maximum number of micro-batches in a timed step; the time of more is extrapolated
 SAMPLE = 256  # number of passages that are encoded to measure the speed of encoding
-REPEATS = 3  # number of timed repetitions; the median counts
+REPEATS = 3  # number of timed repetitions, of which the median is used
 BANK_BYTES = 64_000_000
 """Size difference of the first two measured banks, in bytes. Measurement noise would hide a smaller difference."""
 MOST_ROWS = 262_144  # maximum number of rows of a measured bank; the memory of larger banks is predicted
@@ -165,7 +165,8 @@ class Probe:
             if each.sums is not None:
                 tensors["sums"].zero_()
             if each.sums is not None and self.engine.device.type != "cpu":
-                # opening blocks needs much memory on a GPU: start at the last slot, so that the first push opens one per level
+                # Opening blocks (methods/logsumexp.py) needs much memory on a GPU. Start at the last slot, so that the first push
+                # opens a block at each level.
                 numbers["open"] = [(each.size - 1) // width % each.sums.fan for width in each.sums.widths[:-1]]
             each.load_state(tensors, {**numbers, "stored": each.size, "step": self.config.bank.warmup_steps})
         return bank
@@ -222,9 +223,11 @@ def fitting_size(probe: Probe, budget: float, processes: int = 1) -> FittingSize
     found = {size: probe.peak(size, rows) for size in (first // 4, first // 2, first)}
     peaks = {size: peak for size, peak in found.items() if peak is not None}
     if len(peaks) < 2:
+        # sizes 1, 2 and 4 are measured even if batch.micro_batch_size is smaller
+        smaller = "batch.micro_batch_size" if first > 4 else "model.max_passage_length"
         raise InputError(
             f"{config.method}: fewer than two micro-batch sizes from {first // 4} to {first} pairs fit into the memory of this "
-            "device; memory is predicted from measurements of at least two sizes. Lower batch.micro_batch_size."
+            f"device; memory is predicted from measurements of at least two sizes. Lower {smaller}."
         )
     high = max(peaks)
     line = {size: peak for size, peak in peaks.items() if size < high}
@@ -239,7 +242,10 @@ def fitting_size(probe: Probe, budget: float, processes: int = 1) -> FittingSize
 
 
 def sharded_sizes(probe: Probe, processes: int, micro_batch_budget: float) -> dict[str, FittingSize]:
-    """Find the largest micro-batch of each process: ``run.sharding`` -> size. What sharding saves is computed, not measured."""
+    """Find the largest micro-batch of each process with ``run.sharding`` none and fsdp: ``run.sharding`` -> size.
+
+    The memory that fsdp saves is computed, not measured.
+    """
     half = probe.config.run.precision == "bf16"
     saved = saved_bytes(probe.encoder.units(), processes, torch.bfloat16 if half else torch.float32)
     found = {"none": fitting_size(probe, micro_batch_budget, processes)}
@@ -291,8 +297,9 @@ def largest_bank(probe: Probe, rows: int, size: int, budget: float) -> int:
 def main() -> int:
     """Read a request from stdin and write the answer to stdout. Return the exit code.
 
-    The request contains ``config``, and ``budget`` to call ``measure``, ``micro_batch_budget`` to call ``fitting_size``, or also
-    ``processes`` to call ``sharded_sizes``. Otherwise a step is timed. After an error, the answer is the error message.
+    The request contains ``config`` and the arguments of one function: ``budget`` for ``measure``, ``micro_batch_budget`` for
+    ``fitting_size``, or ``micro_batch_budget`` and ``processes`` for ``sharded_sizes``. Without arguments, a step is timed. After
+    an error, the answer is the error message.
     """
     request = json.load(sys.stdin)
     warnings.simplefilter("ignore")  # training itself prints these warnings

@@ -140,7 +140,7 @@ def _markdown_section(section: Section) -> str:
 def require_matplotlib() -> None:
     """Raise InputError if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
-        raise InputError("matplotlib: not installed, but plots need it. Run pip install '.[study]' in the clone.")
+        raise InputError("matplotlib: not installed, but plots need it. Run: pip install 'contaccum[study]'")
 
 
 def draw_all(groups: list[RunGroup], metric: str) -> list[Plot]:

@@ -1,4 +1,4 @@
-"""``contaccum plan``: find the largest micro-batch and bank within a memory budget, the time of a step, and costs of a corpus.
+"""``contaccum plan``: predict the largest micro-batch and bank, the time of a step, and the cost of encoding a corpus.
 
 Each method is measured in a new process. The process takes steps with micro-batches of growing size and predicts the largest size
 that fits. It measures this size and predicts again. The reported error is that of the last prediction for a measured size.
@@ -35,8 +35,8 @@ def run_plan(
 ) -> str:
     """Return the tables of the plan as text. If ``output`` is given, also write the measurements to this JSON file.
 
-    corpus_size: number of passages of the corpus whose costs are computed. processes: number of processes for which sharding is
-    planned. None leaves the table out.
+    corpus_size: number of passages in a corpus to encode and search. processes: number of processes to plan sharding for. If one
+    of them is None, its table is left out.
     """
     budget = parse_bytes(memory, "--memory")
     chosen = read_names("--methods", ",".join(methods or []), METHOD_SPECS) or list(METHOD_SPECS)
@@ -99,14 +99,14 @@ def render(measured: dict[str, Measurement], config: TrainConfig, budget: int) -
     table = Table(["method", "largest B", "peak", "error", "s/step", "epoch", "largest bank"], rows)
     lines = [
         table.markdown(),
-        f"budget {gigabytes(budget)} for one process; N = {n}; peak and times at the largest B with a bank of {m} rows; "
-        f"largest bank with B = {b}",
+        f"The memory budget is {gigabytes(budget)} for one process; N = {n}. Peak and times are those of the largest B, with a "
+        f"bank of {m} rows. The largest bank is the one that fits with B = {b}.",
     ]
     if context := max(found.context for found in measured.values()):
         lines.append(
             f"The peak is the memory that PyTorch reserves, plus {gigabytes(context)} for CUDA and other programs on this GPU. "
             f"For the same limit in training set run.memory_budget to {(budget - context) // 10**6}MB. The environment variable "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True reduces fragmentation; set it for plan and training alike."
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True reduces fragmentation; set it for both the plan and training."
         )
     return "\n".join(lines)
 
@@ -152,8 +152,9 @@ def render_sharding(plans: list[ShardingPlan], budget: int, processes: int) -> s
     table = Table(["method", "trained weights", "run.sharding", "largest B", "peak"], rows)
     lines = [
         table.markdown(),
-        f"budget {gigabytes(budget)} for each of W = {processes} processes; measured in one process without sharding; the peak "
-        "with fsdp is computed: 1/W of weights, gradients and optimizer state, and the layers that are gathered at the same time",
+        f"The memory budget is {gigabytes(budget)} for each of W = {processes} processes. Memory was measured in one process "
+        "without sharding. The peak with fsdp is computed from it: 1/W of the weights, gradients and optimizer state, plus the "
+        "layers that are gathered at the same time.",
     ]
     lines += [
         f"{each.method}, trained weights {each.weights}: not measured. {each.problem}" for each in plans if each.problem
@@ -207,5 +208,5 @@ def render_corpus(rows: int, measured: Measurement, queries: int = 1000) -> str:
         f"encode {duration(rows / rate)} at the measured {rate:.1f} passages per second; W devices need 1/W of this time\n"
         f"shards {gigabytes(4 * dim * rows)} on disk as float32, {gigabytes(2 * dim * rows)} as float16\n\n"
         f"{table.markdown()}\n"
-        "search: times at the speed of a large matrix product, which Flat reaches; IVF needs at least the time shown"
+        "The search times assume the speed of a large matrix product. Flat reaches this speed; IVF needs at least the time shown."
     )

@@ -21,7 +21,7 @@ from contaccum.experiments.run_records import (
 )  # fmt: skip
 from contaccum.runtime.files import write_text
 
-WIDE_ONLY = ("N", "B", "bank", "pairs/s", "wait %")  # columns that the console shows only on request
+WIDE_ONLY = ("N", "B", "bank", "pairs/s", "wait %")  # columns that the console shows only with --wide
 SIGNIFICANT = 0.05  # largest p value of a significant difference
 SAME_MEMORY = 0.05  # peaks count as equal if they exceed the smallest peak by at most this share
 
@@ -81,7 +81,7 @@ def sections_of(
         sections.append(_time_section(groups, metric))
     if (settings := settings_table(trained)).rows:
         sections.append(Section("Settings that differ", (), [settings]))
-    footnotes = ("Figures per step are medians over the run.", *([age] if (age := constant_age(groups)) else []))
+    footnotes = ("Values per step are medians over the run.", *([age] if (age := constant_age(groups)) else []))
     sections.append(Section("Runs", (), [runs_table(runs, metric)], footnotes))
     if any(run.environment for run in runs):
         sections.append(Section("Environment", (), [environments(runs)]))
@@ -239,7 +239,7 @@ def settings_table(trained: list[RunGroup]) -> Table:
 def runs_table(runs: Sequence[RunRecord], metric: str) -> Table:
     """Return a table with one row per run. The run with the best metric comes first, runs without the metric last.
 
-    The values that change from step to step are medians. The first step is not counted.
+    Values that were logged at every step are medians over the run, without the first step.
     """
     heads = ["run", "method", "N", "B", "bank", metric, "s/step", "pairs/s", "peak MiB", "wait %", "grad ratio"]
     rows = [

@@ -20,6 +20,7 @@ import yaml
 
 from contaccum.config import ModelConfig, TrainConfig, settings_with, validate
 from contaccum.config.commands import EncoderConfig, MineConfig, SearchConfig
+from contaccum.config.declare import check_values
 from contaccum.config.experiments import RoundsConfig
 from contaccum.errors import InputError, Interrupted
 from contaccum.retrieval.mine import mine, render_mined
@@ -60,13 +61,13 @@ def run_rounds(config: TrainConfig, mining: MineConfig, options: RoundsConfig) -
 def _check(config: TrainConfig, mining: MineConfig, options: RoundsConfig) -> None:
     validate(config, process_place()[1])
     mining.check()
+    check_values(options, "rounds.")
     wanted, mined = config.data.hard_negatives, mining.num_negatives
     checks = {
-        f"rounds.count is {options.count}; it must be at least 1.": options.count < 1,
         "data.mixture is set, but contaccum rounds mines only one data set. Use data.train.": config.data.mixture,
         "rounds.start is previous; with lora.rank above 0 it must be base, because LoRA cannot continue from a LoRA model.":
             options.start == "previous" and config.lora.rank,
-        f"loss.distillation is {config.loss.distillation}, but mine.cross_encoder is not set; its scores are needed.":
+        f"loss.distillation is {config.loss.distillation}, but mine.cross_encoder is not set; it computes the teacher scores.":
             config.distils and mining.cross_encoder is None,
         "data.hard_negatives is 0, so training would ignore the mined negatives; it must be at least 1.": wanted < 1,
         f"mine.num_negatives is {mined}; it must be at least data.hard_negatives ({wanted}).": mined < wanted,
@@ -105,7 +106,7 @@ class _Rounds:
     def mine(self, number: int) -> None:
         """Mine the hard negatives of round ``number``, unless they exist. Then delete the vectors of this round.
 
-        In round 0, nothing is mined unless ``rounds.first`` is bm25.
+        In round 0, negatives are mined only if ``rounds.first`` is bm25.
         """
         vectors = self.output / f"vectors-{number}"
         if not self.mined(number).exists() and (number > 0 or self.options.first == "bm25"):
@@ -134,7 +135,7 @@ class _Rounds:
     def train(self, number: int) -> None:
         """Train the model of round ``number`` and write the file ``round-NUMBER.finished``.
 
-        Does nothing if this file exists. The folder ``model`` does not show that training has ended.
+        Does nothing if this file exists. The folder ``model`` cannot show that training has ended: dev evaluations write it too.
         """
         finished = self.output / f"round-{number}.finished"
         if not finished.exists():

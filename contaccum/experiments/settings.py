@@ -38,7 +38,7 @@ class Variant:
 
 
 def named(first: str, values: Values) -> str:
-    """Return a name for a run or a folder, ``first`` and the values: ``cont_accum-size=64-learning_rate=2e-5``."""
+    """Join ``first`` and the values to a name of a run or folder, such as ``cont_accum-size=64-learning_rate=2e-5``."""
     return "-".join([first, *(f"{name.partition('.')[2] or name}={value}" for name, value in values)])
 
 
@@ -112,10 +112,11 @@ def combinations(values: Mapping[str, list[str]], method: str | None) -> tuple[V
 
 
 def read_settings(path: str, tuned: Mapping[str, list[str]]) -> list[Variant]:
-    """Read the entries of a comparison from a YAML file: name -> method (default: the name), fixed values, and ``tune``.
+    """Read the entries of a comparison from a YAML file that maps names to settings.
 
-    The key ``tune`` contains the values to try. tuned: setting -> values to try in entries without this key, unless the entry
-    fixes the setting.
+    The settings of an entry are fixed values. Its key ``method`` is the method (default: the name of the entry), and its key
+    ``tune`` contains values to try. tuned: setting -> values to try in entries without ``tune``, unless the entry fixes the
+    setting.
     """
     path = config_path(path)
     text = read_text(path, "a YAML file with settings", MAX_BYTES)

@@ -1,4 +1,4 @@
-"""Predict the peak memory of a size from the measured peaks of others, and find the largest size within a budget."""
+"""Predict the peak memory at a micro-batch or bank size from peaks measured at other sizes, and find the largest that fits."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise

@@ -70,7 +70,7 @@ def write_card(model: Path, run: Path | None, repository: str, licence: str | No
         towers="one encoder for queries and passages" if settings.tie_towers else "a query and a passage encoder",
         method=config.get("method"),
         summary=_summary(model, settings),
-        # example without sentence-transformers: transformers can load no Dense layer, and no adapter in a subfolder
+        # whether to show the transformers example; it loads neither a Dense layer nor an adapter in a subfolder
         plain=not list(model.glob("*/*_Dense")) and adapter_of(model) is None,
         pool=POOL[settings.pooling],
         settings=settings,

@@ -211,7 +211,7 @@ def test_tex_characters_in_the_name_of_a_run_are_drawn_as_they_are(tmp_path, mon
 def test_report_without_matplotlib_names_the_extra_to_install(tmp_path, monkeypatch):
     run = folder(tmp_path / "run", "grad_accum", [1.0])
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    with pytest.raises(InputError, match=r"pip install '\.\[study\]' in the clone"):
+    with pytest.raises(InputError, match=r"pip install 'contaccum\[study\]'"):
         console_report([str(run)], "ndcg@10", None, str(tmp_path / "page.html"))
     assert not (tmp_path / "page.html").exists()
     assert "grad_accum" in console_report([str(run)], "ndcg@10", None, None)
