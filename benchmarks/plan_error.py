@@ -3,12 +3,15 @@
     python benchmarks/plan_error.py --data medquad [--model DIR] [--json OUT] [--quick]
 
 The five configurations differ in method, micro-batch size (B), lengths and bank. For each one the plan gets a budget in which all
-pairs of a step fit into one micro-batch. Then `contaccum train` runs with that micro-batch size in a new process, until the bank
-is full and ten steps more. Peak memory is the largest of the log (on CUDA what PyTorch reserved, plus the context that the plan
-measured); the time of a step is the median of its last ten.
+pairs of a step fit into one micro-batch. Then `contaccum train` runs with that micro-batch size in a new process, for at least an
+epoch and until the bank is full and ten steps more. An epoch is 512 random queries of the data, because peak memory depends on
+the longest texts and training must have met all of them. Peak memory is the largest of the log (on CUDA what PyTorch reserved,
+plus the context that the plan measured); the time of a step is the median of its last ten.
 """
 
 import json
+import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -25,6 +28,7 @@ from contaccum.training.log import read_log
 
 BUDGET = "16GB"
 STEPS = 10
+QUERIES = 512
 TRAIN = """
 import sys, torch
 from contaccum.cli import main
@@ -54,6 +58,19 @@ QUICK = ("cont_accum, B 32, 64 tokens, bank of 1,024", "in_batch, N 24, 192 toke
 """Configurations of ``--quick``."""
 
 
+def cut(source: Path, folder: Path) -> Path:
+    """Copy a BEIR folder with ``QUERIES`` random queries of its train split and all passages."""
+    (folder / "qrels").mkdir(parents=True)
+    for name in ("corpus.jsonl", "queries.jsonl"):
+        shutil.copyfile(source / name, folder / name)
+    head, *lines = (source / "qrels" / "train.tsv").read_text(encoding="utf-8").splitlines()
+    queries = sorted({line.split("\t")[0] for line in lines})
+    kept = set(random.Random(0).sample(queries, min(QUERIES, len(queries))))
+    lines = [line for line in lines if line.split("\t")[0] in kept]
+    (folder / "qrels" / "train.tsv").write_text("\n".join([head, *lines, ""]), encoding="utf-8")
+    return folder
+
+
 def configuration(changes: dict, model: str, args: Any, folder: Path) -> TrainConfig:
     """Return the default config with these changes; a step has two micro-batches, or one for `in_batch`."""
     values = asdict(TrainConfig(method=changes["method"], output_dir=str(folder)))
@@ -69,7 +86,8 @@ def configuration(changes: dict, model: str, args: Any, folder: Path) -> TrainCo
     size = values["batch"]["micro_batch_size"]
     values["batch"]["global_batch_size"] = size if changes["method"] == "in_batch" else 2 * size
     config = from_mapping(values)
-    config.optim.max_steps = -(-config.bank_size() // config.batch.global_batch_size) + STEPS
+    n = config.batch.global_batch_size
+    config.optim.max_steps = max(-(-config.bank_size() // n) + STEPS, -(-QUERIES // n))
     return config
 
 
@@ -98,6 +116,7 @@ def main() -> None:
     model = "tiny" if options.quick else model_folder(options.model)
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
+        options.data = str(cut(Path(options.data), Path(scratch) / "data"))
         names = QUICK if options.quick else CONFIGURATIONS
         for number, (name, changes) in enumerate((name, CONFIGURATIONS[name]) for name in names):
             config = configuration(changes, model, options, Path(scratch) / str(number))

@@ -82,7 +82,7 @@ class Probe:
         self.loss = parts.build_loss(config, self.encoder)
 
     def peak(self, size: int, bank_size: int) -> float | None:
-        """Return the peak memory in bytes of a few steps with the longest pairs and a full bank. Return None if memory runs out.
+        """Return the peak memory in bytes of a few steps with the longest texts and a full bank. Return None if memory runs out.
 
         size: pairs per micro-batch. On a GPU, the result is the memory that PyTorch reserves (with fragmentation) plus the
         memory that ``context()`` returns.
@@ -200,15 +200,18 @@ class Probe:
 
 
 def _longest(train_set: TrainSet, most: int, searched: int = 100_000) -> np.ndarray:
-    """Return the indices of the ``most`` longest pairs among the first ``searched`` queries of the training set.
+    """Return the indices of ``most`` pairs among the first ``searched``: those with the longest queries or positives, in turn.
 
-    The length of a pair is the number of characters of the query and of its longest positive.
+    A micro-batch is padded to its longest query and to its longest passage, which seldom belong to the same pair. Lengths are
+    numbers of characters.
     """
-    queries = train_set.queries[:searched]["text"]
     titles, texts = train_set.passages["title"], train_set.passages["text"]
     characters = np.array([len(title) + len(text) for title, text in zip(titles, texts, strict=True)])
-    weight = [len(text) + characters[train_set.positives.row(number)].max() for number, text in enumerate(queries)]
-    return np.argsort(weight)[::-1][:most].copy()
+    queries = [len(text) for text in train_set.queries[:searched]["text"]]
+    positives = [characters[train_set.positives.row(number)].max() for number in range(len(queries))]
+    in_turn = np.stack([np.argsort(queries)[::-1], np.argsort(positives)[::-1]], axis=1).ravel()
+    _, first = np.unique(in_turn, return_index=True)
+    return in_turn[np.sort(first)[:most]]
 
 
 def fitting_size(probe: Probe, budget: float, processes: int = 1) -> FittingSize:
