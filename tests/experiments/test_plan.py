@@ -192,6 +192,21 @@ def test_on_a_gpu_the_first_measured_push_opens_blocks_of_every_level(tmp_path):
     assert bank.sums.open == before
 
 
+def test_peak_is_measured_with_the_longest_query_and_the_longest_passage(tmp_path):
+    """They belong to different pairs here, and a micro-batch is padded to both."""
+    data = write_beir(tmp_path / "data", queries=60)
+    for name, rows, words in (("queries", [7], "why " * 10), ("corpus", range(30, 60), "then " * 20)):
+        lines = [json.loads(line) for line in (data / f"{name}.jsonl").read_text().splitlines()]
+        for row in rows:
+            lines[row]["text"] += " " + words
+        (data / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    changes = {"batch.global_batch_size": 4, "batch.micro_batch_size": 2, "data.hard_negatives": 0}
+    queries = Probe(train_config(data, tmp_path / "run", "cont_accum", **changes)).longest.queries["text"]
+    assert len(queries) == 16
+    assert sum("why why" in text for text in queries) == 1  # 30 pairs have more characters
+    assert sum(int(text.split()[7]) >= 30 for text in queries) >= 8
+
+
 def test_a_full_disk_ends_the_plan_in_one_sentence(tmp_path, capsys, monkeypatch):
     with small_disk(tmp_path / "disk") as disk:
         monkeypatch.setenv("CONTACCUM_CACHE", str(disk / "cache"))
