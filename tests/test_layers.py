@@ -35,10 +35,10 @@ HOMES = {
     "sentence_transformers": {"integrations/sentence_transformers.py", "retrieval/negatives.py"},
     "lightning": {"integrations/lightning.py"},
     "huggingface_hub": {
-        "catalog/hub.py",
+        "catalog/hub_sets.py",
         "catalog/rows.py",
         "catalog/pinned.py",
-        "integrations/hub.py",
+        "integrations/push.py",
         "integrations/model_card.py",
         "runtime/hub.py",
     },

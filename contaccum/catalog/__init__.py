@@ -29,7 +29,7 @@ def fetch(name: str | Path, split: str = "test") -> Path:
     name: one of these:
 
     - a local path
-    - a Hub data set: ``hub:owner/name`` (see hub.py)
+    - a Hub data set: ``hub:owner/name`` (see hub_sets.py)
     - a BEIR data set: ``scifact``, ``cqadupstack/android``
     - a NanoBEIR data set: ``nanobeir/scifact``
     - an MTEB task: ``mteb/NFCorpus``
@@ -50,7 +50,7 @@ def fetch(name: str | Path, split: str = "test") -> Path:
             raise InputError(f"{text}: no NanoBEIR set has this name; expected nanobeir/ and one of {', '.join(NANO)}")
         text = f"{NANO_REPOSITORY}::Nano{NANO[member]}"
     if text.startswith(HUB_PREFIX):
-        from contaccum.catalog.hub import fetch_hub
+        from contaccum.catalog.hub_sets import fetch_hub
 
         return fetch_hub(text, split)
     if family in ("mteb", "miracl") and member:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from huggingface_hub import metadata_load, snapshot_download
 
 from contaccum.catalog import table
-from contaccum.catalog.hub import FAILURES, HubName, files_by_split, retrieval_parts
+from contaccum.catalog.hub_sets import FAILURES, HubName, files_by_split, retrieval_parts
 from contaccum.catalog.rows import Rows, beir_from_rows, local_rows
 from contaccum.errors import InputError, library_errors
 from contaccum.formats.json_records import Record, id_field, json_lines, string_field, title_field

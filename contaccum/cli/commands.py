@@ -305,7 +305,7 @@ COMMANDS = {
         "MergeConfig",
     ),
     "push": Command(
-        _call("contaccum.integrations.hub:push", spread=True),
+        _call("contaccum.integrations.push:push", spread=True),
         "write a model card and upload the model to the Hugging Face Hub",
         "Write a trained model's card (README.md in its folder) and upload the folder to the Hugging Face Hub. An existing card "
         "is kept, so you can edit it after a dry run. Set the token in HF_TOKEN, or run `hf auth login`.",

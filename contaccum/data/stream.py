@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from contaccum.batch import MISSING, NO_PASSAGE
 from contaccum.catalog import HUB_PREFIX, fetch
-from contaccum.catalog.hub import HubLines
+from contaccum.catalog.hub_sets import HubLines
 from contaccum.config import DataConfig
 from contaccum.data.examples import check_texts
 from contaccum.data.sampler import NEGATIVES, ORDER, POSITIVES, random_stream

@@ -20,7 +20,7 @@ from contaccum.cli import main
 from contaccum.config import AdapterConfig, to_yaml, validate
 from contaccum.encoder import Adapters
 from contaccum.errors import InputError
-from contaccum.integrations.hub import push
+from contaccum.integrations.push import push
 from contaccum.methods import METHODS
 from contaccum.runtime.files import sha256_of
 from contaccum.training.parts import trained_parameters

@@ -13,7 +13,7 @@ from tiny_data import lines, write, write_gzip
 
 from contaccum import catalog, evaluate
 from contaccum.catalog import fetch
-from contaccum.catalog.hub import HubName
+from contaccum.catalog.hub_sets import HubName
 from contaccum.config import DataConfig
 from contaccum.data.commands import check, convert
 from contaccum.data.dataset import open_training
