@@ -215,8 +215,8 @@ COMMANDS = {
     "explore": Command(
         _call("contaccum.explore.app:explore"),
         "compare in a browser what retrievers find",
-        "Serve a web page that compares two models: the passages they find for a query, and the judged queries on which they "
-        "differ most. Vectors are cached. Needs the extra `explore`.",
+        "Serve a web page for one or two models: the passages they find for a query, and the judged queries, those on which the "
+        "first model is worst at the top. Vectors are cached. Needs the extra `explore`.",
         "%(prog)s --models DIR [DIR|bm25 ...] --data BEIR_DIR [--split test] [--port N] [options]",
         "ExploreConfig EncoderConfig SearchConfig DataPolicy",
         skip=("model", "timeout_minutes", "index_dir", "strict"),
@@ -315,7 +315,7 @@ COMMANDS = {
     "doctor": Command(
         _call("contaccum.doctor:doctor", print),
         "diagnose the installation and suggest fixes",
-        "Test the parts of this machine that training and search need: versions, devices, faiss on CPU and GPU, import order, "
+        "Test what training and search need: versions, devices, faiss on CPU and GPU, import order of torch and faiss, "
         "flash-attention, memory, disks, network. Exit code 1 if a required part does not work.",
         "%(prog)s [--help]",
     ),

@@ -91,7 +91,7 @@ class QueryConfig:
 
 @dataclass(eq=False, repr=False)
 class EvaluateConfig:
-    """Retriever to evaluate on a data set or on a question file, or run file to evaluate."""
+    """What to evaluate: a retriever (on a data set or a question file), or a run file."""
 
     model: str | None = setting(None, unused_with=("run",))
     """Retriever: the folder of a run, of a trained model or of another encoder; a name on the Hub; or `bm25`."""

@@ -31,7 +31,7 @@ class ConfigText(NamedTuple):
     """Settings of a file, in the form that jsonargparse reads."""
 
     text: str
-    """YAML text. Removed settings that have no effect are left out."""
+    """YAML text, without settings of earlier versions that no longer have an effect."""
     places: dict[str, str]
     """Setting -> ``file:line`` where it was read."""
 

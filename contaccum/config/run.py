@@ -1,4 +1,4 @@
-"""Option group `run` of a training run, with its rules.
+"""Option group `run` of the training config, and checks of its values.
 
 This module does not import torch.
 """

@@ -105,9 +105,9 @@ def unknown(name: str, value: str, known: Collection[str], prefix: str = "") -> 
 
 
 def without_removed(values: Mapping[str, Any], where: str | None = None, prefix: str = "") -> dict[str, Any]:
-    """Return ``values`` without the removed settings whose value has no effect (see REMOVED).
+    """Return ``values`` without the removed settings that have their accepted value (see REMOVED).
 
-    where: beginning of the error message if a removed setting has another value. None: keep such a setting.
+    where: beginning of the InputError for a removed setting with another value. None: keep such a setting.
     """
     kept: dict[str, Any] = {}
     for key, value in values.items():

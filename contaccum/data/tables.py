@@ -306,7 +306,10 @@ def build_token_table(
 
 
 def _is_damaged(folder: Path) -> bool:
-    """Return whether a file of a token table differs from the saved hash. Tables of earlier versions have no hashes."""
+    """Return whether a file of a token table is missing or differs from its saved hash.
+
+    Tables of earlier versions have no hashes and count as undamaged.
+    """
     if not (folder / ABOUT_FILE).is_file():
         return False
     hashes = read_json(folder / ABOUT_FILE, dict[str, Any], version=ABOUT_VERSION).get("sha256", {})

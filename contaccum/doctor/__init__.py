@@ -121,7 +121,7 @@ def packages(requirements: list[str]) -> Diagnosis:
 
 
 def extras(requirements: list[str]) -> Diagnosis:
-    """Check whether the packages of every extra are installed. An extra is a group of optional packages."""
+    """Check whether the packages of each extra except NO_OPTIONS are installed. An extra is a group of optional packages."""
     needed: dict[str, list[str]] = {}
     for need in map(Requirement, requirements):
         for extra in re.findall(r"""extra == ["']([\w-]+)""", str(need.marker or "")):

@@ -38,7 +38,7 @@ def load_tokenizer(files: TowerFiles, trust_remote_code: bool) -> Any:
     if tokenizer.pad_token_id is None:
         raise InputError(
             f"{os.path.join(name, subfolder)}: the tokenizer has neither a padding token nor an end-of-text token. Set pad_token "
-            "in tokenizer_config.json, or copy this file again."
+            "in tokenizer_config.json, or copy this file from the original model."
         )
     if files.lower_case:
         backend = tokenizer.backend_tokenizer
@@ -50,8 +50,8 @@ def load_tokenizer(files: TowerFiles, trust_remote_code: bool) -> Any:
 def check_vocabulary(tokenizer: Any, vocabulary: int | None) -> None:
     """Raise InputError if the padding token has no word embedding, or if the largest id is far above the number of tokens.
 
-    vocabulary: number of word embeddings. None: nothing is checked. The ids of texts are checked when the texts are tokenized,
-    because some published tokenizers have added tokens without a word embedding.
+    vocabulary: number of word embeddings. None: nothing is checked. Other ids are checked only when a text contains
+    them, because some published tokenizers have added tokens without a word embedding.
     """
     if vocabulary is None:
         return

@@ -129,7 +129,10 @@ def _expanded_size(pattern: str) -> int:
 def _matches(
     patterns: list["regex.Pattern[str]"], text: str, question_id: str, spent: dict["regex.Pattern[str]", float]
 ) -> bool:
-    """Return whether a pattern matches the text, and add the time to ``spent`` (pattern -> seconds)."""
+    """Return whether any pattern matches the text. Add the time of each search without a match to ``spent`` (pattern -> seconds).
+
+    Raises InputError if a search needs too much time.
+    """
     for pattern in patterns:
         start = time.monotonic()
         try:

@@ -122,7 +122,7 @@ class Auto:
         return self._verdict()
 
     def config(self, folder: str, changes: dict[str, str]) -> TrainConfig:
-        """Return the config of a run in ``folder``, with ``changes`` and the data that ``_divide`` wrote."""
+        """Return the config of a run in ``folder``, with ``changes``, data of ``_divide`` and the measured micro-batch size."""
         pairs = int(changes.get("batch.global_batch_size", 1))
         if size := self.state.sizes.get(changes.get("method", "")):
             changes = {**changes, "batch.micro_batch_size": str(gcd(size, pairs))}
@@ -151,7 +151,7 @@ class Auto:
         self.state.save()
 
     def _measure(self) -> None:
-        """Measure the time of a dev evaluation, and the largest micro-batch and the time of training with each recipe."""
+        """Measure the time of a dev evaluation and, for each recipe, the largest micro-batch and the training time per pair."""
         seconds = self.state.seconds
         if "dev" not in seconds:
             with self._timed("dev"):
@@ -166,7 +166,7 @@ class Auto:
             found = fitting_size(config, self.memory)
             if found.size is None:
                 raise InputError(
-                    f"--memory is {self.options.memory}: {method} needs {gigabytes(found.peak)} for one pair. "
+                    f"--memory is {self.options.memory}: {method} needs {gigabytes(found.peak)} even with one pair at a time. "
                     "Lower model.max_passage_length, set lora.rank, or raise --memory."
                 )
             self.state.sizes[method] = found.size

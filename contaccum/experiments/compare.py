@@ -201,7 +201,7 @@ class Study:
             raise InputError("--test: not given; with data.mixture it must name the test data")
         test_queries = _queries(test, split)
         if Path(test).is_file() and self.options.test is None:
-            raise InputError(f"{test}: a file of examples has no splits. Name the test data with --test.")
+            raise InputError(f"{test}: a file of examples has no split {split!r}. Name the test data with --test.")
         if self.tuned and not data.dev:
             raise InputError("data.dev: not set; tuning needs dev data")
         if self.tuned and _queries(data.dev or "", data.dev_split) == test_queries:

@@ -229,8 +229,8 @@ def fitting_size(probe: Probe, budget: float, processes: int = 1) -> FittingSize
         # sizes 1, 2 and 4 are measured even if batch.micro_batch_size is smaller
         smaller = "batch.micro_batch_size" if first > 4 else "model.max_passage_length"
         raise InputError(
-            f"{config.method}: fewer than two micro-batch sizes from {first // 4} to {first} pairs fit into the memory of this "
-            f"device; memory is predicted from measurements of at least two sizes. Lower {smaller}."
+            f"{config.method}: at most one of the micro-batch sizes {first // 4}, {first // 2} and {first} fits into the memory "
+            f"of this device, but a prediction needs two. Lower {smaller}."
         )
     high = max(peaks)
     line = {size: peak for size, peak in peaks.items() if size < high}

@@ -149,7 +149,7 @@ def _lists(where: str, tune: dict[Any, Any]) -> dict[str, list[Any]]:
     for name, values in tune.items():
         _check_name(where, name)
         if not isinstance(values, list) or not values:
-            raise InputError(f"{where}: tune.{name} is {values!r}; it must be a list of values")
+            raise InputError(f"{where}: tune.{name} is {values!r}; it must be a non-empty list of values")
     return tune
 
 

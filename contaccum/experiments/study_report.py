@@ -143,9 +143,9 @@ def _tuning_section(tuned: Sequence[Tuned], metric: str) -> Section:
     ]  # fmt: skip
     heads = [f"{share} of the budget" if share < 1 else "full budget" for share in shares]
     notes = [
-        f"{metric} on dev with the first seed; the test data are not used for the choice, and all seeds use the chosen values. "
-        "The learning rate schedule of each run ends with the run. The best quarter of a column is trained again from the start, "
-        "for longer, in the next column. A combination without a number was not trained, or its run failed.",
+        f"The numbers are {metric} on dev with the first seed. All seeds use the chosen values; the test data are not used to "
+        "choose. The best quarter of a column (at least two) is trained again from the start, for longer, in the next column. "
+        "Each run completes its own learning rate schedule. A combination without a number was not trained, or its run failed.",
         "A setting at the edge has the lowest or highest value that was tried: a wider range may be better.",
     ]
     if invalid := [f"{name}: {why}" for each in tuned for name, why in each.invalid.items()]:

@@ -20,7 +20,7 @@ Grades = Mapping[str, int]
 
 
 class Loss(NamedTuple):
-    """Value of a metric for one query, from one system or from two systems."""
+    """Values of a metric for one query, from one or two systems."""
 
     query_id: str
     left: float

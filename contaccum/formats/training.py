@@ -46,7 +46,7 @@ def _example(kind: TrainingKind, scored: bool, record: Record, location: SourceL
 
 
 def _passages(kind: TrainingKind, record: Record, location: SourceLocation) -> Iterator[Sequence[Passage]]:
-    """Yield three lists: the positives, the hard negatives, and DPR's ``negative_ctxs``."""
+    """Yield the list of positives, the list of hard negatives and, only for DPR, the list ``negative_ctxs``."""
     if kind == "jsonl":
         yield from (_texts(record, name, location) for name in ("pos", "neg"))
     elif kind == "tevatron":

@@ -282,7 +282,7 @@ class Bank:
             bank.rollback()
 
     def _begin_step(self) -> None:
-        """Save the values that ``rollback`` restores and the journal does not record."""
+        """Clear the journal, and save the other values that ``rollback`` restores."""
         self.pushed = 0
         self.journal.clear()
         self._at_step_start = (self.pointer, self.stored, self.positives, list(self.sums.open) if self.sums else [])

@@ -91,7 +91,7 @@ def cache_gradients(parts: list[Rows], loss: Callable[[Tensor, Tensor, RowIds], 
 def replay(
     engine: StepEngine, micro_batches: list[MicroBatch], last: Rows, cache: Cache, value: LossValue
 ) -> LossValue:
-    """Encode again with graph, and backpropagate the cached gradients: the second pass, steps 3 and 4 of the paper.
+    """Second pass, steps 3 and 4 of the paper: encode texts again with graph, and backpropagate their cached gradients.
 
     Dropout is the same as in the first pass. last: the rows of the last micro-batch, with the graph from the first pass
     (not used with partial replay). Returns ``value``; with partial replay, its field ``replayed`` is set.

@@ -26,7 +26,7 @@ With 3 levels, M = 131,072 and b = 8, the table has 79 numbers per row, few comp
 """
 
 Logits = Callable[[slice, slice], Tensor]
-"""Function that computes the logits of a slice of bank rows and the columns in a slice of bank slots.
+"""Function (rows, slots) that returns the logits of bank rows with all columns of bank slots. Both arguments are slices.
 
 The shape of the result is (slots * columns per slot, rows). Logits of masked pairs are minus infinity.
 """

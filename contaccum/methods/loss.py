@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class LossValue(NamedTuple):
-    """Loss of one micro-batch or step, with statistics for the log. The statistics are those of the full width."""
+    """Loss of one micro-batch or step, with statistics for the log. With Matryoshka, they are those of the full vectors."""
 
     contrast: Tensor
     """InfoNCE loss: the mean over the rows. Scalar with gradient."""
@@ -100,9 +100,9 @@ class LossValue(NamedTuple):
 def row_weights(micro_batches: Sequence[MicroBatch], bank: "Bank | None" = None) -> list[float]:
     """Return the weight of each micro-batch in the mean loss of the step.
 
-    The loss of a micro-batch is a mean over its rows, so its weight is proportional to its number of rows. All rows of the step
-    then count equally. The rows of a micro-batch are its pairs, plus the bank rows that count when the step begins. If all
-    micro-batches have the same size, all weights are 1.
+    The loss of a micro-batch is a mean over its rows, so its weight is proportional to its number of rows. The rows of a
+    micro-batch are its pairs, plus ``bank.weighted_rows`` at the beginning of the step. All rows of the step then count equally,
+    unless the bank grows during the step. If all micro-batches have the same size, all weights are 1.
     """
     rows = [len(batch.ids.columns) + (bank.weighted_rows if bank else 0) for batch in micro_batches]
     return [len(rows) * count / sum(rows) for count in rows]

@@ -266,7 +266,7 @@ class Index:
 
 
 def _check_target(folder: Path) -> None:
-    """Raise InputError if the folder contains anything other than an index."""
+    """Raise InputError unless the folder is missing, empty, or has the manifest of an index."""
     if (folder / MANIFEST).is_file():
         read_json(folder / MANIFEST, _Manifest)
     elif folder.is_file() or (folder.is_dir() and any(folder.iterdir())):

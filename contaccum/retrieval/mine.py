@@ -219,8 +219,9 @@ def write_mined(
     """Write the mined examples to ``output``, and a report to a file next to it. Return the report.
 
     about: entries to add to the report. ``output`` contains the scores of the passages: ``pos_scores`` and ``neg_scores`` in
-    JSONL, ``score`` in other formats. Only the main process returns the report; others return an empty one. Raises InputError if
-    the folder of unfinished blocks belongs to a different job.
+    JSONL, ``score`` in other formats. Only the main process returns the report; others return an empty one.
+
+    Raises InputError if the folder ``<output>.mining`` has an unfinished job with other settings or data.
     """
     output = Path(output)
     blocks = BlockFolder(_work_folder(output), mining.job(), len(_starts(mining)))

@@ -44,7 +44,7 @@ def _host() -> str:
 
 
 def is_leftover(name: str) -> bool:
-    """Return whether ``name`` is the name of a temporary file or folder that a killed process left."""
+    """Return whether ``name`` has the form of our temporary files and folders. Their process may still be running."""
     return _LEFTOVER.fullmatch(name) is not None
 
 

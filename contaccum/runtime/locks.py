@@ -70,7 +70,7 @@ def waiting_lock(path: Path, message: str = "", after: float = 10.0) -> Iterator
 def _acquire(lock: SoftFileLock, path: Path) -> None:
     """Acquire the lock. Raise InputError if another process holds it.
 
-    Waits only for a lock file without a process number, for a few seconds.
+    Waits only if the lock file has no process number yet, for a few seconds.
     """
     before = _holder(path) if path.exists() else ""
     for attempt, patience in enumerate((0, _PATIENCE, 0)):

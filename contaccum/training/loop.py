@@ -82,7 +82,7 @@ class Training:
         for name, value in {"checkpoint": step, "config": to_yaml(config), "data": train_set.fingerprint}.items():
             if others := engine.differing(value):
                 raise InputError(
-                    f"{name} is not the same in all processes ({others}). Every machine needs the same data and the same "
+                    f"{name} is not the same in all processes ({others}). Every machine needs the same config, data and "
                     "output_dir."
                 )
         changed: list[str] = []
@@ -231,8 +231,8 @@ class Training:
         # a loss scale below 1 cannot cause an overflow, and the scaler would halve it forever without taking a step
         if not finite and engine.loss_scale() < 1:
             raise NotFiniteError(
-                f"step {self.done + 1}: the gradient norm is {norm}, not a finite number, although the loss scale is "
-                f"{engine.loss_scale():g}"
+                f"step {self.done + 1}: the gradient norm is {norm}, not a finite number; the loss scale is not the "
+                f"cause, because it is below 1: {engine.loss_scale():g}"
             )
         norms = {
             "query_grad_norm": query_norm,

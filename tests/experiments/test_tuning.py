@@ -163,7 +163,7 @@ def test_settings_file_gives_grids_and_lists_of_complete_settings(tmp_path):
         ("a: {bank.size: 4}", "a: method is 'a'; choose from in_batch"),
         ("cont_accum: 3", "cont_accum is 3; it must be a mapping"),
         ("cont_accum: {bank.sise: 3}", "'bank.sise' is not a setting that changes the trained model"),
-        ("cont_accum: {tune: {bank.size: 3}}", "tune.bank.size is 3; it must be a list of values"),
+        ("cont_accum: {tune: {bank.size: 3}}", "tune.bank.size is 3; it must be a non-empty list of values"),
         ("cont_accum: {tune: 3}", "tune is 3; expected settings with lists of values"),
         ("[1]", "found a list"),
     ],
