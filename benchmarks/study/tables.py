@@ -245,6 +245,16 @@ def equal_cost(studies: Studies, name: str) -> Table:
     return with_cost(chosen_on_dev(studies[name]), ("updates", "peak MiB"))
 
 
+def options(studies: Studies, name: str) -> Table:
+    """Compare each option of loss and batch order with the same method without it."""
+    found, rows, heads = groups(studies[name]), [], []
+    for base in ("grad_cache", "replay"):
+        family = {label.split(" age_decay")[0]: group for label, group in found.items() if label.startswith(base)}
+        table = against(family, base)
+        heads, rows = [column.replace(base, "the method alone") for column in table.heads], [*rows, *table.rows]
+    return Table(heads, rows)
+
+
 def longer_reference(studies: Studies, name: str) -> Table:
     """Compare the methods after 6,144 forward passes with the reference after 7,168, on another device."""
     found = {
@@ -383,6 +393,7 @@ TABLES: dict[str, tuple[Callable[[Studies, str], Table], str]] = {
     **{f"{study}-6144f": (equal_cost, f"{study}-6144f") for study in ("medquad", "scifact", "xquad")},
     **{f"{study}-7168f": (longer_reference, f"{study}-7168f") for study in ("medquad", "scifact", "xquad")},
     "medquad-guide": (equal_cost, "medquad-guide"),
+    **{f"{study}-options": (options, f"{study}-options") for study in ("medquad", "scifact")},
     **{f"{study}-52s": (less_time, f"{study}-52s") for study in ("medquad", "scifact")},
     "cache-aged": (hybrid, "cache-aged"),
     **{
