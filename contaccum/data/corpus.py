@@ -133,7 +133,7 @@ def _write_corpus(
         writer.add(passage)
     fingerprint = writer.close()
     if not writer.rows:
-        raise InputError(f"{source}: has no valid passage; a corpus needs at least one")
+        raise InputError(f"{source}: has no passage that can be used; a corpus needs at least one")
     repeated = len(dropped) if policy.repair else 0
     about = {"fingerprint": fingerprint, "repeated": repeated, "empty": empty, "bad": len(rejected.entries)}
     return hashes, about, rejected

@@ -66,7 +66,7 @@ def test_a_corpus_is_memory_mapped(tmp_path):
     [
         ([passage("a"), passage("b"), passage("a", "y")], [":3", "'a'", "first at line 1"]),
         ([passage("a"), passage("b", " \t")], [":2", "'b'", "empty"]),
-        ([], ["is empty", "at least one passage"]),
+        ([], ["has no passage", "needs at least one"]),
     ],
 )
 def test_an_invalid_corpus_is_refused(tmp_path, rows, words):

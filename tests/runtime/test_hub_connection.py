@@ -12,7 +12,7 @@ from tiny_families import family_folder
 
 CALL = """
 import json, os, sys, time
-from contaccum.catalog import fetch, hub, pinned  # imports take time, the answer of the Hub must not
+from contaccum.catalog import fetch, hub_sets, pinned  # imports take time, the answer of the Hub must not
 from contaccum.encoder import DualEncoder
 from contaccum.errors import InputError
 for name in sys.argv[1:]:
