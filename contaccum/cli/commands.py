@@ -215,8 +215,8 @@ COMMANDS = {
     "explore": Command(
         _call("contaccum.explore.app:explore"),
         "compare in a browser what retrievers find",
-        "Serve a web page for one or two models: the passages they find for a query, and the judged queries, those on which the "
-        "first model is worst at the top. Vectors are cached. Needs the extra `explore`.",
+        "Serve a web page for one or two models: the passages they find for a query, and the judged queries, beginning with "
+        "those where the first model does worst. Vectors are cached. Needs the extra `explore`.",
         "%(prog)s --models DIR [DIR|bm25 ...] --data BEIR_DIR [--split test] [--port N] [options]",
         "ExploreConfig EncoderConfig SearchConfig DataPolicy",
         skip=("model", "timeout_minutes", "index_dir", "strict"),

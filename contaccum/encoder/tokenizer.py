@@ -17,9 +17,7 @@ from contaccum.errors import InputError
 from contaccum.runtime.checks import require_known_ids
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-WINDOW = (
-    4096  # number of texts that are sorted by length together; more texts need less padding, but delay the first batch
-)
+WINDOW = 4096  # texts that are sorted by length together; more texts need less padding, but delay the first batch
 # tokens per thread; at width 384 the output of the widest layer then has 6 MB and fits in the CPU cache
 CPU_TOKENS = 1024
 DEVICE_TOKENS = 16_384

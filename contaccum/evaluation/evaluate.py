@@ -224,9 +224,8 @@ def evaluate_benchmark(
     """Evaluate a retriever on several data sets; return the content of benchmark.json.
 
     data: ``beir``, ``nanobeir``, or names separated by commas. output: folder for one file of metrics per data set, and for
-    benchmark.json. If the file of a data set exists already, the data set is not evaluated again; InputError is raised if the
-    file was written with other settings. Each data set gets a folder of its own inside ``settings.embeddings`` and inside
-    ``settings.index_dir``. For the other arguments, see ``evaluate``.
+    benchmark.json. A data set whose file exists is not evaluated again. Raises InputError if the file has other settings. Each
+    data set gets its own folder in ``settings.embeddings`` and ``settings.index_dir``. Other arguments: see ``evaluate``.
     """
     if output is not None and output.lower().endswith(".json"):
         raise InputError(f"--output is {output}; give a folder, because several data sets are written to several files")

@@ -122,7 +122,7 @@ class Auto:
         return self._verdict()
 
     def config(self, folder: str, changes: dict[str, str]) -> TrainConfig:
-        """Return the config of a run in ``folder``, with ``changes``, data of ``_divide`` and the measured micro-batch size."""
+        """Return the config of a run in ``folder``, with ``changes``, the divided data and the measured micro-batch size."""
         pairs = int(changes.get("batch.global_batch_size", 1))
         if size := self.state.sizes.get(changes.get("method", "")):
             changes = {**changes, "batch.micro_batch_size": str(gcd(size, pairs))}

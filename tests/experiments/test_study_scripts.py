@@ -124,11 +124,15 @@ def test_reduced_set_of_dpr_files_has_their_questions(tmp_path, monkeypatch):
     assert [len(lines(tmp_path / "small" / s / "qrels" / f"{s}.tsv")) - 1 for s in ("train", "dev")] == [4, 2]
 
 
-@pytest.mark.parametrize(("name", "budget"), [("methods", "6144f"), ("methods-demo", "80000f")])
+@pytest.mark.parametrize(
+    ("name", "budget"), [("methods", "6144f"), ("methods-demo", "80000f"), ("methods-options", "4096f")]
+)
 def test_study_settings_can_be_trained_in_every_rung(name, budget):
     for row in read_settings(str(ROOT / f"configs/study/{name}.yaml"), {}):
         for candidate in row.candidates:
             changes = {key: yaml.safe_load(value) for key, value in row.changes(candidate).items()}
+            if name != "methods-demo":
+                changes["model.name"] = "an encoder"
             config = train_config(
                 Path("d"), Path("o"), **changes, **{"batch.micro_batch_size": 8, "optim.max_steps": None}
             )
