@@ -22,7 +22,7 @@ from contaccum.encoder import DualEncoder, EncoderSettings, tiny_tower
 from contaccum.retrieval.encode import Texts, encode_texts
 from contaccum.retrieval.retriever import search_vectors
 from contaccum.retrieval.shards import ShardFolder
-from contaccum.runtime.devices import peak_resident
+from contaccum.runtime.processes import peak_resident
 
 WORDS = [f"{first}{second}{third}" for first in "bdgklm" for second in "aeiou" for third in ("ra", "sel", "tin", "nok")]
 

@@ -18,7 +18,7 @@ from contaccum.config.commands import DataPolicy
 from contaccum.data.dataset import open_dataset
 from contaccum.encoder import DualEncoder
 from contaccum.retrieval.encode import Texts
-from contaccum.runtime.devices import encoding_device, peak_resident
+from contaccum.runtime.processes import encoding_device, peak_resident
 
 OURS, PEER = "contaccum", "sentence-transformers"
 

@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 
 from contaccum.cli import main as command_line
 from contaccum.config import METHOD_SPECS, from_mapping
-from contaccum.runtime.devices import encoding_device
+from contaccum.runtime.processes import encoding_device
 from contaccum.training.log import read_log
 from contaccum.training.loop import Training, train
 

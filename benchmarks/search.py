@@ -25,7 +25,7 @@ from fresh import add_worker, in_fresh_process
 
 from contaccum.retrieval.retriever import search_vectors
 from contaccum.retrieval.shards import EncodingJob, Shard, ShardFolder, write_manifest, write_shard
-from contaccum.runtime.devices import peak_resident
+from contaccum.runtime.processes import peak_resident
 
 QUERIES = 10**9  # number of the first query
 OURS, TORCH, RAW, EXACT, FLAT = "contaccum", "contaccum, torch", "faiss IndexFlatIP", "BEIR exact", "BEIR faiss"

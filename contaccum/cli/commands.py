@@ -12,7 +12,7 @@ from operator import getitem
 from typing import TYPE_CHECKING, Any
 
 from contaccum.cli.parser import Command, command_parser, explain, instances
-from contaccum.errors import InputError
+from contaccum.errors import InputError, refuse_input_as_output
 from contaccum.runtime.launch import is_main, process_place
 
 if TYPE_CHECKING:
@@ -88,7 +88,6 @@ def _evaluate(task: options.EvaluateConfig, encoder: EncoderConfig, settings: Se
     from contaccum.evaluation.answers import evaluate_questions
     from contaccum.evaluation.metrics import render_metrics
     from contaccum.evaluation.significance import compare, render_comparison
-    from contaccum.runtime.checks import refuse_input_as_output
     from contaccum.runtime.processes import joined
 
     encoder, level = replace(encoder, model=task.model or ""), task.relevance_level

@@ -10,7 +10,7 @@ from contaccum.encoder.loading import tiny_tower
 from contaccum.encoder.tokenizer import wordpiece_tokenizer
 from contaccum.encoder.tower import Tower, pool
 from contaccum.errors import InputError
-from contaccum.runtime.devices import encoding_device, torch_dtype
+from contaccum.runtime.processes import encoding_device, torch_dtype
 
 __all__ = [
     "SETTINGS_FILE",

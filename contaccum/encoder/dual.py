@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from contaccum.batch import ONE_TOKEN, MicroBatch, Tokens
+from contaccum.batch import ONE_TOKEN, MicroBatch, Prefetch, Tokens
 from contaccum.encoder.adapters import Adapters
 from contaccum.encoder.folders import EncoderSettings, check_hashes, make_settings, model_folder, read_encoder
 from contaccum.encoder.kernels import ATTENTION, packed_linears
@@ -27,10 +27,8 @@ from contaccum.encoder.loading import TowerLoader
 from contaccum.encoder.saving import save_encoder, send_weights
 from contaccum.encoder.tokenizer import default_batch_tokens, tokenized
 from contaccum.encoder.tower import Tower, check_flash_attention, check_unpad, set_attention
-from contaccum.errors import InputError
-from contaccum.runtime.checks import require_utf8
+from contaccum.errors import InputError, require_utf8
 from contaccum.runtime.files import whole_folder
-from contaccum.runtime.prefetch import Prefetch
 from contaccum.runtime.processes import Processes
 
 BUCKET = 32  # with CUDA graphs, text lengths are rounded up to a multiple of this number of tokens

@@ -25,8 +25,7 @@ from contaccum.encoder.json_types import (
     PromptConfig,
     RouterConfig,
 )
-from contaccum.errors import InputError, library_errors
-from contaccum.runtime.checks import require_utf8
+from contaccum.errors import InputError, library_errors, require_utf8
 from contaccum.runtime.files import check_type, read_json, refuse_url, sha256_of
 from contaccum.runtime.hub import hub_errors, is_hub_name
 

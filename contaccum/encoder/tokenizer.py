@@ -13,8 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from contaccum.batch import Tokens, token_batches
 from contaccum.encoder.folders import TowerFiles, optional_json
 from contaccum.encoder.json_types import ModelConfig
-from contaccum.errors import InputError
-from contaccum.runtime.checks import require_known_ids
+from contaccum.errors import InputError, require_known_ids
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WINDOW = 4096  # texts that are sorted by length together; more texts need less padding, but delay the first batch

@@ -28,10 +28,10 @@ from contaccum.evaluation.evaluate import evaluate
 from contaccum.evaluation.metrics import read_metrics
 from contaccum.experiments.run_records import METRICS_FILE, TUNED_FILE
 from contaccum.retrieval.retriever import BM25_NAME
-from contaccum.runtime.devices import encoding_device
 from contaccum.runtime.files import read_json, remove_folder, write_json
 from contaccum.runtime.launch import StopSignals, process_place
 from contaccum.runtime.locks import waiting_lock
+from contaccum.runtime.processes import encoding_device
 from contaccum.training.loop import train
 from contaccum.training.parts import build_encoder
 from contaccum.training.run_folder import DEV_METRICS_FILE, flat

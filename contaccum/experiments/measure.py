@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import torch
 
+from contaccum.batch import Prefetch
 from contaccum.config import TrainConfig, from_mapping
 from contaccum.data.dataset import load_training
 from contaccum.data.train_set import TrainSet, subset
@@ -26,7 +27,6 @@ from contaccum.experiments.sizes import FittingSize, largest, predict
 from contaccum.methods import METHODS
 from contaccum.methods.bank import Bank
 from contaccum.runtime.engine import Engine
-from contaccum.runtime.prefetch import Prefetch
 from contaccum.runtime.sharding import saved_bytes
 from contaccum.training import parts
 from contaccum.training.log import mean_losses

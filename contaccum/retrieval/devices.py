@@ -31,7 +31,7 @@ def torch_device(device: str) -> "torch.device":
     import torch
 
     if device == "auto":
-        from contaccum.runtime.devices import encoding_device
+        from contaccum.runtime.processes import encoding_device
 
         device = str(encoding_device(device))
     return torch.device(device if device.startswith("cuda") else "cpu")

@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 
 from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
+from contaccum.errors import refuse_input_as_output
 from contaccum.formats.records import Passage
 from contaccum.retrieval.shards import (
     MANIFEST,
@@ -35,7 +36,6 @@ from contaccum.retrieval.shards import (
     write_manifest,
     write_shard,
 )
-from contaccum.runtime.checks import refuse_input_as_output
 from contaccum.runtime.files import sweep
 from contaccum.runtime.locks import folder_lock
 from contaccum.runtime.processes import ALONE, Processes, joined

@@ -22,14 +22,13 @@ from contaccum.data.corpus import find_rows
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.data.examples import ExampleTable
 from contaccum.data.tables import PASSAGE_COLUMNS, column_batches
-from contaccum.errors import InputError
+from contaccum.errors import InputError, refuse_input_as_output
 from contaccum.formats.records import Example, Passage, TeacherScores, content_id, record_line
 from contaccum.formats.training import Form, example_record, framed
 from contaccum.retrieval.blocks import SPREAD, BlockFolder, Statistics
 from contaccum.retrieval.encode import Texts
 from contaccum.retrieval.negatives import CrossEncoder, select_negatives
 from contaccum.retrieval.retriever import DEFAULTS, Retriever
-from contaccum.runtime.checks import refuse_input_as_output
 from contaccum.runtime.files import remove_folder, sweep, whole_file, write_json
 from contaccum.runtime.locks import folder_lock
 from contaccum.runtime.processes import ALONE, Processes
@@ -192,7 +191,7 @@ def mine(
     negatives (a BEIR folder or name, a corpus.jsonl or a passages TSV); None: the passages of ``data``. group: processes that
     share the work. All of them must call this function.
     """
-    from contaccum.runtime.devices import encoding_device
+    from contaccum.runtime.processes import encoding_device
 
     mining.check()
     if group.is_main:

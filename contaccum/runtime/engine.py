@@ -6,6 +6,7 @@ the loss needs their sum.
 """
 
 import contextlib
+import ctypes
 import datetime
 import hashlib
 import os
@@ -25,9 +26,8 @@ from torch import Tensor
 from contaccum.batch import ONE_TOKEN, MicroBatch, RowIds, Tokens
 from contaccum.errors import InputError, library_errors
 from contaccum.runtime import sharding
-from contaccum.runtime.devices import encoding_device, peak_resident, return_freed_memory
 from contaccum.runtime.launch import refuse_other_sharding
-from contaccum.runtime.processes import Processes, own_keys, refuse_missing_processes
+from contaccum.runtime.processes import Processes, encoding_device, own_keys, peak_resident, refuse_missing_processes
 
 if TYPE_CHECKING:
     from contaccum.encoder import DualEncoder
@@ -267,8 +267,10 @@ class Engine(Processes):
         self.drop_step()
 
     def free_memory(self) -> None:
+        """Give memory that torch has freed back to the device, and memory that Python has freed to the operating system."""
         clear_device_cache(garbage_collection=True)
-        return_freed_memory()
+        with contextlib.suppress(AttributeError):  # only glibc has this function
+            ctypes.CDLL(None).malloc_trim(0)
 
     def scaler_state(self) -> dict[str, Any]:
         return self.accelerator.scaler.state_dict() if self.accelerator.scaler is not None else {}

@@ -1,4 +1,4 @@
-"""Processes of one launch, and the messages between them. Only this file and sharding.py import torch.distributed.
+"""Processes of one launch: messages between them, device and memory. Only this file and sharding.py import torch.distributed.
 
 A launcher (torchrun or accelerate launch) starts the processes. If one process fails, the launcher stops all processes.
 """
@@ -8,7 +8,10 @@ import datetime
 import hashlib
 import itertools
 import os
+import re
+import resource
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +22,7 @@ from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from contaccum.errors import InputError, Interrupted
-from contaccum.runtime.launch import process_place
+from contaccum.runtime.launch import local_place, process_place
 
 MESSAGE_BYTES = 25 * 2**20  # size of a message with gradients; DistributedDataParallel has the same default
 
@@ -209,3 +212,24 @@ def first_to_say(sentence: str) -> bool:
         return store.add(key, 1) == 1
     except (KeyError, RuntimeError):  # there is no store, or the process with the store has ended
         return True
+
+
+def encoding_device(device: str) -> torch.device:
+    """Return the device of this process. ``auto`` means the GPU for this process if there is one, else MPS, else the CPU."""
+    if device == "auto" and torch.cuda.is_available():
+        return torch.device("cuda", local_place()[0] % torch.cuda.device_count())
+    if device == "auto" and torch.backends.mps.is_available():
+        return torch.device("mps")
+    return torch.device("cpu")
+
+
+def torch_dtype(precision: str) -> torch.dtype:
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+
+
+def peak_resident() -> int:
+    """Return the peak resident memory of this process in bytes. On Linux: the peak since ``Engine.reset_peak_memory``."""
+    status = Path("/proc/self/status")  # on Linux, ru_maxrss also contains the peak of the parent
+    if status.exists() and (found := re.search(r"^VmHWM:\s+(\d+)", status.read_text(), re.MULTILINE)):
+        return int(found[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS

@@ -33,9 +33,9 @@ from contaccum.methods.loss import InfoNCE
 from contaccum.methods.masking import Guide, PairRules
 from contaccum.methods.objective import Distillation, Matryoshka, MatryoshkaBank, Objective
 from contaccum.retrieval.query_vectors import passage_vectors, query_vectors
-from contaccum.runtime.devices import torch_dtype
 from contaccum.runtime.engine import Engine
 from contaccum.runtime.files import read_json
+from contaccum.runtime.processes import torch_dtype
 
 _TOWER_SETTINGS = ("passage_name", "tie_towers", "append_eos")
 PREFETCHED_STEPS = 4

@@ -17,14 +17,13 @@ from opened import open_retrieval_set
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 from contaccum import DualEncoder
-from contaccum.batch import MicroBatch
+from contaccum.batch import MicroBatch, Prefetch
 from contaccum.config import METHOD_SPECS, METRIC_CUTS, METRIC_MEASURES, OptimConfig
 from contaccum.encoder import Tower
 from contaccum.errors import InputError
 from contaccum.evaluation.evaluate import evaluate
 from contaccum.runtime.engine import Engine
 from contaccum.runtime.files import read_json
-from contaccum.runtime.prefetch import Prefetch
 from contaccum.training.log import read_log
 from contaccum.training.loop import Training, train
 from contaccum.training.parts import learning_rate_factor, make_optimizer, warmup_steps
@@ -249,7 +248,7 @@ def test_peak_memory_excludes_the_parent_process():
     """A child of a process of 1 GiB reports its own peak, with its own allocation."""
     block = np.ones(2**30, dtype=np.uint8)
     script = (
-        "import numpy as np; from contaccum.runtime.devices import peak_resident; before = peak_resident();"
+        "import numpy as np; from contaccum.runtime.processes import peak_resident; before = peak_resident();"
         "block = np.ones(2**28, dtype=np.uint8); print(before, peak_resident())"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
