@@ -18,7 +18,7 @@ from torch import Tensor
 from contaccum.batch import NO_PASSAGE, RowIds
 from contaccum.errors import InputError
 from contaccum.methods.logsumexp import NestedLogSumExp, PartialLogSumExp, RollbackJournal
-from contaccum.methods.masking import Rows
+from contaccum.methods.masking import PairRows
 from contaccum.methods.similarity import EntriesById, MaskedPairs, Similarity
 
 STATE_KEYS = {"written_step": "born", "index_in_step": "places"}
@@ -204,11 +204,11 @@ class Bank:
         """
         return self._by_positive.find(column_ids.unsqueeze(1), rows)
 
-    def rule_rows(self, slots: slice) -> Rows:
+    def rule_rows(self, slots: slice) -> PairRows:
         """Return the bank rows in ``slots``, as input of the rules."""
         # all logits that the rules compare contain the hardness weight, but ``positive_logits`` do not
         scores = self.positive_logits[slots] / self.similarity.positive_share
-        return Rows(self.query_numbers[slots], self.column_ids[slots, 0], scores, self.similarity.scale)
+        return PairRows(self.query_numbers[slots], self.column_ids[slots, 0], scores, self.similarity.scale)
 
     def logits(self, rows: slice, slots: slice, reverse: bool = False) -> Tensor:
         """Return the logits of the bank rows ``rows`` and of all columns in the bank slots ``slots``.

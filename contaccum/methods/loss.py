@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from contaccum.batch import MicroBatch, RowIds
 from contaccum.methods.logsumexp import PartialLogSumExp
-from contaccum.methods.masking import NO_RULES, PairRules, Rows
+from contaccum.methods.masking import NO_RULES, PairRows, PairRules
 from contaccum.methods.similarity import MaskedPairs, Similarity, full_precision, tiles
 from contaccum.methods.symmetric import PassageToQuery, SymmetricBank
 
@@ -207,7 +207,7 @@ class _Sums:
                 logits.scatter_(1, own[tile].unsqueeze(1), positive.unsqueeze(1))
             if rules := self.similarity.rules:
                 queries = None if ids.queries is None else ids.queries[tile]
-                for_rules = Rows(queries, ids.columns[tile, 0], scores, self.similarity.scale)
+                for_rules = PairRows(queries, ids.columns[tile, 0], scores, self.similarity.scale)
                 own_pairs = tile, slice(0, b)
                 rules.leave_out(logits, for_rules, ids.columns.flatten(), own_pairs, counts=self.counts)
             log_sum = logits.logsumexp(1)
@@ -237,7 +237,7 @@ class _Sums:
     def _over_bank(
         self,
         current: slice,
-        for_rules: Rows | None,
+        for_rules: PairRows | None,
         columns: Tensor,
         ids: Tensor,
         penalty: Tensor | None,

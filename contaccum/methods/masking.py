@@ -23,7 +23,7 @@ CHUNK = 4096  # number of guide vectors to read at once, for the rows and for th
 TOLERANCE = 1e-5
 
 
-class Rows(NamedTuple):
+class PairRows(NamedTuple):
     """Rows of a block. Each row belongs to a pair of a query and a positive."""
 
     queries: Tensor | None
@@ -79,7 +79,7 @@ class PairRules:
     def leave_out(
         self,
         logits: Tensor,
-        rows: Rows,
+        rows: PairRows,
         columns: Tensor | None,
         pairs: tuple[slice, slice] | None = None,
         *,
@@ -123,7 +123,7 @@ class PairRules:
             counts[0] += remaining
             counts[1] -= remaining
 
-    def _mask_by_id(self, logits: Tensor, rows: Rows, passages: Tensor | None, own: Tensor | None) -> None:
+    def _mask_by_id(self, logits: Tensor, rows: PairRows, passages: Tensor | None, own: Tensor | None) -> None:
         """Mask empty columns. If ``separate`` is true for a query, mask all its columns except ``own`` (see ``_own_columns``)."""
         device = logits.device
         if self.missing and passages is not None:

@@ -39,7 +39,7 @@ def replay_sample(engine: StepEngine, micro_batches: list[MicroBatch], cache: Ca
         own_weights = torch.cat([engine.own_rows(part) for part in weights.split([len(part) for part in parts])])
         kept = own_weights.nonzero().flatten()
         batches = token_batches(texts.attention_mask.sum(1)[kept].tolist(), budget)
-        for index, chosen in enumerate(engine.in_step(map(torch.tensor, batches))):
+        for index, chosen in enumerate(engine.equalized(map(torch.tensor, batches))):
             rows = kept[chosen]
             embeddings = engine.encode_texts(side, texts.select(rows), index)  # (n, d)
             weighted = own_gradients[rows.to(own_gradients.device)] * own_weights[rows].to(own_gradients).unsqueeze(1)

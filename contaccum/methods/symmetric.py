@@ -18,7 +18,7 @@ from torch import Tensor
 from contaccum.batch import RowIds
 from contaccum.methods.bank import Bank
 from contaccum.methods.logsumexp import NestedLogSumExp
-from contaccum.methods.masking import Rows
+from contaccum.methods.masking import PairRows
 from contaccum.methods.similarity import MaskedPairs, Similarity, tiles
 
 
@@ -130,7 +130,7 @@ class PassageToQuery:
         """Apply the rules to the logits of the current rows ``tile``, with current queries (r, b) and bank queries (r, m)."""
         queries, rules = self.ids.queries, self.similarity.rules
         own = None if queries is None else queries[tile]
-        rows = Rows(own, self.ids.columns[tile, 0], scores, self.similarity.scale)
+        rows = PairRows(own, self.ids.columns[tile, 0], scores, self.similarity.scale)
         rules.leave_out(blocks[0], rows, queries, (tile, slice(0, len(self.queries))), of_queries=True)
         if bank is not None:
             rules.leave_out(blocks[1], rows, bank.query_numbers[: bank.fill], of_queries=True)

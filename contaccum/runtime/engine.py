@@ -179,7 +179,7 @@ class Engine(Processes):
         with self.accelerator.autocast():
             return self.encoder.embed(tower, (texts if count else ONE_TOKEN).to(self.device))[:count]
 
-    def in_step(self, batches: Iterable[Tensor]) -> list[Tensor]:
+    def equalized(self, batches: Iterable[Tensor]) -> list[Tensor]:
         """Return the batches as a list. With sharded weights, add empty batches until all processes have equally many."""
         own = list(batches)
         missing = self.largest(len(own)) - len(own) if self.sharded else 0

@@ -192,7 +192,7 @@ class DummyEngine:
         self.engine, self.done = engine, engine.gathers
         self.no_grad_group_size, self.join = engine.no_grad_group_size, engine.join
         self.replay_share, self.replay_balance = engine.replay_share, engine.replay_balance
-        self.own_rows, self.uniform, self.in_step = engine.own_rows, engine.uniform, list
+        self.own_rows, self.uniform, self.equalized = engine.own_rows, engine.uniform, list
 
     def micro_steps(self, micro_batches: list[MicroBatch]) -> Iterator[MicroBatch]:
         yield from micro_batches
