@@ -1,8 +1,7 @@
 """Dual memory bank: a ring buffer of the embeddings of past queries and passages.
 
 One slot of the ring stores one row: a query, its passages and the passage ids. The query bank and the passage bank are therefore
-always aligned. Stored embeddings have no gradient. The log-sum-exps of the stored rows over the stored columns are cached in a
-``NestedLogSumExp``, so that the loss does not compute them in every step.
+always aligned. Stored embeddings have no gradient. A ``NestedLogSumExp`` caches the log-sum-exps of the rows over the columns.
 Source: Kim et al. 2024 (arXiv 2406.12356), section 4.
 """
 
@@ -34,10 +33,7 @@ class BankOptions:
     columns_only: bool = False
     """Whether to store only passages and no queries. The bank then adds columns to the loss, but no rows."""
     row_weight: str = "all"
-    """Denominator of the mean loss.
-
-    ``all``: number of current rows plus number of bank rows. ``current``: number of current rows.
-    """
+    """Denominator of the mean loss: the number of current rows and bank rows (``all``) or of current rows (``current``)."""
     keep: bool = True
     """Whether to keep the rows after an optimizer step. False is the ablation "without past encoder" of the paper."""
     warmup_steps: int = 0
@@ -46,7 +42,7 @@ class BankOptions:
     """Age penalty per optimizer step. Each logit is reduced by age_decay times the number of steps between the encoding of its
     query and of its passage."""
     symmetric: bool = False
-    """Whether the loss also has the direction from passages to queries. Only a SymmetricBank can be used in such a loss."""
+    """Whether the loss also has the direction from passages to queries."""
 
 
 class Bank:
@@ -72,8 +68,6 @@ class Bank:
         """
         self.size, self.dim, self.similarity, self.push_rows = size, dim, similarity, push
         self.options = options = options or BankOptions()
-        self.pointer = 0  # next slot to overwrite; in a full ring, the slot of the oldest row
-        self.stored = 0  # number of slots that contain a row
         self.step = 0  # number of finished optimizer steps
         self.pushed = 0  # number of rows pushed in the current optimizer step
         self.passages = torch.zeros(size, 1 + options.hard_negatives, dim, device=device)
@@ -84,8 +78,7 @@ class Bank:
         self.column_ids = torch.full((size, 1 + options.hard_negatives), NO_PASSAGE)
         self.positives = torch.full((size, 1), NO_PASSAGE)
         self.query_numbers = torch.zeros(size, dtype=torch.long)  # row numbers in the training set, for the rules
-        # index of each row among the rows of its optimizer step
-        self.index_in_step = torch.zeros(size, dtype=torch.long)
+        self.index_in_step = torch.zeros(size, dtype=torch.long)  # index among the rows of its optimizer step
         self.journal = RollbackJournal()
         self._map_ids()
         self._clear()
@@ -101,10 +94,14 @@ class Bank:
         """Number of bank rows that count in the denominator of the mean loss."""
         return self.fill if self.queries is not None and self.options.row_weight == "all" else 0
 
-    def logsumexp(self) -> Tensor:
-        """Return, for each bank row, the log-sum-exp over all bank columns that are not masked: (fill,), without gradient."""
-        assert self.sums is not None
-        return self.sums.total(self.fill)
+    @property
+    def sums(self) -> NestedLogSumExp | None:
+        """Log-sum-exps of the stored rows over the stored columns, or None if the bank stores no queries."""
+        return self.tables.get("")
+
+    def logsumexp(self, reverse: bool = False) -> Tensor:
+        """Return the log-sum-exp of each bank row over all unmasked bank columns, (fill,). reverse: of positives over queries."""
+        return self.tables["reversed_" if reverse else ""].total(self.fill)
 
     def ages(self) -> Tensor:
         """Return the number of optimizer steps since each stored row was encoded, (stored,) int64; 0 for a row of this step."""
@@ -147,10 +144,10 @@ class Bank:
         self._widen(ids.positives.shape[1])
         known = F.pad(ids.positives, (0, self.positives.shape[1] - ids.positives.shape[1]), value=NO_PASSAGE)
         first = min(b, self.size - self.pointer)  # number of rows that fit before the end of the ring
-        pieces = [(self.pointer, slice(0, first)), (0, slice(first, b))] if first < b else [(self.pointer, slice(0, b))]
-        written = []
-        for start, rows in pieces:
-            slots = slice(start, start + rows.stop - rows.start)
+        pieces = [(slice(self.pointer, self.pointer + first), slice(0, first))]
+        if first < b:
+            pieces.append((slice(0, b - first), slice(first, b)))
+        for slots, rows in pieces:
             for tensor in self._tensors().values():
                 self.journal.record(tensor, slots)
             self._update_ids(slots, EntriesById.remove)
@@ -163,15 +160,14 @@ class Bank:
             self.index_in_step[slots] = torch.arange(self.pushed + rows.start, self.pushed + rows.stop)
             if self.queries is not None:
                 self.queries[slots] = queries[rows]
+                self._update_positive_logits(slots)
             self._update_ids(slots, EntriesById.add)
-            written.append(slots)
         self.stored = min(self.size, self.stored + b)
         self.pushed += b
-        if self.sums is not None:
-            for slots in written:  # first, because the similarity rule compares all logits with them
-                self._update_positive_logits(slots)
-            for slots in written:
-                self.sums.overwrite(slots.start, slots.stop, self.stored, partials[0] if partials else None)
+        for prefix, table in self.tables.items():
+            reused = partials[0] if partials and not prefix else None
+            for slots, _ in pieces:
+                table.overwrite(slots.start, slots.stop, self.stored, reused)
         self.pointer = (self.pointer + b) % self.size
 
     def _widen(self, width: int) -> None:
@@ -190,18 +186,12 @@ class Bank:
             update(self._by_column, slots.start * self.column_ids.shape[1], self.column_ids[slots].view(-1, 1))
 
     def masked_columns(self, positives: Tensor, slots: slice) -> MaskedPairs:
-        """Return all pairs (row, column) where the bank column is a known positive of the row.
-
-        positives: (r, P), the ids of the known positives of each row. slots: bank slots whose columns are compared.
-        """
+        """Return all pairs (row, column) where a bank column in ``slots`` is a known positive of the row. positives: (r, P)."""
         per_slot = self.column_ids.shape[1]
         return self._by_column.find(positives, slice(slots.start * per_slot, slots.stop * per_slot))
 
     def masked_rows(self, column_ids: Tensor, rows: slice) -> MaskedPairs:
-        """Return all pairs (column, row) where the column is a known positive of the bank row.
-
-        column_ids: (c,), the passage id of each column. rows: bank rows that are compared.
-        """
+        """Return all pairs (column, row) where the column is a known positive of a bank row in ``rows``. column_ids: (c,)."""
         return self._by_positive.find(column_ids.unsqueeze(1), rows)
 
     def rule_rows(self, slots: slice) -> PairRows:
@@ -241,6 +231,10 @@ class Bank:
             logits.unflatten(0, (-1, per_slot)).sub_(between.abs_().mul_(self.options.age_decay))
         return logits
 
+    def _reversed_logits(self, rows: slice, slots: slice) -> Tensor:
+        """Return the logits between the stored positives ``rows`` and the stored queries in ``slots``, (slots, rows)."""
+        return self.logits(slots, rows, reverse=True)[:: self.column_ids.shape[1]].T
+
     def _update_positive_logits(self, slots: slice) -> None:
         assert self.queries is not None
         products = self.queries[slots] * self.passages[slots, 0]
@@ -263,20 +257,23 @@ class Bank:
             bank.empty()
 
     def _clear(self) -> None:
-        self.pointer = self.stored = 0
-        self.sums: NestedLogSumExp | None = None
+        self.pointer = 0  # next slot to overwrite; in a full ring, the slot of the oldest row
+        self.stored = 0  # number of slots that contain a row
+        self.tables: dict[str, NestedLogSumExp] = {}  # key: prefix of the table's names in a saved state
         if self.queries is not None and self.size:
             tile = self.similarity.tile_on(self.passages.device) // (1 + self.options.hard_negatives)
-            shape = self.size, self.push_rows, tile
-            self.sums = NestedLogSumExp(self.logits, *shape, self.journal, self.passages.device)
+            settings = self.size, self.push_rows, tile, self.journal, self.passages.device
+            self.tables[""] = NestedLogSumExp(self.logits, *settings)
+            if self.options.symmetric:
+                self.tables["reversed_"] = NestedLogSumExp(self._reversed_logits, *settings)
 
     def rollback(self) -> None:
         """Restore exactly the state that the bank had at the beginning of the current optimizer step."""
         self.journal.restore()
         self.pointer, self.stored, self.positives, open_blocks = self._at_step_start
         self._map_ids()
-        if self.sums is not None:
-            self.sums.open = open_blocks
+        for table, blocks in zip(self.tables.values(), open_blocks, strict=True):
+            table.open = blocks
         self._begin_step()
         for bank in self.truncated:
             bank.rollback()
@@ -285,7 +282,7 @@ class Bank:
         """Clear the journal, and save the other values that ``rollback`` restores."""
         self.pushed = 0
         self.journal.clear()
-        self._at_step_start = (self.pointer, self.stored, self.positives, list(self.sums.open) if self.sums else [])
+        self._at_step_start = (self.pointer, self.stored, self.positives, [each.open for each in self.tables.values()])
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return all tensors that have one entry per slot. The keys are their names in a saved state."""
@@ -297,10 +294,12 @@ class Bank:
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the tensors and the other values to save in a checkpoint. Call this only between two optimizer steps."""
         tensors = {name: tensor.contiguous() for name, tensor in self._tensors().items()}
-        if self.sums is not None:
-            tensors |= {"sums": self.sums.values, "closed": self.sums.closed}
         numbers: dict[str, Any] = {name: getattr(self, name) for name in ("size", "pointer", "stored", "step")}
-        return tensors, {**numbers, "open": self.sums.open if self.sums else None, "sums_of": self._sums_of()}
+        numbers |= {"open": None, "sums_of": self._sums_of()}
+        for prefix, table in self.tables.items():
+            tensors |= {f"{prefix}sums": table.values, f"{prefix}closed": table.closed}
+            numbers[f"{prefix}open"] = table.open
+        return tensors, numbers
 
     def load_state(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
         """Restore the tensors and the other values that ``state`` returned.
@@ -308,7 +307,9 @@ class Bank:
         Raises InputError if the saved tensors do not have the shapes of this bank's tensors. If a setting on which the
         log-sum-exps depend has changed, they are computed again.
         """
-        rows = {name: tensor for name, tensor in tensors.items() if name not in ("sums", "closed") and "/" not in name}
+        rows = {
+            name: each for name, each in tensors.items() if not name.endswith(("sums", "closed")) and "/" not in name
+        }
         self._widen(rows["positives"].shape[1] if "positives" in rows else 1)
         own = self._tensors()
         found, expected = ({name: tuple(each.shape) for name, each in part.items()} for part in (rows, own))
@@ -322,13 +323,16 @@ class Bank:
         self._clear()
         self.pointer, self.stored, self.step = numbers["pointer"], numbers["stored"], numbers["step"]
         self._map_ids()
-        if self.sums is not None and numbers.get("sums_of") == self._sums_of():
-            self.sums.values.copy_(tensors["sums"])
-            self.sums.closed.copy_(tensors["closed"])
-            self.sums.open = list(numbers["open"])
-        elif self.sums is not None:
+        same = numbers.get("sums_of") == self._sums_of()
+        if self.tables and not same:
             self._update_positive_logits(slice(0, self.stored))
-            self.sums.overwrite(0, self.stored, self.stored)
+        for prefix, table in self.tables.items():
+            if same and f"{prefix}sums" in tensors:
+                table.values.copy_(tensors[f"{prefix}sums"])
+                table.closed.copy_(tensors[f"{prefix}closed"])
+                table.open = list(numbers[f"{prefix}open"])
+            else:
+                table.overwrite(0, self.stored, self.stored)
         self._begin_step()
 
     def _sums_of(self) -> dict[str, Any]:

@@ -22,20 +22,18 @@ Sources: van den Oord et al. 2018 (arXiv 1807.03748); Karpukhin et al. 2020 (arX
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from contaccum.batch import MicroBatch, RowIds
+from contaccum.methods.bank import Bank
 from contaccum.methods.logsumexp import PartialLogSumExp
 from contaccum.methods.masking import NO_RULES, PairRows, PairRules
 from contaccum.methods.similarity import MaskedPairs, Similarity, full_precision, tiles
-from contaccum.methods.symmetric import PassageToQuery, SymmetricBank
-
-if TYPE_CHECKING:
-    from contaccum.methods.bank import Bank
+from contaccum.methods.symmetric import PassageToQuery
 
 
 class LossValue(NamedTuple):
@@ -97,7 +95,7 @@ class LossValue(NamedTuple):
         return self._replace(contrast=contrast, distilled=distilled, partials=self.partials + other.partials)
 
 
-def row_weights(micro_batches: Sequence[MicroBatch], bank: "Bank | None" = None) -> list[float]:
+def row_weights(micro_batches: Sequence[MicroBatch], bank: Bank | None = None) -> list[float]:
     """Return the weight of each micro-batch in the mean loss of the step.
 
     The loss of a micro-batch is a mean over its rows, so its weight is proportional to its number of rows. The rows of a
@@ -129,15 +127,15 @@ class InfoNCE:
         passages: Tensor,
         ids: RowIds,
         *,
-        columns: "Bank | None" = None,
-        rows: "Bank | None" = None,
+        columns: Bank | None = None,
+        rows: Bank | None = None,
     ) -> LossValue:
         """Return the mean loss over the current rows and the bank rows.
 
         queries: (b, d). passages: (b, 1 + H, d), where the first passage of each query is its positive. ids: passage ids of the
         b rows, on the CPU. The b rows come from all processes, but only the rows of this process have a gradient. columns: bank
         whose passages are additional columns. rows: bank whose queries are additional rows. If ``rows`` is set, ``columns``
-        must be the same bank. A symmetric loss needs a SymmetricBank.
+        must be the same bank.
         """
         current = passages.flatten(0, 1)  # (b * (1 + H), d)
         with torch.no_grad(), full_precision(queries.device):
@@ -152,7 +150,6 @@ class InfoNCE:
                 n_counted, n_summed = n_counted + rows.weighted_rows, n_summed + rows.fill
             if self.symmetric:
                 stored = rows if n_summed > len(queries) else None
-                assert stored is None or isinstance(stored, SymmetricBank)
                 sums.average(PassageToQuery(self.similarity, queries.detach(), passages[:, 0].detach(), ids, stored))
         value = _WithGradients.apply(queries, current, sums.total, sums.for_queries, sums.for_columns) / n_counted
         found = (sums.n_columns - 1 - sums.n_masked / len(queries), sums.n_masked, 1 / n_counted)
@@ -186,7 +183,7 @@ class _Sums:
         # pairs of current rows: number that the rules keep, and number that the similarity rule masks; 0 without rules
         self.counts = queries.new_zeros(2, dtype=torch.long)
 
-    def add_current_rows(self, ids: RowIds, bank: "Bank | None") -> None:
+    def add_current_rows(self, ids: RowIds, bank: Bank | None) -> None:
         """Add the losses and gradients of the current rows over the current columns and the columns of ``bank``.
 
         The loss of a row is ``log_sum - positive``, where ``log_sum`` is the log-sum-exp of its logits. Its gradient for a logit
@@ -221,7 +218,7 @@ class _Sums:
             self.for_queries[tile].addmm_(weights, self.columns, alpha=self.scale)
             self.for_columns.addmm_(weights.T, rows, alpha=self.scale)
 
-    def _bank_columns(self, ids: RowIds, bank: "Bank") -> tuple[Tensor, Tensor, Tensor | None, MaskedPairs]:
+    def _bank_columns(self, ids: RowIds, bank: Bank) -> tuple[Tensor, Tensor, Tensor | None, MaskedPairs]:
         """Return all bank columns (m, d), their passage ids (m,) and age penalties (m,), and the pairs to mask.
 
         A pair is (current row, bank column). Also adds the number of bank columns to ``n_columns``, and the number of pairs to
@@ -282,7 +279,7 @@ class _Sums:
             total = total.clamp(min=limits.tiny)
         return over_bank, weighted.div_(total * self.similarity.temperature)
 
-    def add_bank_rows(self, bank: "Bank", queries: Tensor, column_ids: Tensor) -> None:
+    def add_bank_rows(self, bank: Bank, queries: Tensor, column_ids: Tensor) -> None:
         """Add the losses of the bank rows, and their gradients for the current columns.
 
         The bank rows themselves get no gradient. queries: bank queries. column_ids: passage id of each current column.

@@ -13,7 +13,6 @@ from contaccum.methods.bank import Bank, BankOptions
 from contaccum.methods.logsumexp import PartialLogSumExp
 from contaccum.methods.loss import InfoNCE, LossValue
 from contaccum.methods.similarity import Similarity, full_precision
-from contaccum.methods.symmetric import SymmetricBank
 
 
 @dataclass(frozen=True)
@@ -146,10 +145,8 @@ class StepEngine(Protocol):
     def uniform(self, index: int) -> float: ...
 
 
-class MatryoshkaBank(SymmetricBank):
+class MatryoshkaBank(Bank):
     """Bank of embeddings of the full width, with another bank for each truncated width."""
-
-    truncated: Sequence[SymmetricBank] = ()
 
     def __init__(
         self, size: int, dim: int, similarity: Similarity, options: BankOptions, matryoshka: Matryoshka, **rest: Any
@@ -157,18 +154,15 @@ class MatryoshkaBank(SymmetricBank):
         """Create empty banks. rest: the arguments ``push`` and ``device`` of Bank."""
         super().__init__(size, dim, similarity, options, **rest)
         self.matryoshka = matryoshka
-        self.truncated = [SymmetricBank(size, width, similarity, options, **rest) for width in matryoshka.widths]
+        self.truncated = [Bank(size, width, similarity, options, **rest) for width in matryoshka.widths]
 
     def push(
         self, queries: Tensor, passages: Tensor, ids: RowIds, partials: Sequence[PartialLogSumExp | None] = ()
     ) -> None:
-        start = self.pointer
         super().push(queries, passages, ids, partials)
         for index, bank in enumerate(self.truncated, 1):
             vectors, candidates = (self.matryoshka.truncate(each.detach(), bank.dim) for each in (queries, passages))
             bank.push(vectors, candidates, ids, partials[index : index + 1])
-        for bank in (self, *self.truncated):
-            bank.update_reversed(start, len(queries))
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, numbers = super().state()

@@ -1,4 +1,4 @@
-"""Passage-to-query direction of the symmetric loss, and the bank that it needs.
+"""Passage-to-query direction of the symmetric loss.
 
 The rows are positives, and the columns are queries. The loss of a positive p with its own query q+ is
 
@@ -10,79 +10,20 @@ query, so they take no part. The symmetric loss is the mean of both directions.
 Sources: Radford et al. 2021 (arXiv 2103.00020), figure 3; with negatives in both directions, Li et al. 2023 (arXiv 2308.03281).
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from contaccum.batch import RowIds
 from contaccum.methods.bank import Bank
-from contaccum.methods.logsumexp import NestedLogSumExp
 from contaccum.methods.masking import PairRows
 from contaccum.methods.similarity import MaskedPairs, Similarity, tiles
-
-
-class SymmetricBank(Bank):
-    """Bank that also caches the log-sum-exps between stored positives and stored queries, if ``options.symmetric`` is true."""
-
-    reversed_sums: NestedLogSumExp | None = None
-
-    def reversed_logsumexp(self) -> Tensor:
-        """Return, for each stored positive, the log-sum-exp over all stored queries that are not masked: (fill,)."""
-        assert self.reversed_sums is not None
-        return self.reversed_sums.total(self.fill)
-
-    def update_reversed(self, start: int, count: int) -> None:
-        """Update the cached log-sum-exps. Call this function after each push of ``count`` rows to slots from ``start`` on."""
-        if self.reversed_sums is not None:
-            for first, stop in ((start, min(start + count, self.size)), (0, start + count - self.size)):
-                if first < stop:
-                    self.reversed_sums.overwrite(first, stop, self.stored)
-
-    def _reversed_logits(self, rows: slice, slots: slice) -> Tensor:
-        """Return the logits between the stored positives ``rows`` and the stored queries in ``slots``, (slots, rows)."""
-        return self.logits(slots, rows, reverse=True)[:: self.column_ids.shape[1]].T
-
-    def _clear(self) -> None:
-        super()._clear()
-        if self.sums is not None and self.options.symmetric:
-            shape = self.size, self.push_rows, self.sums.tile
-            self.reversed_sums = NestedLogSumExp(self._reversed_logits, *shape, self.journal, self.passages.device)
-
-    def _begin_step(self) -> None:
-        super()._begin_step()
-        self._open_before = list(self.reversed_sums.open) if self.reversed_sums else []
-
-    def rollback(self) -> None:
-        if self.reversed_sums is not None:
-            self.reversed_sums.open = self._open_before
-        super().rollback()
-
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        tensors, numbers = super().state()
-        if self.reversed_sums is not None:
-            tensors |= {"reversed_sums": self.reversed_sums.values, "reversed_closed": self.reversed_sums.closed}
-            numbers["reversed_open"] = self.reversed_sums.open
-        return tensors, numbers
-
-    def load_state(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-        super().load_state({name: each for name, each in tensors.items() if not name.startswith("reversed_")}, numbers)
-        if self.reversed_sums is None:
-            return
-        if "reversed_sums" in tensors and numbers.get("sums_of") == self._sums_of():
-            self.reversed_sums.values.copy_(tensors["reversed_sums"])
-            self.reversed_sums.closed.copy_(tensors["reversed_closed"])
-            self.reversed_sums.open = list(numbers["reversed_open"])
-        else:
-            self.reversed_sums.overwrite(0, self.stored, self.stored)
-        self._begin_step()
 
 
 class PassageToQuery:
     """Sum of the losses of all positives, and its gradients for the current queries (b, d) and the current positives (b, d)."""
 
     def __init__(
-        self, similarity: Similarity, queries: Tensor, positives: Tensor, ids: RowIds, bank: SymmetricBank | None
+        self, similarity: Similarity, queries: Tensor, positives: Tensor, ids: RowIds, bank: Bank | None
     ) -> None:
         """Compute the sum and the gradients. bank: bank whose stored pairs take part, or None."""
         self.similarity, self.queries, self.positives, self.ids = similarity, queries, positives, ids
@@ -93,7 +34,7 @@ class PassageToQuery:
         if bank is not None:
             self._add_bank_rows(bank)
 
-    def _add_current_rows(self, bank: SymmetricBank | None) -> None:
+    def _add_current_rows(self, bank: Bank | None) -> None:
         b, ids, own = len(self.queries), self.ids.columns[:, 0], torch.arange(len(self.queries))
         masked = self.similarity.masked_pairs(self.ids.positives, ids).without(own, own)
         columns, masks = [self.queries], [masked.transposed()]
@@ -126,7 +67,7 @@ class PassageToQuery:
                 self.for_positives[tile].addmm_(part, each, alpha=self.scale)
             self.for_queries.addmm_(weights[:, :b].T, rows, alpha=self.scale)
 
-    def _apply_rules(self, blocks: list[Tensor], tile: slice, scores: Tensor, bank: SymmetricBank | None) -> None:
+    def _apply_rules(self, blocks: list[Tensor], tile: slice, scores: Tensor, bank: Bank | None) -> None:
         """Apply the rules to the logits of the current rows ``tile``, with current queries (r, b) and bank queries (r, m)."""
         queries, rules = self.ids.queries, self.similarity.rules
         own = None if queries is None else queries[tile]
@@ -135,7 +76,7 @@ class PassageToQuery:
         if bank is not None:
             rules.leave_out(blocks[1], rows, bank.query_numbers[: bank.fill], of_queries=True)
 
-    def _add_bank_rows(self, bank: SymmetricBank) -> None:
+    def _add_bank_rows(self, bank: Bank) -> None:
         """Add the losses of the stored positives to ``total``, and their gradients to ``for_queries``.
 
         The gradients are those with respect to the current queries.
@@ -144,7 +85,7 @@ class PassageToQuery:
         pairs = bank.masked_columns(self.ids.positives, slice(0, bank.fill))
         first = pairs.columns % per_slot == 0  # the other columns of a slot are hard negatives
         masked = MaskedPairs(pairs.rows[first], pairs.columns[first] // per_slot)
-        over_bank, penalty = bank.reversed_logsumexp(), bank.age_penalty()
+        over_bank, penalty = bank.logsumexp(reverse=True), bank.age_penalty()
         for tile in tiles(bank.fill, self.tile // len(self.queries)):
             block = masked.block(slice(0, len(self.queries)), tile)
             logits = self.similarity.logits(self.queries, positives[tile], block)  # (b, r)
