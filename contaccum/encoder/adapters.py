@@ -22,9 +22,10 @@ from transformers import AutoModel, BitsAndBytesConfig
 from transformers.utils import cached_file
 
 from contaccum.config import AdapterConfig
-from contaccum.encoder.folders import ADAPTER_FILE, BASE_FILE, Base, loading, optional_json
+from contaccum.encoder.folders import ADAPTER_FILE, BASE_FILE, Base
 from contaccum.errors import InputError
 from contaccum.runtime.files import read_json, sha256_of, write_json
+from contaccum.runtime.hub import loading, optional_json
 
 WEIGHTS, ADAPTER_WEIGHTS = "model.safetensors", "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"  # peft's name for all linear layers of a backbone

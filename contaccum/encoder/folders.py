@@ -6,28 +6,16 @@ transformers encoder. A sentence-transformers model may have a Router module, wh
 
 import os
 import re
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
-from transformers.models.auto import modeling_auto
-from transformers.utils import cached_file
+import msgspec
 
-from contaccum.encoder.json_types import (
-    NO_LIMIT,
-    AdapterFile,
-    BaseFile,
-    ModelConfig,
-    ModuleEntry,
-    Positive,
-    Prefix,
-    PromptConfig,
-    RouterConfig,
-)
-from contaccum.errors import InputError, library_errors, require_utf8
-from contaccum.runtime.files import check_type, read_json, refuse_url, sha256_of
-from contaccum.runtime.hub import hub_errors, is_hub_name
+from contaccum.encoder.kernels import decoder_only
+from contaccum.errors import InputError, require_utf8
+from contaccum.runtime.files import check_type, read_json, refuse_url
+from contaccum.runtime.hub import is_hub_name, optional_json
 
 SETTINGS_FILE = "contaccum.json"
 TOWERS = ("query_encoder", "passage_encoder")
@@ -39,7 +27,10 @@ SIDES = {"query": ("query",), "document": ("document", "passage", "corpus")}
 ADAPTER_FILE = "adapter_config.json"  # written by peft; contains the name of the base
 BASE_FILE = "base.json"  # written by contaccum; contains the hash and the quantization of the base
 MODEL_FILES = (SETTINGS_FILE, "modules.json", "config.json", ADAPTER_FILE)  # an encoder's folder has one of these
-MAX_BYTES = 64 << 20  # maximum size of a JSON file of an encoder; a tokenizer with many added tokens has some MB
+
+NO_LIMIT = 1_000_000  # maximum number of tokens or dimensions; a model_max_length of this or more means "no limit"
+Positive = Annotated[int, msgspec.Meta(ge=1, le=NO_LIMIT)]
+Prefix = Annotated[str, msgspec.Meta(max_length=100_000)]
 
 
 @dataclass(frozen=True)
@@ -78,10 +69,11 @@ class TowerFiles:
     plain: bool = False  # whether this is a plain encoder, without settings for pooling and end-of-text tokens
 
 
-class Module(NamedTuple):
-    """One module of a sentence-transformers model."""
+@dataclass(frozen=True)
+class Module:
+    """One module of a sentence-transformers model, as in modules.json."""
 
-    kind: str  # name of the class, without the package
+    type: str  # name of the class; in modules.json with its package
     path: str  # folder of the module inside the folder of the model
 
 
@@ -92,6 +84,54 @@ class EncoderFiles(NamedTuple):
     query: TowerFiles
     passage: TowerFiles
     sha256: dict[str, str] | None = None  # SHA-256 of each file with weights; keys are paths in the folder
+
+
+# Types of JSON files in the folder of an encoder. They have only the fields that contaccum uses.
+
+
+class RouterConfig(TypedDict, total=False):
+    """Content of router_config.json, a file of sentence-transformers."""
+
+    types: dict[str, str]
+    structure: dict[str, list[str]]
+    parameters: dict[str, Any]
+
+
+class PromptConfig(TypedDict, total=False):
+    """Content of config_sentence_transformers.json: prompts, similarity, and number of dimensions after truncation."""
+
+    prompts: dict[str, Prefix | None] | None
+    similarity_fn_name: str | None
+    truncate_dim: Positive | None
+
+
+class ModelFile(TypedDict, total=False):
+    """Fields that contaccum uses from config.json, tokenizer_config.json and sentence_bert_config.json."""
+
+    model_type: str
+    num_hidden_layers: Annotated[int, msgspec.Meta(ge=0, le=100_000)] | None
+    max_position_embeddings: int | None
+    model_max_length: float | None
+    do_lower_case: bool | None
+    max_seq_length: Positive | None
+    query_length: Positive | None
+    document_length: Positive | None
+    processing_kwargs: dict[str, Any] | None
+
+
+class AdapterFile(TypedDict, total=False):
+    """Content of adapter_config.json, a file of peft."""
+
+    peft_type: str | None
+    base_model_name_or_path: str | None
+    r: Annotated[int, msgspec.Meta(ge=1, le=NO_LIMIT)]
+
+
+class BaseFile(TypedDict, total=False):
+    """Content of base.json: hash and quantization of the encoder that an adapter was trained on."""
+
+    sha256: str | None
+    quantize: Literal["none", "4bit", "8bit"]
 
 
 def make_settings(values: dict[str, Any], source: str) -> EncoderSettings:
@@ -154,9 +194,9 @@ def read_encoder(name: str) -> EncoderFiles:
         return EncoderFiles(
             {"tie_towers": False, **saved}, query, query if saved.get("tie_towers") else passage, hashes
         )
-    if optional_json(name, "modules.json", list[ModuleEntry]) is None:
+    if optional_json(name, "modules.json", list[Module]) is None:
         plain = TowerFiles(name, base=_base(name, ""), plain=True)
-        config = optional_json(plain.base.name if plain.base else name, "config.json", ModelConfig) or {}
+        config = optional_json(plain.base.name if plain.base else name, "config.json", ModelFile) or {}
         pooling = {"pooling": "last"} if decoder_only(config.get("model_type", "")) else {}
         return EncoderFiles(pooling | family_settings(name), plain, plain)
     return _read_sentence_transformers(name)
@@ -190,8 +230,8 @@ def _prefixes(name: str, about: dict[str, Any]) -> dict[str, str]:
 
 
 def _modules(name: str, subfolder: str = "") -> list[Module]:
-    listed = optional_json(name, _join(subfolder, "modules.json"), list[ModuleEntry]) or [{"type": "", "path": ""}]
-    return [Module(each["type"].rpartition(".")[2], _join(subfolder, each["path"])) for each in listed]
+    listed = optional_json(name, _join(subfolder, "modules.json"), list[Module]) or [Module("", "")]
+    return [Module(each.type.rpartition(".")[2], _join(subfolder, each.path)) for each in listed]
 
 
 def _join(folder: str, path: str) -> str:
@@ -206,26 +246,26 @@ def _routed(name: str, router: Module, side: str) -> list[Module]:
     files = [_join(router.path, file) for file in ("router_config.json", "config.json")]
     config = next(filter(None, (optional_json(name, file, RouterConfig) for file in files)), None)
     if config is None:
-        raise InputError(f"{name}: {files[0]} is missing; a {router.kind} in modules.json needs this file")
+        raise InputError(f"{name}: {files[0]} is missing; a {router.type} in modules.json needs this file")
     structure = config.get("structure", {})
     mapped = check_type(config.get("parameters", {}).get("route_mappings") or {}, dict[str, str], f"{name}/{files[0]}")
     keys = [str((task, modality)) for task in (*SIDES[side], None) for modality in ("text", None)]
     routes = [mapped[key] for key in keys if key in mapped]
     routes += [key for key in (*SIDES[side], "text") if key in structure]
     if not routes:
-        raise InputError(f"{name}: the {router.kind} has the routes {', '.join(structure)}, but no route for {side}")
+        raise InputError(f"{name}: the {router.type} has the routes {', '.join(structure)}, but no route for {side}")
     types = {key: config.get("types", {}).get(key, "").rpartition(".")[2] for key in structure.get(routes[0], [])}
     return [Module(kind, _join(router.path, key)) for key, kind in types.items()]
 
 
 def _read_side(name: str, side: str, about: dict[str, Any]) -> tuple[dict[str, Any], TowerFiles]:
     modules = _modules(name)
-    if modules[0].kind in ("Router", "Asym"):
+    if modules[0].type in ("Router", "Asym"):
         modules = [*_routed(name, modules[0], side), *modules[1:]]
     # the first module is a model itself: adapters are saved in this format
-    if modules[:1] and modules[0].kind == "SentenceTransformer":
+    if modules[:1] and modules[0].type == "SentenceTransformer":
         modules = [*_modules(name, modules[0].path), *modules[1:]]
-    kinds = [module.kind for module in modules]
+    kinds = [module.type for module in modules]
     if kinds != ["Transformer", "Pooling", *["Dense"] * kinds.count("Dense"), *["Normalize"] * ("Normalize" in kinds)]:
         raise InputError(
             f"{name}: modules are {', '.join(kinds)}; expected Transformer, Pooling, any number of Dense, and at most one "
@@ -253,15 +293,15 @@ def _read_side(name: str, side: str, about: dict[str, Any]) -> tuple[dict[str, A
 
 def _tower_files(name: str, modules: list[Module]) -> TowerFiles:
     folder = modules[0].path
-    dense = tuple(module.path for module in modules if module.kind == "Dense")
-    config = optional_json(name, _join(folder, "sentence_bert_config.json"), ModelConfig) or {}
+    dense = tuple(module.path for module in modules if module.type == "Dense")
+    config = optional_json(name, _join(folder, "sentence_bert_config.json"), ModelFile) or {}
     return TowerFiles(name, folder, dense, bool(config.get("do_lower_case")), _base(name, folder))
 
 
 def _base(name: str, subfolder: str) -> Base | None:
     """Return the encoder that the adapter in a folder was trained on. Return None if the folder has a full encoder."""
     adapter = optional_json(name, _join(subfolder, ADAPTER_FILE), AdapterFile)
-    if adapter is None or optional_json(name, _join(subfolder, "config.json"), ModelConfig) is not None:
+    if adapter is None or optional_json(name, _join(subfolder, "config.json"), ModelFile) is not None:
         return None
     if adapter.get("peft_type", "LORA") != "LORA":
         raise InputError(f"{name}: {ADAPTER_FILE} has peft_type {adapter['peft_type']}; expected LORA")
@@ -276,19 +316,13 @@ def _base(name: str, subfolder: str) -> Base | None:
     return Base(base, saved.get("sha256"), saved.get("quantize", "none"))
 
 
-def decoder_only(family: str) -> bool:
-    """Return whether transformers has a causal language model of the type ``family``, but no masked language model."""
-    causal, masked = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    return family in causal and family not in masked
-
-
 def _max_length(name: str, subfolder: str, side: str) -> int | None:
     """Return the maximum number of tokens of a text, or None if no file has this number.
 
     The files are those that sentence-transformers reads. side: ``query`` or ``document``.
     """
     config, tokenizer, model = (
-        optional_json(name, _join(subfolder, file), ModelConfig) or {}
+        optional_json(name, _join(subfolder, file), ModelFile) or {}
         for file in ("sentence_bert_config.json", "tokenizer_config.json", "config.json")
     )
     text = (config.get("processing_kwargs") or {}).get("text")
@@ -310,40 +344,3 @@ def _pooling(config: dict[str, Any], name: str) -> str:
             f"{name}: the pooling configuration {config} is not supported; expected exactly one of {', '.join(POOLINGS)}"
         )
     return chosen[0]
-
-
-def optional_json(name: str, file: str, type_: Any, version: int | None = None) -> Any:
-    """Return the content of a JSON file in the folder or Hub repository of an encoder. Return None if there is no such file.
-
-    Raises InputError if the content has a wrong type, if the file has more than ``MAX_BYTES`` bytes, or if it is not a regular
-    file. type_ and version: see ``read_json``.
-    """
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    path: str | None = os.path.join(name, file)
-    if not os.path.isdir(name):
-        with loading(name):
-            path = cached_file(name, file, **quiet)
-    if path is None or not os.path.lexists(path):
-        return None
-    return read_json(path, type_, version=version, max_bytes=MAX_BYTES)
-
-
-def check_hashes(name: str, hashes: dict[str, str] | None) -> None:
-    """Raise InputError if a file with weights is missing or has changed since the model was saved.
-
-    Only a local folder is checked. hashes: SHA-256 of each file, by path in the folder. None: nothing is checked.
-    """
-    for file, expected in (hashes or {}).items() if os.path.isdir(name) else ():
-        path = os.path.join(name, file)
-        if not os.path.isfile(path) or sha256_of(path) != expected:
-            raise InputError(
-                f"{path}: the file is missing or has changed since the model was saved. Copy the model again; if you changed "
-                f"the weights, delete sha256 from {SETTINGS_FILE}."
-            )
-
-
-def loading(name: str) -> AbstractContextManager[None]:
-    """Convert errors of transformers, peft and the Hub inside the ``with`` block to InputError. name: folder or Hub name."""
-    if os.path.isdir(name):
-        return library_errors(f"{name}: no encoder could be loaded from this folder", Exception)
-    return hub_errors(f"{name}: no folder has this name, and no encoder could be loaded from the Hub", Exception)

@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface
+from transformers.models.auto import modeling_auto
 
 from contaccum.batch import Tokens
 
-TRANSFORMERS = int(transformers.__version__.split(".")[0])
 ATTENTION = "contaccum_unpadded"  # name under which ``attend`` is registered in transformers
 PACKED_ROWS = 1024  # oneDNN chooses the layout of packed weights for inputs with this number of rows
 
@@ -43,6 +42,12 @@ class UnpaddedTokens:
 def first_position(config: Any) -> int:
     """Return the position id that a model gives to the first token of each text. config: configuration of the model."""
     return config.pad_token_id + 1 if config.model_type in PADDING_FIRST else 0
+
+
+def decoder_only(family: str) -> bool:
+    """Return whether transformers has a causal language model of the type ``family``, but no masked language model."""
+    causal, masked = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    return family in causal and family not in masked
 
 
 def unpad(tokens: Tokens, first: int = 0) -> UnpaddedTokens:
@@ -156,9 +161,8 @@ def attention_mask(tokens: Tokens, backbone: Any) -> Tensor | None:
         return mask
     if host.all():
         return None
-    # other model types make their own masks; before transformers 5, all model types did
-    ready = config._attn_implementation == "sdpa" and config.model_type in UNPADDED_FAMILIES and TRANSFORMERS >= 5
-    if not ready or getattr(config, "quantization_config", None) is not None:
+    ready = config._attn_implementation == "sdpa" and config.model_type in UNPADDED_FAMILIES
+    if not ready or getattr(config, "quantization_config", None) is not None:  # other model types make their own masks
         return mask
     kind = mask.device.type
     autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)

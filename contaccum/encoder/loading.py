@@ -12,11 +12,12 @@ from transformers.utils import cached_file
 
 from contaccum.encoder import adapters as lora
 from contaccum.encoder.adapters import WEIGHTS, Adapters
-from contaccum.encoder.folders import TowerFiles, decoder_only, loading, optional_json
-from contaccum.encoder.json_types import ModelConfig, Positive
+from contaccum.encoder.folders import ModelFile, Positive, TowerFiles
+from contaccum.encoder.kernels import decoder_only
 from contaccum.encoder.tokenizer import append_eos, check_vocabulary, load_tokenizer, wordpiece_tokenizer
 from contaccum.encoder.tower import Dense, Tower, quiet_transformers, word_embeddings
 from contaccum.errors import InputError, library_errors
+from contaccum.runtime.hub import loading, optional_json
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class TowerLoader:
         elif self.adapters:
             quantize = self.adapters.quantize
         # check the file before transformers reads it
-        optional_json(name, f"{subfolder}/config.json".lstrip("/"), ModelConfig)
+        optional_json(name, f"{subfolder}/config.json".lstrip("/"), ModelFile)
         remote = {"subfolder": subfolder, "trust_remote_code": self.trust_remote_code}
         with loading(name), quiet_transformers():
             backbone = lora.load_backbone(name, self.dtype, quantize, self.device, **remote)

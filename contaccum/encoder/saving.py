@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from contaccum.encoder.adapters import WEIGHTS, save_base
 from contaccum.encoder.folders import POOLING_FLAGS, SETTINGS_FILE, TOWERS, EncoderSettings
 from contaccum.encoder.tower import Tower, quiet_transformers
+from contaccum.errors import InputError
 from contaccum.runtime.files import sha256_of, write_json
 from contaccum.runtime.sharding import full, is_sharded, save_full
 
@@ -142,6 +143,20 @@ def send_weights(towers: list[Tower]) -> None:
         save_backbone(tower, None)
         for tensor in tower.dense.state_dict().values():
             full(tensor)
+
+
+def check_hashes(name: str, hashes: dict[str, str] | None) -> None:
+    """Raise InputError if a file with weights is missing or has changed since the model was saved.
+
+    Only a local folder is checked. hashes: SHA-256 of each file, by path in the folder. None: nothing is checked.
+    """
+    for file, expected in (hashes or {}).items() if os.path.isdir(name) else ():
+        path = os.path.join(name, file)
+        if not os.path.isfile(path) or sha256_of(path) != expected:
+            raise InputError(
+                f"{path}: the file is missing or has changed since the model was saved. Copy the model again; if you changed "
+                f"the weights, delete sha256 from {SETTINGS_FILE}."
+            )
 
 
 def _link(source: str, target: str) -> None:

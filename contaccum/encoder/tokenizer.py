@@ -11,9 +11,9 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from contaccum.batch import Tokens, token_batches
-from contaccum.encoder.folders import TowerFiles, optional_json
-from contaccum.encoder.json_types import ModelConfig
+from contaccum.encoder.folders import ModelFile, TowerFiles
 from contaccum.errors import InputError, require_known_ids
+from contaccum.runtime.hub import optional_json
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WINDOW = 4096  # texts that are sorted by length together; more texts need less padding, but delay the first batch
@@ -25,7 +25,7 @@ DEVICE_TOKENS = 16_384
 def load_tokenizer(files: TowerFiles, trust_remote_code: bool) -> Any:
     """Load the tokenizer of an encoder or adapter. If an adapter has no tokenizer, load the tokenizer of its base."""
     name, subfolder = files.name, files.subfolder
-    if optional_json(name, f"{subfolder}/tokenizer_config.json".lstrip("/"), ModelConfig) is None and files.base:
+    if optional_json(name, f"{subfolder}/tokenizer_config.json".lstrip("/"), ModelFile) is None and files.base:
         name, subfolder = files.base.name, ""
     tokenizer = AutoTokenizer.from_pretrained(name, subfolder=subfolder, trust_remote_code=trust_remote_code)
     for key in ("is_local", "local_files_only"):  # options of this call only: they must not be saved with the tokenizer

@@ -10,10 +10,10 @@ from typing import Any, TypedDict
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from contaccum.encoder import SETTINGS_FILE, TOWERS, EncoderSettings, make_settings, model_folder
-from contaccum.encoder.folders import ADAPTER_FILE, optional_json, read_encoder
-from contaccum.encoder.json_types import AdapterFile, ModelConfig
+from contaccum.encoder.folders import ADAPTER_FILE, AdapterFile, ModelFile, read_encoder
 from contaccum.errors import InputError
 from contaccum.runtime.files import read_json
+from contaccum.runtime.hub import optional_json
 from contaccum.training.log import read_environment, read_log
 from contaccum.training.run_folder import CONFIG_FILE, flat, read_config
 
@@ -115,7 +115,7 @@ def _summary(model: Path, settings: EncoderSettings) -> str:
     if adapter := adapter_of(model):
         architecture = f"LoRA of rank {adapter['r']} on {_last_part(adapter['base_model_name_or_path'])}"
     else:
-        backbone = read_json(model / TOWERS[0] / "config.json", ModelConfig)
+        backbone = read_json(model / TOWERS[0] / "config.json", ModelFile)
         architecture = f"{backbone.get('model_type')}, {backbone.get('num_hidden_layers', '?')} layers"
     rows = {
         "architecture": architecture,

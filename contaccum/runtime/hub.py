@@ -1,4 +1,4 @@
-"""Connection to the Hugging Face Hub.
+"""Connection to the Hugging Face Hub, and files of encoders in local folders and on the Hub.
 
 The connection is checked once before the first use, so that a missing network is reported at once.
 """
@@ -7,13 +7,16 @@ import os
 import sys
 from contextlib import AbstractContextManager
 from threading import Thread
+from typing import Any
 
 from huggingface_hub import constants
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from contaccum.errors import library_errors
+from contaccum.runtime.files import read_json
 
+MAX_BYTES = 64 << 20  # maximum size of a JSON file of an encoder; a tokenizer with many added tokens has some MB
 SECONDS = 4
 """Maximum number of seconds to wait for an answer of the Hub, including the look-up of its address."""
 
@@ -68,3 +71,28 @@ def _failure(endpoint: str) -> str:
         thread.start()
         thread.join(SECONDS)
     return _failures[endpoint]
+
+
+def loading(name: str) -> AbstractContextManager[None]:
+    """Convert errors of transformers, peft and the Hub inside the ``with`` block to InputError. name: folder or Hub name."""
+    if os.path.isdir(name):
+        return library_errors(f"{name}: no encoder could be loaded from this folder", Exception)
+    return hub_errors(f"{name}: no folder has this name, and no encoder could be loaded from the Hub", Exception)
+
+
+def optional_json(name: str, file: str, type_: Any, version: int | None = None) -> Any:
+    """Return the content of a JSON file in the folder or Hub repository of an encoder. Return None if there is no such file.
+
+    Raises InputError if the content has a wrong type, if the file has more than ``MAX_BYTES`` bytes, or if it is not a regular
+    file. type_ and version: see ``read_json``.
+    """
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    from transformers.utils import cached_file  # not at the top: data sets do not need transformers
+
+    path: str | None = os.path.join(name, file)
+    if not os.path.isdir(name):
+        with loading(name):
+            path = cached_file(name, file, **quiet)
+    if path is None or not os.path.lexists(path):
+        return None
+    return read_json(path, type_, version=version, max_bytes=MAX_BYTES)
