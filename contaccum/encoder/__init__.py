@@ -6,9 +6,8 @@ from contaccum.config import ENCODER_SETTINGS, EncoderConfig
 from contaccum.encoder.adapters import Adapters
 from contaccum.encoder.dual import DualEncoder
 from contaccum.encoder.folders import SETTINGS_FILE, TOWERS, EncoderSettings, make_settings, model_folder
-from contaccum.encoder.loading import tiny_tower
 from contaccum.encoder.tokenizer import wordpiece_tokenizer
-from contaccum.encoder.tower import Tower, pool
+from contaccum.encoder.tower import Tower, pool, tiny_tower
 from contaccum.errors import InputError
 from contaccum.runtime.processes import encoding_device, torch_dtype
 
