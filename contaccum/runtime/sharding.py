@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -118,14 +117,7 @@ def full(tensor: Tensor) -> Tensor:
     """Gather a sharded tensor from all processes. Other tensors are returned unchanged."""
     if not isinstance(tensor, DTensor):
         return tensor
-    group = tensor.device_mesh.get_group()
-    part, size = tensor.to_local().detach(), -(-len(tensor) // group.size())
-    part = part.to(tensor.device_mesh.device_type)  # an offloaded part is on the CPU
-    padded = part.new_zeros(size, *tensor.shape[1:])  # the last processes may hold fewer rows
-    padded[: len(part)] = part
-    parts = [torch.empty_like(padded) for _ in range(group.size())]
-    dist.all_gather(parts, padded, group)
-    return torch.cat(parts)[: len(tensor)]
+    return tensor.detach().to(tensor.device_mesh.device_type).full_tensor()  # an offloaded part is on the CPU
 
 
 def save_full(tensors: Mapping[str, Tensor], path: Path | None) -> None:

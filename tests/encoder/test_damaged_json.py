@@ -11,7 +11,7 @@ from tiny_families import family_folder
 
 from contaccum import DualEncoder
 from contaccum.config import AdapterConfig
-from contaccum.encoder import Adapters, folders
+from contaccum.encoder import Adapters
 from contaccum.errors import InputError
 
 SIZE = {"max_query_length": 8, "max_passage_length": 12}
@@ -98,7 +98,7 @@ def test_only_regular_files_of_limited_size_are_read(file, kind, models, tmp_pat
     elif kind == "folder":
         path.mkdir()
     elif kind == "large":
-        monkeypatch.setattr(folders, "MAX_BYTES", 1 << 16)
+        monkeypatch.setattr("contaccum.runtime.hub.MAX_BYTES", 1 << 16)
         path.write_text("{" + " " * (1 << 16) + "}")
     else:
         path.symlink_to("/dev/zero" if kind == "device" else path)
