@@ -267,30 +267,24 @@ class Engine(Processes):
         self.drop_step()
 
     def free_memory(self) -> None:
-        """Give memory that torch has freed back to the device, and memory that Python has freed to the operating system."""
         clear_device_cache(garbage_collection=True)
         with contextlib.suppress(AttributeError):  # only glibc has this function
             ctypes.CDLL(None).malloc_trim(0)
 
-    def scaler_state(self) -> dict[str, Any]:
-        return self.accelerator.scaler.state_dict() if self.accelerator.scaler is not None else {}
-
-    def loss_scale(self) -> float:
-        """Return the factor that fp16 multiplies the loss by. Return 1 if the loss is not scaled."""
-        return float(self.accelerator.scaler.get_scale()) if self.accelerator.scaler is not None else 1.0
+    @property
+    def scaler(self) -> torch.amp.GradScaler:
+        """Loss scaler of fp16. With another precision, it is disabled: its scale is 1 and its state is empty."""
+        return self.accelerator.scaler or torch.amp.GradScaler(enabled=False)
 
     def load_scaler_state(self, state: dict[str, Any]) -> None:
-        """Restore a state that ``scaler_state`` returned. An empty state changes nothing."""
-        if self.accelerator.scaler is not None and state:
-            self.accelerator.scaler.load_state_dict(state)
+        """Restore a state of the scaler. An empty state changes nothing."""
+        if state:
+            self.scaler.load_state_dict(state)
 
     def start_trackers(self, config: dict[str, Any]) -> None:
         given = {k: v for k, v in config.items() if v is not None}
         folder = os.environ.get("WANDB_DIR", self.accelerator.project_dir)
         self.accelerator.init_trackers("contaccum", config=given, init_kwargs={"wandb": {"dir": folder}})
-
-    def track(self, values: dict[str, float], step: int) -> None:
-        self.accelerator.log(values, step=step)
 
     def close(self) -> None:
         """End the trackers and the process group. Reset all global settings, so that another run can start in this process."""

@@ -97,7 +97,7 @@ class RunLog:
         """Add the metrics of an evaluation on the dev set to the log and the trackers."""
         if self.active:
             self._write({"step": step, "dev": scores})
-            self.engine.track({f"dev/{name}": value for name, value in scores.items()}, step)
+            self.engine.accelerator.log({f"dev/{name}": value for name, value in scores.items()}, step)
 
     def say(self, text: str) -> None:
         """Print a message to stderr, because stdout is only for results."""
@@ -111,7 +111,7 @@ class RunLog:
             raise InputError(f"{self.file.name}: cannot be written ({error.strerror or error})") from error
         if "loss" in values:
             numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
-            self.engine.track(numbers, values["step"])
+            self.engine.accelerator.log(numbers, values["step"])
 
     def close(self) -> None:
         if self.active:

@@ -228,10 +228,10 @@ class Training:
         scale = engine.clip(norm, optim.max_grad_norm)
         engine.update()
         # a loss scale below 1 cannot cause an overflow, and the scaler would halve it forever without taking a step
-        if not finite and engine.loss_scale() < 1:
+        if not finite and engine.scaler.get_scale() < 1:
             raise NotFiniteError(
                 f"step {self.done + 1}: the gradient norm is {norm}, not a finite number; the loss scale is not the "
-                f"cause, because it is below 1: {engine.loss_scale():g}"
+                f"cause, because it is below 1: {engine.scaler.get_scale():g}"
             )
         norms = {
             "query_grad_norm": query_norm,
@@ -343,7 +343,7 @@ class Training:
         """Save a checkpoint in the main process, or in all processes with sharding. All processes wait until it is complete."""
         if self.engine.is_main or self.engine.sharded:
             counted = {name: getattr(self, name) for name in ("best", "evaluated", "identity", "skipped")}
-            state = counted | {"scaler": self.engine.scaler_state(), "micro_batch": self.micro_batch_size.state()}
+            state = counted | {"scaler": self.engine.scaler.state_dict(), "micro_batch": self.micro_batch_size.state()}
             optimizer, keep = self.engine.optimizer.optimizer, self.config.run.keep_checkpoints
             save_checkpoint(self.folder, self.encoder, optimizer, self.bank, {"step": self.done, **state}, keep)
         self.engine.barrier()

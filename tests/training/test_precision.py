@@ -70,12 +70,12 @@ def test_fp16_is_refused_on_cpu():
 def test_scaler_starts_new_after_a_run_without_one():
     """Resume an fp32 run in fp16, with PyTorch's scaler on a CPU."""
     engine = Engine(device="cpu")
-    assert engine.scaler_state() == {}
+    assert engine.scaler.state_dict() == {}
     engine.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     engine.load_scaler_state({})
-    assert engine.scaler_state()["scale"] == 8.0
-    engine.load_scaler_state({**engine.scaler_state(), "scale": 2.0})  # negative control
-    assert engine.scaler_state()["scale"] == 2.0
+    assert engine.scaler.state_dict()["scale"] == 8.0
+    engine.load_scaler_state({**engine.scaler.state_dict(), "scale": 2.0})  # negative control
+    assert engine.scaler.state_dict()["scale"] == 2.0
 
 
 def test_tf32_is_reset_after_the_run_and_warns_without_cuda():
