@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -74,22 +75,19 @@ def diagnose() -> Iterator[Diagnosis]:
 def run_trials(names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     """Run the named trials in parallel processes; return the result of each trial. A failed trial has {"error": reason}."""
     call = [sys.executable, "-W", "ignore", "-m", "contaccum.doctor.trials"]
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    started = {name: subprocess.Popen([*call, name], **pipes) for name in names}
-    return {name: _result(process) for name, process in started.items()}
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(names, pool.map(lambda name: _result([*call, name]), names), strict=True))
 
 
-def _result(process: "subprocess.Popen[str]") -> dict[str, Any]:
+def _result(call: list[str]) -> dict[str, Any]:
     try:
-        out, err = process.communicate(timeout=TRIAL_SECONDS)
+        done = subprocess.run(call, capture_output=True, text=True, timeout=TRIAL_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
         return {"error": f"no answer in {TRIAL_SECONDS} s"}
-    if process.returncode == 0:
-        return dict(json.loads(out.splitlines()[-1]))
-    lines = [line.strip() for line in err.splitlines() if line.strip()]
-    how = f"signal {-process.returncode}" if process.returncode < 0 else f"exit code {process.returncode}"
+    if done.returncode == 0:
+        return dict(json.loads(done.stdout.splitlines()[-1]))
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
     return {"error": f"{how}: {lines[-1][:300] if lines else 'no output'}"}
 
 

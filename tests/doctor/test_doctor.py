@@ -17,8 +17,7 @@ PYTHON = [sys.executable, "-c"]
 
 
 def result_of(script: str) -> dict:
-    call = [*PYTHON, script]
-    return doctor._result(subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    return doctor._result([*PYTHON, script])
 
 
 def test_searches_on_this_machine_equal_numpy():
