@@ -68,6 +68,8 @@ class Bank:
         """
         self.size, self.dim, self.similarity, self.push_rows = size, dim, similarity, push
         self.options = options = options or BankOptions()
+        self.pointer = 0  # next slot to overwrite; in a full ring, the slot of the oldest row
+        self.stored = 0  # number of slots that contain a row
         self.step = 0  # number of finished optimizer steps
         self.pushed = 0  # number of rows pushed in the current optimizer step
         self.passages = torch.zeros(size, 1 + options.hard_negatives, dim, device=device)
@@ -257,8 +259,7 @@ class Bank:
             bank.empty()
 
     def _clear(self) -> None:
-        self.pointer = 0  # next slot to overwrite; in a full ring, the slot of the oldest row
-        self.stored = 0  # number of slots that contain a row
+        self.pointer = self.stored = 0
         self.tables: dict[str, NestedLogSumExp] = {}  # key: prefix of the table's names in a saved state
         if self.queries is not None and self.size:
             tile = self.similarity.tile_on(self.passages.device) // (1 + self.options.hard_negatives)

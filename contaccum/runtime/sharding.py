@@ -117,7 +117,9 @@ def full(tensor: Tensor) -> Tensor:
     """Gather a sharded tensor from all processes. Other tensors are returned unchanged."""
     if not isinstance(tensor, DTensor):
         return tensor
-    return tensor.detach().to(tensor.device_mesh.device_type).full_tensor()  # an offloaded part is on the CPU
+    on_device = tensor.detach().to(tensor.device_mesh.device_type)  # an offloaded part is on the CPU
+    assert isinstance(on_device, DTensor)
+    return on_device.full_tensor()
 
 
 def save_full(tensors: Mapping[str, Tensor], path: Path | None) -> None:
