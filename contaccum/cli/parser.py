@@ -1,9 +1,7 @@
 """Make the parser of each command from its option dataclasses, and check arguments before jsonargparse reads them."""
 
 import argparse
-import ast
 import difflib
-import inspect
 import re
 from argparse import ArgumentError
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +11,7 @@ from importlib import import_module
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin
 
+from docstring_parser import parse_from_object
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
 
 from contaccum import __version__
@@ -162,28 +161,11 @@ def _add_special(parser: ArgumentParser, option: Field, spec: "SettingSpec") -> 
     return spec.flag or spec.positional or spec.required or spec.several
 
 
+@cache
 def _texts(kind: type) -> dict[str, str]:
     """Return the docstrings below the fields of a dataclass and of its base classes, by field name."""
-    own = [_module_texts(base.__module__).get(base.__name__, {}) for base in reversed(kind.__mro__[:-1])]
-    return {name: text for texts in own for name, text in texts.items()}
-
-
-@cache
-def _module_texts(module: str) -> dict[str, dict[str, str]]:
-    """Return the docstrings below the fields of every class in a module, by class name and field name.
-
-    jsonargparse would parse the file again for each class.
-    """
-    tree = ast.parse(inspect.getsource(import_module(module)))
-    return {
-        each.name: {
-            ast.unparse(field.target): inspect.cleandoc(ast.literal_eval(below.value))
-            for field, below in pairwise(each.body)
-            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr)
-        }
-        for each in tree.body
-        if isinstance(each, ast.ClassDef)
-    }
+    parsed = [parse_from_object(base) for base in reversed(kind.__mro__[:-1])]
+    return {each.arg_name: each.description or "" for found in parsed for each in found.params}
 
 
 def instances(command: Command, options: Namespace) -> list[Any]:
