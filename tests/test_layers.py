@@ -39,7 +39,6 @@ HOMES = {
         "catalog/rows.py",
         "catalog/pinned.py",
         "integrations/push.py",
-        "integrations/model_card.py",
         "runtime/hub.py",
     },
     "pyarrow.parquet": {"retrieval/parquet.py"},

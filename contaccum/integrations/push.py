@@ -1,16 +1,35 @@
-"""Upload models to the Hugging Face Hub. Messages and files never contain the access token."""
+"""Write the model card (README.md) of a model, and upload the model to the Hugging Face Hub.
+
+The card shows settings, training, scores and example code. They come from the model and from config.yaml, environment.json,
+log.jsonl and metrics.json of the run. The card shows only the last part of a local path. Messages and files never contain the
+access token.
+"""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-from huggingface_hub import HfApi, get_token
+from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, get_token
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import validate_repo_id
 
+from contaccum.encoder import SETTINGS_FILE, TOWERS, EncoderSettings, make_settings, model_folder
+from contaccum.encoder.folders import ADAPTER_FILE, AdapterFile, ModelFile, read_encoder
 from contaccum.errors import InputError, library_errors
-from contaccum.integrations.model_card import CARD, adapter_of, find_model, write_card
-from contaccum.runtime.files import write_text
+from contaccum.runtime.files import read_json, write_text
+from contaccum.runtime.hub import optional_json
+from contaccum.training.log import read_environment, read_log
+from contaccum.training.run_folder import CONFIG_FILE, flat, read_config
 
+CARD = "README.md"
+CURVE_ROWS = 12
+PATHS = ("model.name", "model.passage_name", "data.train", "data.dev")
+OMITTED = ("output_dir", "resume", "allow_changes", "run.trackers", "run.timeout_minutes")
+"""Settings that the card does not show, because they do not describe the model."""
+POOL = {
+    "mean": "(states * mask).sum(1) / mask.sum(1)",
+    "cls": "states[:, 0]",
+    "last": "states[range(len(states)), tokens['attention_mask'].sum(1) - 1]",
+}
 # a failed connection raises an instance of a base class of HfHubHTTPError
 FAILURES: tuple[Any, ...] = (OSError, *HfHubHTTPError.__bases__)
 
@@ -69,3 +88,134 @@ def refuse_links(model: Path) -> None:
                 f"{link}: this symbolic link leads out of the model's folder, to {target}. Replace the link with a copy of the "
                 "file, or delete it."
             )
+
+
+class Scores(TypedDict, total=False):
+    """The fields of metrics.json or dev_metrics.json that the card shows."""
+
+    data: str
+    split: str
+    mean: dict[str, float]
+    queries: int
+
+
+def find_model(path: Path) -> tuple[Path, Path | None]:
+    """Return the folder of a model, and the folder of its run or None if unknown. path: either of the two folders."""
+    model = Path(model_folder(path))
+    if not (model / SETTINGS_FILE).is_file():
+        raise InputError(f"{path}: no model found; expected a folder with {SETTINGS_FILE}, or the folder of a run")
+    return model, model.parent if (model.parent / CONFIG_FILE).is_file() else None
+
+
+def adapter_of(model: Path) -> AdapterFile | None:
+    """Return the configuration of the LoRA adapter of a model. Return None if the model has no adapter."""
+    return optional_json(str(model / TOWERS[0]), ADAPTER_FILE, AdapterFile)
+
+
+def write_card(model: Path, run: Path | None, repository: str, licence: str | None) -> str:
+    """Return the text of the model card: Markdown, with metadata for the Hub at the top.
+
+    run: folder of the run that trained the model. None: the card has no training and no scores. repository: owner/name on the
+    Hub. licence: licence to state, or None to state none.
+    """
+    settings = make_settings(read_encoder(str(model)).settings, str(model))
+    config = {} if run is None else flat(read_config(run))
+    scores = _scores(run)
+    card = ModelCard.from_template(
+        _metadata(config, scores, repository, licence),
+        template_path=str(Path(__file__).with_name("model_card.md.jinja")),
+        repository=repository,
+        towers="one encoder for queries and passages" if settings.tie_towers else "a query and a passage encoder",
+        method=config.get("method"),
+        summary=_summary(model, settings),
+        # whether to show the transformers example; it loads neither a Dense layer nor an adapter in a subfolder
+        plain=not list(model.glob("*/*_Dense")) and adapter_of(model) is None,
+        pool=POOL[settings.pooling],
+        settings=settings,
+        query_prefix=repr(settings.query_prefix),
+        passage_prefix=repr(settings.passage_prefix),
+        training=None if run is None else _training(run, config),
+        scores=scores,
+        evaluated_on=_data_of(scores),
+        scores_table=_table(("metric", "value"), [(k, f"{v:.4f}") for k, v in scores.get("mean", {}).items()]),
+        licence=licence,
+    )
+    return f"{str(card).rstrip()}\n"
+
+
+def _metadata(config: dict[str, Any], scores: Scores, repository: str, licence: str | None) -> ModelCardData:
+    base, train = str(config.get("model.name", "tiny")), str(config.get("data.train", ""))
+    about = ("information-retrieval", "unknown", _data_of(scores))
+    means = scores.get("mean", {}).items()
+    results = [EvalResult(*about, name, round(v, 5), task_name="Information Retrieval") for name, v in means]
+    return ModelCardData(
+        library_name="sentence-transformers",
+        pipeline_tag="sentence-similarity",
+        tags=["sentence-transformers", "feature-extraction", "dense-retrieval", "contaccum"],
+        license=licence,
+        base_model=base if base.count("/") == 1 and not Path(base).exists() else None,  # a Hub name
+        datasets=[train.split(":")[1]] if train.startswith("hub:") else None,
+        model_name=repository.rpartition("/")[2] if results else None,
+        eval_results=results or None,
+    )
+
+
+def _data_of(scores: Scores) -> str:
+    return f"{_last_part(scores.get('data', 'dev set'))} {scores.get('split', '')}".strip()
+
+
+def _last_part(path: Any) -> str:
+    text = str(path)
+    return text if text.startswith("hub:") else text.rstrip("/").rpartition("/")[2]
+
+
+def _summary(model: Path, settings: EncoderSettings) -> str:
+    if adapter := adapter_of(model):
+        architecture = f"LoRA of rank {adapter['r']} on {_last_part(adapter['base_model_name_or_path'])}"
+    else:
+        backbone = read_json(model / TOWERS[0] / "config.json", ModelFile)
+        architecture = f"{backbone.get('model_type')}, {backbone.get('num_hidden_layers', '?')} layers"
+    rows = {
+        "architecture": architecture,
+        "pooling": settings.pooling,
+        "similarity": settings.similarity,
+        "maximum query and passage length (tokens)": f"{settings.max_query_length}, {settings.max_passage_length}",
+        "query prefix": repr(settings.query_prefix),
+        "passage prefix": repr(settings.passage_prefix),
+    }
+    return _table(("", ""), list(rows.items()))
+
+
+def _training(run: Path, config: dict[str, Any]) -> str:
+    shown = {name: value for name, value in config.items() if name not in OMITTED and value is not None}
+    rows = [(f"`{name}`", f"`{_last_part(value) if name in PATHS else value}`") for name, value in shown.items()]
+    versions = [f"{name} {value}" for name, value in read_environment(run).items()]
+    data = f"Trained on `{_last_part(config['data.train'])}` ({config['data.split']}); {', '.join(versions)}."
+    settings = f"<details><summary>All settings</summary>\n\n{_table(('setting', 'value'), rows)}\n\n</details>"
+    return "\n\n".join([data, *_curve(run), settings])
+
+
+def _curve(run: Path) -> list[str]:
+    """Return a list with a table of the loss at evenly spaced steps and the last dev scores, or [] if the log has no steps."""
+    log = read_log(run)
+    steps = [line for line in log if "loss" in line]
+    if not steps:
+        return []
+    dev = {line["step"]: "{} {:.4f}".format(*next(iter(line["dev"].items()))) for line in log if "dev" in line}
+    chosen = {steps[round(i * (len(steps) - 1) / (CURVE_ROWS - 1))]["step"] for i in range(CURVE_ROWS)}
+    chosen |= set(list(dev)[-CURVE_ROWS:])
+    shown = [(line["step"], line["loss"], line["learning_rate"]) for line in steps if line["step"] in chosen]
+    rows = [(step, f"{loss:.4f}", f"{rate:.2e}", dev.get(step, "")) for step, loss, rate in shown]
+    return [_table(("step", "loss", "learning rate", "dev"), rows)]
+
+
+def _scores(run: Path | None) -> Scores:
+    for name in ("metrics.json", "dev_metrics.json"):
+        if run is not None and (run / name).is_file():
+            return read_json(run / name, Scores)
+    return {}
+
+
+def _table(header: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
+    lines = [header, tuple("---" for _ in header), *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)

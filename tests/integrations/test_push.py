@@ -16,8 +16,7 @@ from huggingface_hub import constants
 from contaccum import DualEncoder, evaluate, train
 from contaccum.cli import main
 from contaccum.errors import InputError
-from contaccum.integrations.model_card import find_model, write_card
-from contaccum.integrations.push import push
+from contaccum.integrations.push import find_model, push, write_card
 from contaccum.runtime.files import write_json
 from contaccum.training.log import read_log
 
