@@ -1,6 +1,8 @@
 """Show search results on a page in the browser (gradio), or at a prompt in the terminal."""
 
+import ipaddress
 import os
+import re
 import shutil
 import socket
 import sys
@@ -8,24 +10,37 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from types import ModuleType
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+from urllib.parse import urlsplit
 
 from contaccum.config.commands import DataPolicy, EncoderConfig, ExploreConfig, SearchConfig
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.data.retrieval_set import RetrievalSet
 from contaccum.errors import InputError
 from contaccum.explore import html
-from contaccum.explore.explorer import Explorer, open_systems
-from contaccum.explore.gate import MAX_QUERY, Gate
+from contaccum.explore.explorer import MAX_QUERY, Explorer, open_systems
 from contaccum.explore.html import grades_of_text, relevant_among
 from contaccum.formats.records import not_utf8
 from contaccum.retrieval.retriever import DEFAULTS, Retriever
 from contaccum.retrieval.runs import RankedPassage, read_passages, render_passages, truncate_line
 from contaccum.runtime.launch import process_place
 
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
 SHOWN = (5, 10, 20, 50)
 """Choices on the page for the number of passages per query."""
 PROMPT = "query> "
+MAX_BODY = 64 << 10  # maximum size of a request in bytes; a query of MAX_QUERY characters needs at most half of this
+
+_PATHS = {
+    "GET": re.compile(
+        r"/|/(?:config|theme\.css|favicon\.ico|robots\.txt|manifest\.json)/?|/(?:assets|static|svelte)/[\w./@-]+"
+        r"|/gradio_api/(?:info|startup-events|app_id|queue/data|theme\.css|heartbeat/\w+)/?"
+    ),
+    "POST": re.compile(r"/gradio_api/(?:queue/join|reset|cancel)/?"),
+}
+_PATHS["HEAD"] = _PATHS["GET"]
 
 
 def load_gradio() -> ModuleType:
@@ -137,6 +152,68 @@ def _queries_tab(gr: Any, explorer: Explorer, choices: list[Any]) -> None:
         choice.change(explorer.lost, [left, right, metric, number], listed)
     for choice in (left, right, metric, shown):
         choice.change(show, [chosen, left, right, metric, shown], shown_query)
+
+
+class Gate:
+    """ASGI middleware that refuses all requests except those that the page sends.
+
+    Gradio has endpoints that the page does not need, such as file uploads, and answers requests from other web sites. The gate
+    accepts only small requests to this server, for a known path, from a page of this server.
+    """
+
+    def __init__(self, app: "ASGIApp", host: str) -> None:
+        """host: address or name that the server listens on."""
+        self.app = app
+        self.names = {"localhost", host.lower(), socket.gethostname().lower()}
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        """Pass an accepted request to the app. Answer a refused request with an error."""
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+        elif scope["type"] == "http":
+            if refusal := self.refusal(scope["method"], scope["path"], dict(scope["headers"])):
+                from starlette.responses import PlainTextResponse  # a dependency of gradio
+
+                status, sentence = refusal
+                # the body of the request is not read, so the connection cannot be used again
+                await PlainTextResponse(sentence, status, {"connection": "close"})(scope, receive, send)
+            else:
+                await self.app(scope, receive, send)
+        else:  # the page uses no web socket
+            await send({"type": "websocket.close", "code": 1008})
+
+    def refusal(self, method: str, path: str, headers: dict[bytes, bytes]) -> tuple[int, str] | None:
+        """Return the HTTP status and an error sentence if the request is refused, or None if it is accepted.
+
+        headers: lower-case header name -> value.
+        """
+        host = headers.get(b"host", b"").decode("latin-1").lower()
+        if not self.is_our_name(host):
+            return 421, f"This server has no name {host!r}. Use its address, or start it with --host NAME."
+        origin = headers.get(b"origin", b"").decode("latin-1").lower()
+        site = headers.get(b"sec-fetch-site", b"none").decode("latin-1")
+        if (origin and urlsplit(origin).netloc != host) or (method == "POST" and site not in ("same-origin", "none")):
+            return 403, "Requests from other web sites are not allowed."
+        if not (paths := _PATHS.get(method)) or not paths.fullmatch(path):
+            return 404, "The page has no such address."
+        if method == "POST":
+            length = headers.get(b"content-length", b"").decode("latin-1")
+            if b"transfer-encoding" in headers or not re.fullmatch(r"\d{1,9}", length):
+                return 411, "The request needs a Content-Length."
+            if int(length) > MAX_BODY:
+                return 413, f"The request has {length} bytes; at most {MAX_BODY} are allowed."
+        return None
+
+    def is_our_name(self, host: str) -> bool:
+        """Return whether a Host header contains a name of this server, or any IP address. The port is ignored.
+
+        IP addresses are accepted, because an attack by DNS rebinding needs a host name.
+        """
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+            return name in self.names or bool(ipaddress.ip_address(name))
+        except ValueError:
+            return False
 
 
 def converse(

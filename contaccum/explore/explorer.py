@@ -14,7 +14,6 @@ from contaccum.encoder import DualEncoder, load_encoder
 from contaccum.errors import InputError
 from contaccum.evaluation.metrics import CUTOFFS, cutoffs_within, evaluate_run
 from contaccum.explore import html
-from contaccum.explore.gate import MAX_QUERY
 from contaccum.explore.html import grades_of_text, judged_passages, losses
 from contaccum.retrieval.encode import Texts
 from contaccum.retrieval.retriever import BM25_NAME, Retriever
@@ -23,6 +22,7 @@ from contaccum.retrieval.shards import ShardFolder
 from contaccum.runtime.files import cache_folder
 
 QUERIES_PER_PAGE = 50
+MAX_QUERY = 2000  # maximum number of characters of a query
 _ONE_AT_A_TIME = threading.Lock()
 """Lock that every search holds, because the server uses several threads and a tokenizer is not thread-safe."""
 

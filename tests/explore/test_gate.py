@@ -13,7 +13,8 @@ import pytest
 from forked import python
 from helpers import write_beir
 
-from contaccum.explore.gate import MAX_BODY, MAX_QUERY, Gate
+from contaccum.explore.app import MAX_BODY, Gate
+from contaccum.explore.explorer import MAX_QUERY
 
 JOINED = "POST /gradio_api/queue/join HTTP/1.1\nHost: {host}"
 
