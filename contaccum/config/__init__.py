@@ -29,12 +29,11 @@ from contaccum.config.groups import (
     BatchConfig,
     DataConfig,
     DataPolicy,
+    LossConfig,
     MixtureConfig,
-    OptimConfig,
     ReplayConfig,
 )
-from contaccum.config.loss import LossConfig
-from contaccum.config.run import METRIC_CUTS, METRIC_MEASURES, RunConfig
+from contaccum.config.run import METRIC_CUTS, METRIC_MEASURES, OptimConfig, RunConfig
 from contaccum.config.spellings import without_removed
 from contaccum.errors import InputError
 

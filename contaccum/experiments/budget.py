@@ -7,8 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from contaccum.config import TrainConfig, affects
-from contaccum.config.groups import OptimConfig
+from contaccum.config import OptimConfig, TrainConfig, affects
 from contaccum.errors import InputError
 from contaccum.experiments.plan import ask
 from contaccum.runtime.files import read_json, write_json
