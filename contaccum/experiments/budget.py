@@ -110,6 +110,6 @@ class StepTimes:
         key = repr([config.method, config.run.device, *speed.items()])
         if key not in self.seconds:
             print(f"measuring a step of {config.method}, N = {config.batch.global_batch_size}", file=sys.stderr)
-            self.seconds[key] = ask(config)["seconds_per_step"]
+            self.seconds[key] = ask(config, "seconds_per_step")
             write_json(self.file, self.seconds)
         return self.seconds[key]

@@ -11,7 +11,9 @@ import sys
 import time
 import timeit
 import warnings
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from contaccum.config import TrainConfig, from_mapping
 from contaccum.data.dataset import load_training
 from contaccum.data.train_set import TrainSet, subset
 from contaccum.errors import InputError
-from contaccum.experiments.sizes import FittingSize, largest, predict
+from contaccum.experiments.plan import FittingSize, Measurement
 from contaccum.methods import METHODS
 from contaccum.methods.bank import Bank
 from contaccum.runtime.engine import Engine
@@ -41,26 +43,7 @@ BANK_BYTES = 64_000_000
 """Size difference of the first two measured banks, in bytes. Measurement noise would hide a smaller difference."""
 MOST_ROWS = 262_144  # maximum number of rows of a measured bank; the memory of larger banks is predicted
 USABLE = 0.8  # share of a machine's free memory that a measurement may use
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """Largest sizes within the memory budget, peak memory, and speeds of one method that trains in one process."""
-
-    micro_batch_size: int | None  # largest divisor of the global batch size that fits; None if no divisor fits
-    peak: float  # peak memory in bytes with this size (if None, with the smallest size) and the configured bank
-    error: float  # relative error of the last memory prediction that was checked by a measurement
-    largest_bank: int | None  # maximum number of rows with the configured micro-batch size; None without a bank
-    context: int  # bytes on the GPU outside PyTorch's allocator; ``peak`` includes them
-    step: float  # seconds of an optimizer step
-    passages_per_second: float  # number of training passages that are encoded per second
-    seconds_per_comparison: float  # seconds of one inner product inside a large matrix product
-    dim: int
-    pairs: int  # number of training queries
-
-    def epoch(self, global_batch_size: int) -> float:
-        """Return the seconds of one pass over the training queries."""
-        return self.step * self.pairs / global_batch_size
+CORRECTIONS = 4  # maximum number of predictions to check by a measurement
 
 
 class Probe:
@@ -126,8 +109,12 @@ class Probe:
     def _median(self, size: int, micro_batches: int) -> float:
         return self.seconds_per_step(self._sized(size, self.config.bank_size(), micro_batches))
 
-    def seconds_per_step(self, config: TrainConfig) -> float:
-        """Return the median seconds of an optimizer step with ``config``, random pairs and a full bank."""
+    def seconds_per_step(self, config: TrainConfig | None = None) -> float:
+        """Return the median seconds of an optimizer step with ``config``, random pairs and a full bank.
+
+        Default: the config of this object.
+        """
+        config = config or self.config
         bank = self._full_bank(config.batch.micro_batch_size, config.bank_size())
         return statistics.median(self._steps(config, self.random_pairs, bank, REPEATS, warm_up=True))
 
@@ -214,6 +201,36 @@ def _longest(train_set: TrainSet, most: int, searched: int = 100_000) -> np.ndar
     return in_turn[np.sort(first)[:most]]
 
 
+def predict(peaks: dict[int, float], size: int) -> float:
+    """Predict the peak memory at ``size`` by linear interpolation or extrapolation.
+
+    peaks: size -> measured peak memory, at least two entries.
+    """
+    sizes = sorted(peaks)
+    left, right = next((pair for pair in pairwise(sizes) if size <= pair[1]), tuple(sizes[-2:]))
+    slope = max(0.0, (peaks[right] - peaks[left]) / (right - left))
+    return peaks[right] + slope * (size - right)
+
+
+def largest(
+    peaks: dict[int, float], choices: Sequence[int], budget: float, measure: Callable[[int], float | None]
+) -> tuple[int | None, float]:
+    """Return the largest size in ``choices`` with a peak memory of at most ``budget`` bytes, or None if no size fits.
+
+    This size is predicted, then measured, then predicted again with the measurement. Also return the relative error of the last
+    prediction that was measured. peaks: size -> measured peak memory in bytes; new measurements are added. measure: function that
+    returns the peak memory at a size. If it returns None, the device cannot measure the size, and the prediction is used.
+    """
+    error = 0.0
+    for _ in range(CORRECTIONS):
+        best = max((size for size in choices if predict(peaks, size) <= budget), default=None)
+        if best is None or best in peaks or (found := measure(best)) is None:
+            return best, error
+        error = predict(peaks, best) / found - 1
+        peaks[best] = found
+    return max((size for size in choices if predict(peaks, size) <= budget), default=None), error
+
+
 def fitting_size(probe: Probe, budget: float, processes: int = 1) -> FittingSize:
     """Find the largest micro-batch size whose peak memory is at most ``budget`` bytes.
 
@@ -244,16 +261,16 @@ def fitting_size(probe: Probe, budget: float, processes: int = 1) -> FittingSize
     return FittingSize(best, predict(peaks, best or choices[0]), corrected or error, max(peaks))
 
 
-def sharded_sizes(probe: Probe, processes: int, micro_batch_budget: float) -> dict[str, FittingSize]:
+def sharded_sizes(probe: Probe, budget: float, processes: int) -> dict[str, FittingSize]:
     """Find the largest micro-batch of each process with ``run.sharding`` none and fsdp: ``run.sharding`` -> size.
 
     The memory that fsdp saves is computed, not measured.
     """
     half = probe.config.run.precision == "bf16"
     saved = saved_bytes(probe.encoder.units(), processes, torch.bfloat16 if half else torch.float32)
-    found = {"none": fitting_size(probe, micro_batch_budget, processes)}
-    sharded = fitting_size(probe, micro_batch_budget + saved, processes)
-    return found | {"fsdp": sharded._replace(peak=sharded.peak - saved)}
+    found = {"none": fitting_size(probe, budget, processes)}
+    sharded = fitting_size(probe, budget + saved, processes)
+    return found | {"fsdp": replace(sharded, peak=sharded.peak - saved)}
 
 
 def measure(probe: Probe, budget: float) -> Measurement:
@@ -297,27 +314,23 @@ def largest_bank(probe: Probe, rows: int, size: int, budget: float) -> int:
     return largest(banks, range(unit, 2 * estimate, unit), budget, at_rows)[0] or 0
 
 
-def main() -> int:
-    """Read a request from stdin and write the answer to stdout. Return the exit code.
+REQUESTS: dict[str, Callable[..., Any]] = {
+    each.__name__: each for each in (measure, fitting_size, sharded_sizes, Probe.seconds_per_step)
+}
 
-    The request contains ``config`` and the arguments of one function: ``budget`` for ``measure``, ``micro_batch_budget`` for
-    ``fitting_size``, or ``micro_batch_budget`` and ``processes`` for ``sharded_sizes``. Without arguments, a step is timed. After
-    an error, the answer is the error message.
+
+def main() -> int:
+    """Call the function that a request on stdin names, and write its result to stdout. Return the exit code.
+
+    The request contains ``config``, ``function`` (a name in REQUESTS) and ``arguments``. After an error, the answer is the error
+    message.
     """
     request = json.load(sys.stdin)
     warnings.simplefilter("ignore")  # training itself prints these warnings
     try:
         with contextlib.redirect_stdout(sys.stderr):  # stdout carries only the answer
-            config = from_mapping(request.pop("config"))
-            probe, answer = Probe(config), {}
-            if "budget" in request:
-                answer = asdict(measure(probe, request["budget"]))
-            elif "processes" in request:
-                answer = {kind: found._asdict() for kind, found in sharded_sizes(probe, **request).items()}
-            elif "micro_batch_budget" in request:
-                answer = fitting_size(probe, request["micro_batch_budget"])._asdict()
-            else:
-                answer = {"seconds_per_step": probe.seconds_per_step(config)}
+            probe = Probe(from_mapping(request["config"]))
+            answer = REQUESTS[request["function"]](probe, **request["arguments"])
     except InputError as error:
         print(json.dumps({"error": str(error)}))
         return error.exit_code
@@ -325,7 +338,7 @@ def main() -> int:
         name = error.filename or "a file"
         print(json.dumps({"error": f"{name}: cannot be read or written ({error.strerror or error})"}))
         return InputError.exit_code
-    print(json.dumps(answer))
+    print(json.dumps(answer, default=asdict))
     return 0
 
 

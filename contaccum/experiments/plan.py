@@ -7,22 +7,50 @@ that fits. It measures this size and predicts again. The reported error is that 
 import json
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from contaccum.config import METHOD_SPECS, TrainConfig, parse_bytes, validate
 from contaccum.errors import InputError
-from contaccum.experiments.measure import Measurement
 from contaccum.experiments.page import Table, duration, gigabytes, text
 from contaccum.experiments.settings import read_names
-from contaccum.experiments.sizes import FittingSize
 from contaccum.runtime.files import write_json
 
 PQ_BYTES = 64  # number of bytes of a product-quantized vector
 LORA_RANK = 16  # rank that ``plan_sharding`` uses if ``lora.rank`` is 0
 LINKS = 32  # parameter M of HNSW: number of links per node; twice as many at the lowest level
+
+
+@dataclass(frozen=True)
+class FittingSize:
+    """Largest micro-batch size within the memory budget."""
+
+    size: int | None  # largest divisor of the global batch size that fits; None if no divisor fits
+    peak: float  # peak memory in bytes with this size (if None, with the smallest size)
+    error: float  # relative error of the last memory prediction that was checked by a measurement
+    measured: int  # largest size whose peak memory was measured
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Largest sizes within the memory budget, peak memory, and speeds of one method that trains in one process."""
+
+    micro_batch_size: int | None  # largest divisor of the global batch size that fits; None if no divisor fits
+    peak: float  # peak memory in bytes with this size (if None, with the smallest size) and the configured bank
+    error: float  # relative error of the last memory prediction that was checked by a measurement
+    largest_bank: int | None  # maximum number of rows with the configured micro-batch size; None without a bank
+    context: int  # bytes on the GPU outside PyTorch's allocator; ``peak`` includes them
+    step: float  # seconds of an optimizer step
+    passages_per_second: float  # number of training passages that are encoded per second
+    seconds_per_comparison: float  # seconds of one inner product inside a large matrix product
+    dim: int
+    pairs: int  # number of training queries
+
+    def epoch(self, global_batch_size: int) -> float:
+        """Return the seconds of one pass over the training queries."""
+        return self.step * self.pairs / global_batch_size
 
 
 def run_plan(
@@ -63,18 +91,18 @@ def run_plan(
 
 def run_measurement(config: TrainConfig, budget: int) -> Measurement:
     """Measure the method of ``config`` in a new process: memory, times, and the sizes that fit into ``budget`` bytes."""
-    return Measurement(**ask(config, budget=budget))
+    return Measurement(**ask(config, "measure", budget=budget))
 
 
 def fitting_size(config: TrainConfig, budget: int) -> FittingSize:
     """Find, in a new process, the largest micro-batch that fits into ``budget`` bytes with the method of ``config``."""
-    return FittingSize(**ask(config, micro_batch_budget=budget))
+    return FittingSize(**ask(config, "fitting_size", budget=budget))
 
 
-def ask(config: TrainConfig, **request: Any) -> dict[str, Any]:
-    """Start ``measure.main`` in a new process, and return its answer to ``request``. Raise InputError if it fails."""
+def ask(config: TrainConfig, function: str, **arguments: Any) -> Any:
+    """Call a function of ``measure.REQUESTS`` in a new process, and return its result. Raise InputError if it fails."""
     command = [sys.executable, "-m", "contaccum.experiments.measure"]
-    text = json.dumps({"config": asdict(config), **request})
+    text = json.dumps({"config": asdict(config), "function": function, "arguments": arguments})
     done = subprocess.run(command, input=text, stdout=subprocess.PIPE, text=True, encoding="utf-8", check=False)
     if done.returncode == InputError.exit_code and done.stdout:
         raise InputError(json.loads(done.stdout)["error"])
@@ -133,7 +161,7 @@ def plan_sharding(config: TrainConfig, budget: int, processes: int) -> list[Shar
     for weights, varied in variants.items():
         print(f"measuring {config.method} for {processes} processes, trained weights: {weights}", file=sys.stderr)
         try:
-            found = ask(varied, micro_batch_budget=budget, processes=processes)
+            found = ask(varied, "sharded_sizes", budget=budget, processes=processes)
         except InputError as error:  # another variant may fit
             plans.append(ShardingPlan(config.method, weights, "none", None, 0.0, str(error)))
             continue

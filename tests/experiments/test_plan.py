@@ -19,10 +19,9 @@ from contaccum.cli import main
 from contaccum.config import TrainConfig, from_mapping, parse_bytes
 from contaccum.errors import InputError
 from contaccum.experiments import plan
-from contaccum.experiments.measure import Measurement, Probe
+from contaccum.experiments.measure import Probe, largest, predict
 from contaccum.experiments.page import duration, gigabytes
-from contaccum.experiments.plan import fitting_size, index_costs, lists_for, render
-from contaccum.experiments.sizes import largest, predict
+from contaccum.experiments.plan import Measurement, fitting_size, index_costs, lists_for, render
 from contaccum.runtime.sharding import saved_bytes
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
@@ -161,7 +160,7 @@ def test_saved_bytes_are_those_of_a_step_with_adamw():
 def test_variants_that_cannot_be_measured_are_named(monkeypatch):
     """Here: all weights do not fit, adapters do."""
 
-    def ask(config: TrainConfig, **request) -> dict:
+    def ask(config: TrainConfig, function: str, **arguments) -> dict:
         if not config.lora.rank:
             raise InputError("too large")
         return {kind: {"size": 8, "peak": 1e9, "error": 0.0, "measured": 8} for kind in ("none", "fsdp")}
