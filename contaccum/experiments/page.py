@@ -9,10 +9,10 @@ from functools import partial
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
-from string import Template
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from jinja2 import Environment
 
 from contaccum.config import METHOD_SPECS
 from contaccum.errors import InputError
@@ -55,11 +55,6 @@ class Table(NamedTuple):
         padded = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]
         return "\n".join("| " + " | ".join(cells) + " |" for cells in padded)
 
-    def html(self) -> str:
-        head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in self.heads)
-        rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>\n" for row in self.rows)
-        return f'<div class="scroll"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}</tbody>\n</table></div>'
-
 
 def number(value: float | None, form: str = ".4f") -> str:
     return MISSING if value is None else format(value, form)
@@ -101,26 +96,10 @@ class Section(NamedTuple):
 
 def html(title: str, sections: Sequence[Section], plots: Sequence[Plot], legend: Sequence[tuple[str, str]]) -> str:
     """Return a report as an HTML page that loads no other file. ``legend`` contains the label and color of each group."""
-    body = [f"<h1>{escape(title)}</h1>", *map(_section, sections)]
-    if plots:
-        body.insert(3, _figures(plots, legend))  # after the title, the result and its table
-    return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(title=escape(title), body="\n".join(body))
-
-
-def _section(section: Section) -> str:
-    parts = [f"<h2>{escape(section.title)}</h2>", *(f"<p>{escape(note)}</p>" for note in section.notes)]
-    parts += [table.html() for table in section.tables]
-    parts += [f'<p class="note">{escape(note)}</p>' for note in section.footnotes]
-    return "\n".join(parts)
-
-
-def _figures(plots: Sequence[Plot], legend: Sequence[tuple[str, str]]) -> str:
-    chips = "".join(f'<li><span style="background: {color}"></span>{escape(label)}</li>' for label, color in legend)
-    figures = "\n".join(
-        f'<figure id="{plot.name}">{plot.svg}<figcaption>{escape(plot.caption)}.</figcaption></figure>'
-        for plot in plots
-    )
-    return f'<h2>Figures</h2>\n<ul class="keys">{chips}</ul>\n<div class="figures">\n{figures}\n</div>'
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    environment.filters["e"] = escape
+    page = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    return page.render(title=title, sections=sections, plots=plots, legend=legend)
 
 
 def markdown(title: str, sections: Sequence[Section], plots: Sequence[Plot], folder: str) -> str:
