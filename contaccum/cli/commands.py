@@ -18,19 +18,22 @@ from contaccum.runtime.launch import is_main, process_place
 if TYPE_CHECKING:
     from contaccum.config import TrainConfig
     from contaccum.config import commands as options
-    from contaccum.config import experiments as studies
     from contaccum.config.commands import DataPolicy, EncoderConfig, MineConfig, MineFilesConfig, SearchConfig
     from contaccum.experiments.compare import Configure
 
 
-def _call(target: str, *more: Any, spread: bool = False) -> Callable[..., object]:
+def _call(target: str, *more: Any, spread: bool = False, configured: bool = False) -> Callable[..., object]:
     """Return a function that imports ``target`` (module:function) and passes its arguments and then ``more`` to it.
 
-    spread: pass the fields of the only argument, an option dataclass, one by one.
+    spread: pass the fields of the only argument, an option dataclass, one by one. configured: instead of the options of a
+    command and a config, pass a function that changes the config (see ``_configure``), and then the options.
     """
 
     def call(*parts: Any) -> object:
         module, _, name = target.partition(":")
+        if configured:
+            options, config = parts
+            parts = (_configure(config), options)
         return getattr(import_module(module), name)(*(astuple(parts[0]) if spread else parts), *more)
 
     return call
@@ -48,13 +51,6 @@ def _train(config: TrainConfig) -> None:
         print(model, flush=True)
         if sys.stderr.isatty():
             print("\n".join(next_steps(config, model)), file=sys.stderr)
-
-
-def _plan(plan: studies.PlanConfig, config: TrainConfig) -> object:
-    from contaccum.experiments.plan import run_plan
-
-    methods = plan.methods.split(",") if plan.methods else None
-    return run_plan(config, plan.memory, methods, plan.corpus_size, plan.output, plan.processes)
 
 
 def _encode(job: options.EncodeConfig, encoder: EncoderConfig, policy: DataPolicy) -> None:
@@ -143,18 +139,6 @@ def _configure(config: TrainConfig) -> Configure:
             raise InputError(explain(COMMANDS, given, error).removeprefix("--")) from error
 
     return configure
-
-
-def _auto(task: studies.AutoConfig, config: TrainConfig) -> str:
-    from contaccum.experiments.auto import run_auto
-
-    return run_auto(_configure(config), task)
-
-
-def _compare(study: studies.CompareConfig, config: TrainConfig) -> object:
-    from contaccum.experiments.compare import compare
-
-    return compare(_configure(config), study)
 
 
 def _check(data: options.CheckConfig, policy: DataPolicy) -> str:
@@ -247,7 +231,7 @@ COMMANDS = {
         skip=("resume", "allow_changes"),
     ),
     "compare": Command(
-        _compare,
+        _call("contaccum.experiments.compare:compare", configured=True),
         "train methods, settings and seeds, and compare them",
         "Train every combination of methods, varied settings and seeds, each in its own process and folder (output_dir/runs). "
         "Evaluate all runs on the same test data, and write report.html, report.md, compare.json, runs.csv, tests.csv and "
@@ -258,7 +242,7 @@ COMMANDS = {
         hidden=("resume",),
     ),
     "auto": Command(
-        _auto,
+        _call("contaccum.experiments.auto:run_auto", configured=True),
         "tune, train and evaluate within a time limit",
         "Check the data, and hold out dev queries if there is no dev split. Find the micro-batch size that fits. Tune method, "
         "batch size, bank size and learning rate on dev in at most a fifth of the time. Train in the rest of the time, evaluate "
@@ -269,7 +253,7 @@ COMMANDS = {
         skip=("resume", "allow_changes"),
     ),
     "plan": Command(
-        _plan,
+        _call("contaccum.experiments.plan:run_plan"),
         "predict memory, step times, and the cost of encoding a corpus",
         "Run a few training steps with each method, and predict the largest micro-batch and bank that fit into a memory budget, "
         "the peak memory and the time. With --corpus_size, also predict the cost of encoding and searching a corpus; with "

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from contaccum.config import METHOD_SPECS, TrainConfig, parse_bytes, validate
+from contaccum.config.experiments import PlanConfig
 from contaccum.errors import InputError
 from contaccum.experiments.page import Table, duration, gigabytes, text
 from contaccum.experiments.settings import read_names
@@ -53,23 +54,10 @@ class Measurement:
         return self.step * self.pairs / global_batch_size
 
 
-def run_plan(
-    config: TrainConfig,
-    memory: str,
-    methods: list[str] | None,
-    corpus_size: int | None,
-    output: str | None,
-    processes: int | None = None,
-) -> str:
-    """Return the tables of the plan as text. If ``output`` is given, also write the measurements to this JSON file.
-
-    corpus_size: number of passages in a corpus to encode and search. processes: number of processes to plan sharding for. If one
-    of them is None, its table is left out.
-    """
-    budget = parse_bytes(memory, "--memory")
-    chosen = read_names("--methods", ",".join(methods or []), METHOD_SPECS) or list(METHOD_SPECS)
-    if corpus_size is not None and corpus_size < 1:
-        raise InputError(f"--corpus_size is {corpus_size}; it must be at least 1")
+def run_plan(options: PlanConfig, config: TrainConfig) -> str:
+    """Return the tables of the plan as text. With ``options.output``, also write the measurements to this JSON file."""
+    budget, processes = parse_bytes(options.memory, "--memory"), options.processes
+    chosen = read_names("--methods", options.methods or "", METHOD_SPECS) or list(METHOD_SPECS)
     config = replace(config, output_dir=config.output_dir or "not written to")
     measured, sharded = {}, []
     for method in chosen:
@@ -80,13 +68,16 @@ def run_plan(
         print(f"measuring {method}", file=sys.stderr)
         measured[method] = run_measurement(varied, budget)
     n = config.batch.global_batch_size
-    if output is not None:
+    if options.output is not None:
         rows = [{"method": name, **asdict(found), "epoch": found.epoch(n)} for name, found in measured.items()]
-        write_json(output, {"memory": budget, "methods": rows, "sharding": [each._asdict() for each in sharded]})
-    tables = render(measured, config, budget)
+        plans = [each._asdict() for each in sharded]
+        write_json(options.output, {"memory": budget, "methods": rows, "sharding": plans})
+    tables = [render(measured, config, budget)]
     if processes is not None:
-        tables += f"\n\n{render_sharding(sharded, budget, processes)}"
-    return tables if corpus_size is None else f"{tables}\n\n{render_corpus(corpus_size, measured[chosen[-1]])}"
+        tables.append(render_sharding(sharded, budget, processes))
+    if options.corpus_size is not None:
+        tables.append(render_corpus(options.corpus_size, measured[chosen[-1]]))
+    return "\n\n".join(tables)
 
 
 def run_measurement(config: TrainConfig, budget: int) -> Measurement:
