@@ -17,8 +17,6 @@ A second call continues with the first unfinished stage.
 import statistics
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from fractions import Fraction
 from functools import cached_property
@@ -115,7 +113,7 @@ class Auto:
         if self.options.dry_run:
             return self._plan_text(candidates, budget)
         for kind in ("untrained", "bm25"):
-            self._evaluate(kind)
+            self._evaluate(kind, kind, self.test)
         self._tune(candidates, budget)
         self._train()
         return self._verdict()
@@ -142,19 +140,18 @@ class Auto:
         else:
             write_dev_set(open_dataset(*self.dev_source, policy).retrieval_set, folder / "dev", *most, self.base.seed)
 
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        began = time.monotonic()
-        yield
-        self.state.seconds.setdefault(name, time.monotonic() - began)
-        self.state.save()
+    def _evaluate(self, kind: str, folder: str, data: dict[str, str]) -> None:
+        """Evaluate a baseline and save its time, unless an earlier call did both. kind: ``untrained`` or ``bm25``."""
+        if folder not in self.state.seconds or not (self.output / folder / METRICS_FILE).is_file():
+            began = time.monotonic()
+            run_job(kind, self.config(folder, {}), data)
+            self.state.seconds.setdefault(folder, time.monotonic() - began)
+            self.state.save()
 
     def _measure(self) -> None:
         """Measure the time of a dev evaluation and, for each recipe, the largest micro-batch and the training time per pair."""
         seconds = self.state.seconds
-        if "dev" not in seconds:
-            with self._timed("dev"):
-                run_job("untrained", self.config("dev", {}), self.dev)
+        self._evaluate("untrained", "dev", self.dev)
         for recipe in RECIPES:
             method = recipe["method"]
             if method in seconds:
@@ -297,11 +294,6 @@ class Auto:
         runs = (self.output / "tune").glob(f"{named('run', values)}-*")
         logged = [line["seconds"] for run in runs for line in read_log(run) if "loss" in line]
         return statistics.mean(logged) if logged else self._step_seconds(values)
-
-    def _evaluate(self, kind: str) -> None:
-        if not (self.output / kind / METRICS_FILE).is_file():
-            with self._timed(kind):
-                run_job(kind, self.config(kind, {}), self.test)
 
     def _verdict(self) -> str:
         """Write the report. Return a text with the verdict, the metrics, and the paths of model and report."""

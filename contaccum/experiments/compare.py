@@ -45,7 +45,7 @@ from contaccum.experiments.settings import (
     variants,
 )  # fmt: skip
 from contaccum.experiments.study_report import StudyResult, write_report
-from contaccum.experiments.tuning import StepTimes, Tuned, limited, parse_budget, run_name, rung_shares, tune
+from contaccum.experiments.tuning import Tuned, limited, measured_step, parse_budget, run_name, rung_shares, tune
 from contaccum.runtime.files import write_json
 from contaccum.runtime.launch import StopSignals
 from contaccum.runtime.locks import LOCK_FILE, waiting_lock
@@ -119,7 +119,6 @@ class Study:
             raise InputError(f"--against is {self.against!r}; choose from {', '.join(dict.fromkeys(known))}")
         self.test = {"data": options.test or self.base.data.train, "split": options.test_split}
         self.failed: list[Outcome] = []
-        self.times = StepTimes(self.output)
 
     def _valid_candidates(self) -> None:
         """Remove candidates that cannot be trained, and prepare the tuning of variants with several candidates."""
@@ -221,7 +220,7 @@ class Study:
 
     def _planned_run(self, variant: Variant, candidate: Values, seed: int, share: Fraction = FULL) -> PlannedRun:
         config = self._config(variant, candidate)
-        seconds = self.times.of(config) if self.budget is not None and self.budget.unit == "s" else None
+        seconds = measured_step(config, self.output) if self.budget is not None and self.budget.unit == "s" else None
         config = replace(limited(config, self.budget, share, seconds), seed=seed)
         return self._planned(
             run_name(variant, candidate, seed, share), "run", config, "runs" if share == 1 else "tuning"

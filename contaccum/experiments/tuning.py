@@ -101,28 +101,26 @@ def limited(config: TrainConfig, budget: Budget | None, share: Fraction, step_se
     return replace(config, optim=replace(optim, max_steps=max(1, int(optim.max_steps * share))))
 
 
-class StepTimes:
-    """Measured seconds of an optimizer step, saved in a file, so that a repeated command plans the same numbers of steps."""
+def measured_step(config: TrainConfig, folder: Path) -> float:
+    """Return the seconds of an optimizer step with ``config``, measured in a new process.
 
-    def __init__(self, folder: Path) -> None:
-        self.file = folder / TIMES_FILE
-        self.seconds = read_json(self.file, dict[str, float]) if self.file.is_file() else {}
-
-    def of(self, config: TrainConfig) -> float:
-        """Return the seconds of a step with ``config``. Measure them in a new process if the file does not contain them."""
-        speed = {
-            name: value
-            for name, value in flat(asdict(config)).items()
-            if affects(name, config.method)
-            and name not in ("bank.age_decay", "bank.row_weight")
-            and not name.startswith("optim.")
-        }
-        key = repr([config.method, config.run.device, *speed.items()])
-        if key not in self.seconds:
-            print(f"measuring a step of {config.method}, N = {config.batch.global_batch_size}", file=sys.stderr)
-            self.seconds[key] = ask(config, "seconds_per_step")
-            write_json(self.file, self.seconds)
-        return self.seconds[key]
+    A file in ``folder`` keeps the seconds, so that a repeated command plans the same numbers of steps.
+    """
+    file = folder / TIMES_FILE
+    seconds = read_json(file, dict[str, float]) if file.is_file() else {}
+    speed = {
+        name: value
+        for name, value in flat(asdict(config)).items()
+        if affects(name, config.method)
+        and name not in ("bank.age_decay", "bank.row_weight")
+        and not name.startswith("optim.")
+    }
+    key = repr([config.method, config.run.device, *speed.items()])
+    if key not in seconds:
+        print(f"measuring a step of {config.method}, N = {config.batch.global_batch_size}", file=sys.stderr)
+        seconds[key] = ask(config, "seconds_per_step")
+        write_json(file, seconds)
+    return seconds[key]
 
 
 def rung_shares(candidates: int, rungs: int | None) -> list[Fraction]:
