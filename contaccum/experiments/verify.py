@@ -22,11 +22,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from contaccum.batch import MicroBatch
 from contaccum.config import TrainConfig, from_mapping, validate
 from contaccum.data.dataset import load_training
-from contaccum.data.train_set import TrainSet
-from contaccum.encoder import DualEncoder
 from contaccum.errors import Failed
 from contaccum.experiments.jobs import require_one_process
 from contaccum.experiments.page import Table, number
@@ -110,15 +107,15 @@ class Bench:
 
     def __init__(self, config: TrainConfig, engine: Engine) -> None:
         self.config, self.engine = config, engine
-        self.train_set: TrainSet = load_training(config.data, config.distils)
-        self.encoder: DualEncoder = parts.build_encoder(config, self.train_set, engine.device)
+        train_set = load_training(config.data, config.distils)
+        self.encoder = parts.build_encoder(config, train_set, engine.device)
         if config.model.dropout is not None:
             self.encoder.set_dropout(config.model.dropout)
         self.encoder.train()
-        batches = parts.build_batches(config, engine, self.encoder, self.train_set)
-        rules = parts.build_rules(config, engine, self.train_set)
+        batches = parts.build_batches(config, engine, self.encoder, train_set)
+        rules = parts.build_rules(config, engine, train_set)
         self.loss = parts.build_loss(config, self.encoder, rules)
-        self.steps: list[list[MicroBatch]] = [batches.step(step) for step in range(STEPS)]
+        self.steps = [batches.step(step) for step in range(STEPS)]
         self.weights = {name: p.detach().clone() for name, p in trained_parameters(self.encoder).items()}
 
     @property

@@ -188,7 +188,7 @@ class Explorer:
             hits = read_passages(self.data.corpus, system.run[query_id][:k])
             found.append(html.ranking(system.name, query, hits, grades, score))
         return html.styled(
-            f"<h2>{html.safe(query)}</h2>",
+            html.heading(query),
             html.note(f"query {query_id} of the split {self.split}"),
             html.judged(passages, titles, [system.name for system in systems], self.systems[0].k),
             html.columns(found),

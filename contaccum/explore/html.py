@@ -123,6 +123,10 @@ def note(sentence: str) -> str:
     return f'<p class="note">{safe(sentence)}</p>' if sentence else ""
 
 
+def heading(text: str) -> str:
+    return f"<h2>{safe(text)}</h2>"
+
+
 def ranking(label: str, query: str, hits: Sequence[RankedPassage], grades: Grades, about: str = "") -> str:
     """Return HTML that shows the passages of one system. Words of the query are highlighted.
 
