@@ -57,7 +57,6 @@ LIGHT = [
     "config/run.py",
     "config/commands.py",
     "config/experiments.py",
-    "config/spellings.py",
     "errors.py",
     "runtime/launch.py",
     "data/__init__.py",

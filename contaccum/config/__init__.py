@@ -24,6 +24,7 @@ from contaccum.config.declare import (
     unused_options,
 )
 from contaccum.config.encoder import ENCODER_SETTINGS, AdapterConfig, EncoderConfig, ModelConfig
+from contaccum.config.file import without_removed
 from contaccum.config.groups import (
     BankConfig,
     BatchConfig,
@@ -34,7 +35,6 @@ from contaccum.config.groups import (
     ReplayConfig,
 )
 from contaccum.config.run import METRIC_CUTS, METRIC_MEASURES, OptimConfig, RunConfig
-from contaccum.config.spellings import without_removed
 from contaccum.errors import InputError
 
 __all__ = [
