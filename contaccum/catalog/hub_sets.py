@@ -28,9 +28,9 @@ from yaml import YAMLError
 from contaccum.catalog import HUB_PREFIX
 from contaccum.catalog.rows import Rows, beir_from_rows, local_rows, remote_rows
 from contaccum.errors import InputError, library_errors
+from contaccum.formats import RejectedRecords, SourceLocation
 from contaccum.formats.json_records import Record, known_fields
 from contaccum.formats.readers import kind_of_record
-from contaccum.formats.records import RejectedRecords, SourceLocation
 from contaccum.runtime.hub import hub_errors
 from contaccum.runtime.locks import cached_folder, file_key
 

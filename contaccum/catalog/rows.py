@@ -14,9 +14,9 @@ from datasets.exceptions import DatasetsError
 from huggingface_hub import HfFileSystem
 
 from contaccum.errors import InputError, in_one_line
+from contaccum.formats import SourceLocation, decoded, open_bytes, unpacked_limit, write_beir_folder
 from contaccum.formats.json_records import Record, id_field, json_stream, string_field, title_field
 from contaccum.formats.readers import grade_of
-from contaccum.formats.records import SourceLocation, decoded, open_bytes, unpacked_limit, write_beir_folder
 
 Rows = Iterable[tuple[SourceLocation, Record]]
 """Rows of a file: pairs of the location (for error messages) and the record."""

@@ -30,7 +30,7 @@ from contaccum.data.examples import ExampleTable, load_examples
 from contaccum.data.retrieval_set import JudgedSplit, judged_split, keep_answerable, qrels_file, splits_of
 from contaccum.data.tables import PASSAGE_COLUMNS, column_batches
 from contaccum.errors import InputError
-from contaccum.formats.records import Example, plain_id, plain_split, record_line, write_beir_folder
+from contaccum.formats import Example, plain_id, plain_split, record_line, write_beir_folder
 from contaccum.formats.training import Form, example_record, framed
 from contaccum.runtime.files import sweep, whole_file, whole_folder
 

@@ -18,7 +18,7 @@ from contaccum.data.dataset import RetrievalDataset
 from contaccum.data.examples import ExampleTable
 from contaccum.data.retrieval_set import Qrels, RetrievalSet
 from contaccum.errors import InputError
-from contaccum.formats.records import write_beir_folder
+from contaccum.formats import write_beir_folder
 from contaccum.runtime.files import whole_folder
 
 SHARE = 10

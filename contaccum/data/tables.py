@@ -16,7 +16,7 @@ from datasets import Dataset
 from tqdm import tqdm
 
 from contaccum.errors import InputError, require_known_ids, require_utf8
-from contaccum.formats.records import RejectedRecords
+from contaccum.formats import RejectedRecords
 from contaccum.runtime.files import read_json, remove_folder, sha256_of, write_json
 from contaccum.runtime.locks import cached_folder, file_key
 

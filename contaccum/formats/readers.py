@@ -15,17 +15,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from contaccum.errors import InputError
-from contaccum.formats.dpr import dpr_corpus, id_text_lines
-from contaccum.formats.json_records import (
-    Record,
-    id_field,
-    json_lines,
-    json_list,
-    json_objects,
-    string_field,
-    title_field,
-)
-from contaccum.formats.records import (
+from contaccum.formats import (
     STRICT,
     Example,
     Judgement,
@@ -35,6 +25,16 @@ from contaccum.formats.records import (
     SourceLocation,
     first_character,
     numbered_lines,
+)
+from contaccum.formats.dpr import dpr_corpus, id_text_lines
+from contaccum.formats.json_records import (
+    Record,
+    id_field,
+    json_lines,
+    json_list,
+    json_objects,
+    string_field,
+    title_field,
 )
 from contaccum.formats.training import RECORDS, reader_of
 

@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.errors import refuse_input_as_output
-from contaccum.formats.records import Passage
+from contaccum.formats import Passage
 from contaccum.retrieval.shards import (
     MANIFEST,
     EncodingJob,

@@ -23,7 +23,7 @@ from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.data.examples import ExampleTable
 from contaccum.data.tables import PASSAGE_COLUMNS, column_batches
 from contaccum.errors import InputError, refuse_input_as_output
-from contaccum.formats.records import Example, Passage, TeacherScores, content_id, record_line
+from contaccum.formats import Example, Passage, TeacherScores, content_id, record_line
 from contaccum.formats.training import Form, example_record, framed
 from contaccum.retrieval.blocks import SPREAD, BlockFolder, Statistics
 from contaccum.retrieval.encode import Texts

@@ -13,7 +13,7 @@ from unicodedata import combining, east_asian_width
 
 from contaccum.data.tables import column_batches
 from contaccum.errors import InputError
-from contaccum.formats.records import SourceLocation, numbered_lines
+from contaccum.formats import SourceLocation, numbered_lines
 from contaccum.runtime.files import whole_file
 
 if TYPE_CHECKING:
