@@ -36,7 +36,6 @@ HOMES = {
     "lightning": {"integrations/lightning.py"},
     "huggingface_hub": {
         "catalog/hub_sets.py",
-        "catalog/rows.py",
         "catalog/pinned.py",
         "integrations/push.py",
         "runtime/hub.py",

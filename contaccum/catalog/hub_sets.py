@@ -1,4 +1,4 @@
-"""Download data sets of the Hugging Face Hub into the cache, or stream them.
+"""Download data sets of the Hugging Face Hub into the cache, or stream them, and read the rows of their files.
 
 The name of a data set is ``hub:owner/name[@revision][:configuration][:split][?query=COLUMN&pos=COLUMN&neg=COLUMN,COLUMN]``. The
 part after the question mark maps columns to our fields, if the columns have other names. A local folder may replace
@@ -11,26 +11,34 @@ texts such as 2020-01-01 to dates.
 import json
 import os
 import re
+import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
+from io import BufferedReader
+from itertools import chain, count, starmap
 from pathlib import Path
 from typing import Any
 
-from datasets import DatasetBuilder, get_dataset_config_names, load_dataset_builder
+from datasets import DatasetBuilder, get_dataset_config_names, load_dataset, load_dataset_builder
 from datasets.exceptions import DatasetsError
-from huggingface_hub import hf_hub_download
+from huggingface_hub import HfFileSystem, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError
 from yaml import YAMLError
 
 from contaccum.catalog import HUB_PREFIX
-from contaccum.catalog.rows import Rows, beir_from_rows, local_rows, remote_rows
-from contaccum.errors import InputError, library_errors
-from contaccum.formats import RejectedRecords, SourceLocation
-from contaccum.formats.json_records import Record, known_fields
-from contaccum.formats.readers import kind_of_record
+from contaccum.errors import InputError, in_one_line, library_errors
+from contaccum.formats import (
+    RejectedRecords,
+    SourceLocation,
+    decoded,
+    open_bytes,
+    unpacked_limit,
+    write_beir_folder,
+)
+from contaccum.formats.json_records import Record, id_field, json_stream, known_fields, string_field, title_field
+from contaccum.formats.readers import grade_of, kind_of_record
 from contaccum.runtime.hub import hub_errors
 from contaccum.runtime.locks import cached_folder, file_key
 
@@ -40,6 +48,12 @@ FAILURES: tuple[Any, ...] = (
     *HfHubHTTPError.__bases__,  # without a connection, the error is one of these
 )
 """Errors of ``datasets`` and ``huggingface_hub`` while they load a data set. RuntimeError: the data set is a script."""
+Rows = Iterable[tuple[SourceLocation, Record]]
+"""Rows of a file: pairs of the location (for error messages) and the record."""
+_UNREADABLE = (OSError, ValueError, RuntimeError, DatasetsError, EOFError, TypeError, zlib.error)
+"""Errors that a damaged file causes. EOFError and zlib.error: a damaged gzip file."""
+_FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"}
+"""File ending -> format. The file may also be gzipped (such as .jsonl.gz)."""
 _NAME = re.compile(r"(?P<repository>[^:?@]+)(@(?P<revision>[^:?]+))?(:(?P<configuration>[^:?]*))?(:(?P<split>[^:?]+))?")
 _REMOTE = re.compile(r"hf://datasets/(?P<repository>[^@]+)@(?P<commit>[^/]+)/(?P<path>.+)")
 
@@ -81,13 +95,16 @@ class HubName:
         with self.available():
             return load_dataset_builder(self.repository, configuration, revision=self.revision)
 
-    def fetch(self, file: str) -> Path:
-        """Return the local path of a file. Download the file if ``file`` is an address on the Hub."""
+    def rows(self, files: Iterable[str]) -> Rows:
+        """Read the rows of files. A file that is an address on the Hub is downloaded first."""
+        return chain.from_iterable(map(file_rows, [self._fetch(file) for file in files]))
+
+    def _fetch(self, file: str) -> str:
         if not (remote := _REMOTE.fullmatch(file)):
-            return Path(file)
+            return file
         repository, commit, path = remote.groups()
         with self.available():
-            return Path(hf_hub_download(repository, path, repo_type="dataset", revision=commit))
+            return str(hf_hub_download(repository, path, repo_type="dataset", revision=commit))
 
     def configurations(self) -> list[str]:
         with self.available():
@@ -118,8 +135,8 @@ class HubSplit:
 
     def __init__(self, name: HubName, configuration: str | None, split: str, only: bool = False) -> None:
         """Find the files of a split. only: if the data set has a single split, use this split, whatever its name."""
-        self.name, self._builder = name, name.builder(configuration)
-        found = files_by_split(self._builder)
+        self.name, self.builder = name, name.builder(configuration)
+        found = files_by_split(self.builder)
         if split not in found and not (only and len(found) == 1):
             raise InputError(f"{name.text}: split {split!r} not found; found {', '.join(found)}")
         self.files = found[split] if split in found else next(iter(found.values()))
@@ -128,20 +145,11 @@ class HubSplit:
         """Return a cache key that changes if a file changes: addresses of Hub files, ``file_key`` of local files."""
         return [file if _REMOTE.fullmatch(file) else file_key(Path(file)) for file in self.files]
 
-    def version(self) -> str:
-        """Return the hash that ``datasets`` gives to this version of the data set."""
-        return str(self._builder.hash)
-
-    def rows(self) -> Rows:
-        """Read the rows of all files. Hub files are downloaded first."""
-        return local_rows([self.name.fetch(file) for file in self.files])
-
     def stream(self) -> Iterator[Record]:
         """Read the rows of all files. Hub files are read over the network and not stored."""
         with self.name.available():
             for file in self.files:
-                rows = remote_rows(file) if _REMOTE.fullmatch(file) else local_rows([Path(file)])
-                yield from (row for _, row in rows)
+                yield from (row for _, row in file_rows(file))
 
 
 def fetch_hub(text: str, split: str) -> Path:
@@ -161,7 +169,7 @@ def fetch_hub(text: str, split: str) -> Path:
 
     def write(folder: Path) -> None:
         with open(folder / "examples.jsonl", "w", encoding="utf-8", newline="\n") as file:
-            for number, line in example_lines(name, (row for _, row in files.rows())):
+            for number, line in example_lines(name, (row for _, row in name.rows(files.files))):
                 if number == 1 and not name.columns:
                     kind_of_record(json.loads(line), SourceLocation(Path(text), 1))
                 file.write(f"{line}\n")
@@ -184,7 +192,8 @@ class HubLines:
         self.path = Path(text)  # name of the data set, for error messages
 
     def version(self) -> str:
-        return self._files.version()
+        """Return the hash that ``datasets`` gives to this version of the data set."""
+        return str(self._files.builder.hash)
 
     def columns(self) -> list[str]:
         """Return the fields to which the name maps columns, or the columns of the first row (InputError if there is none)."""
@@ -256,10 +265,85 @@ def _retrieval_folder(name: HubName, split: str) -> Path:
             f"{name.text}: has a corpus and queries, but no judgements; expected a configuration named default or qrels"
         )
     splits = (name.split or "corpus", name.split or "queries", name.split or split)
-    corpus, queries, grades = (HubSplit(name, part, each, True) for part, each in zip(wanted, splits, strict=True))
-    key = [name.repository, split, *(part.key() for part in (corpus, queries, grades))]
+    parts = [HubSplit(name, part, each, True) for part, each in zip(wanted, splits, strict=True)]
+    key = [name.repository, split, *(part.key() for part in parts)]
 
     def write(folder: Path) -> None:
-        beir_from_rows(folder, name.text, corpus.rows(), queries.rows(), {split: grades.rows()})
+        corpus, queries, grades = (name.rows(part.files) for part in parts)
+        beir_from_rows(folder, name.text, corpus, queries, {split: grades})
 
     return cached_folder("hub", key, write)
+
+
+class _RowLocation(SourceLocation):
+    """Location of a row in a Parquet or CSV file, for error messages."""
+
+    def __str__(self) -> str:
+        return f"{self.path}, row {self.line}"
+
+
+def file_rows(file: str) -> Rows:
+    """Read the rows of a local file, or of a Hub file over the network. The rows are not stored in a cache."""
+    ending = Path(file.removesuffix(".gz")).suffix
+    if ending not in _FORMATS:
+        raise InputError(f"{file}: unknown file ending; expected one of {', '.join(_FORMATS)}")
+    return _json_rows(file) if _FORMATS[ending] == "json" else numbered(Path(file), _table_rows(file, ending))
+
+
+def _json_rows(file: str) -> Rows:
+    if not _REMOTE.fullmatch(file):
+        with open_bytes(Path(file)) as lines:
+            yield from json_stream(lines, Path(file), "a row (an object)")
+        return
+    with (
+        HfFileSystem().open(file, "rb") as remote,
+        decoded(BufferedReader(remote), unpacked_limit(remote.size)) as lines,
+    ):
+        yield from json_stream(lines, Path(file), "a row (an object)")
+
+
+def _table_rows(file: str, ending: str) -> Iterator[Record]:
+    options = {"sep": "\t"} if ending == ".tsv" else {}
+    yield from load_dataset(_FORMATS[ending], data_files=[file], split="train", streaming=True, **options)
+
+
+def numbered(path: Path, rows: Iterable[Record]) -> Iterator[tuple[SourceLocation, Record]]:
+    """Yield each row with its location; row numbers start at 1. Raise InputError if a row cannot be read."""
+    number = 0
+    try:
+        for number, row in enumerate(rows, 1):
+            yield _RowLocation(path, number), row
+    except _UNREADABLE as error:
+        raise InputError(
+            f"{path}: cannot be read after row {number} ({in_one_line(error)}); the file is probably damaged"
+        ) from error
+
+
+def beir_from_rows(folder: Path, name: str, corpus: Rows, queries: Rows, grades: Mapping[str, Rows]) -> None:
+    """Write rows with the column names of MTEB to a BEIR folder.
+
+    name: name of the data set, for error messages. grades: split -> rows of the judgements.
+    """
+    judged = {split: starmap(_judgement, rows) for split, rows in grades.items()}
+    try:
+        write_beir_folder(folder, starmap(_passage, corpus), starmap(_query, queries), judged)
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from error
+
+
+def _passage(location: SourceLocation, row: Record) -> dict[str, str]:
+    return {**_query(location, row), "title": title_field(row, location)}
+
+
+def _query(location: SourceLocation, row: Record) -> dict[str, str]:
+    """Return the id and text of a row. In some data sets the column of the id is named ``id`` and contains numbers."""
+    key = "id" if "id" in row and "_id" not in row else "_id"
+    return {"_id": id_field(row, key, location), "text": string_field(row, "text", location)}
+
+
+def _judgement(location: SourceLocation, row: Record) -> tuple[str, str, int]:
+    score = row.get("score", 1)
+    if isinstance(score, float) and score.is_integer():
+        score = int(score)
+    text = score if isinstance(score, str) else json.dumps(score, default=str)
+    return id_field(row, "query-id", location), id_field(row, "corpus-id", location), grade_of(text, location)

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 from huggingface_hub import metadata_load, snapshot_download
 
 from contaccum.catalog import table
-from contaccum.catalog.hub_sets import FAILURES, HubName, files_by_split, retrieval_parts
-from contaccum.catalog.rows import Rows, beir_from_rows, local_rows
+from contaccum.catalog.hub_sets import FAILURES, HubName, Rows, beir_from_rows, files_by_split, retrieval_parts
 from contaccum.errors import InputError, library_errors
 from contaccum.formats import SourceLocation, numbered_lines, write_beir_folder
 from contaccum.formats.json_records import Record, id_field, json_lines, string_field, title_field
@@ -143,7 +142,7 @@ class _TaskFiles:
             raise InputError(
                 f"{self.text}: split {split!r} has judgements, but the corpus or the queries have only {', '.join(part)}"
             )
-        return local_rows([self._name.fetch(file) for file in part.get(split, next(iter(part.values())))])
+        return self._name.rows(part.get(split, next(iter(part.values()))))
 
 
 def _check_size(readme: Path) -> None:

@@ -17,8 +17,8 @@ from tiny_data import lines, write, write_gzip
 
 from contaccum import evaluate
 from contaccum.catalog import fetch
+from contaccum.catalog.hub_sets import beir_from_rows, numbered
 from contaccum.catalog.pinned import CORPUS, JUDGED, KNOWN, SURPRISE, Repository, tasks
-from contaccum.catalog.rows import beir_from_rows, numbered
 from contaccum.config import DataConfig
 from contaccum.data.commands import check
 from contaccum.data.dataset import open_training
