@@ -21,7 +21,7 @@ import torch
 from contaccum.batch import MISSING, MicroBatch, RowIds, Tokens
 from contaccum.data.sampler import MixtureSampler, StepRows, StepSampler
 from contaccum.data.stream import StreamRows, StreamSampler
-from contaccum.data.tables import JoinedTokens, TextTokens, TokenTable
+from contaccum.data.tables import TextTokens, TokenTable
 from contaccum.data.train_set import TrainSet
 from contaccum.errors import InputError
 
@@ -201,6 +201,29 @@ class Batches(ABC):
             RowIds(torch.from_numpy(rows.columns[pairs]), torch.from_numpy(rows.positives[pairs]), teacher, numbers),
             self._ids(rows, local),
         )
+
+
+class JoinedTokens:
+    """Concatenation of token tables."""
+
+    def __init__(self, tables: Sequence[TokenTable]) -> None:
+        self._tables = tables
+        self._starts = np.cumsum([0, *map(len, tables)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def rows(self, indices: Sequence[int] | np.ndarray) -> list[np.ndarray]:
+        """Return the token ids of the texts at ``indices``: one int32 array for each index."""
+        numbers = np.searchsorted(self._starts, indices, side="right") - 1
+        return [
+            self._tables[number].rows([index - self._starts[number]])[0]
+            for index, number in zip(indices, numbers, strict=True)
+        ]
+
+    def longest(self) -> int:
+        """Return the number of tokens of the longest text."""
+        return max(table.longest() for table in self._tables)
 
 
 class BatchSource(Batches):

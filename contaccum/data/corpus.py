@@ -7,8 +7,9 @@ import os
 import warnings
 from array import array
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
@@ -19,9 +20,9 @@ from tqdm import tqdm
 from contaccum.config import DataPolicy
 from contaccum.data.tables import (
     PASSAGE_COLUMNS,
+    About,
     TableWriter,
     column_batches,
-    open_table,
     read_about,
     report_rejected,
     warn_of_rejected,
@@ -42,19 +43,10 @@ class Corpus(NamedTuple):
     left_out: int  # number of rejected records
 
 
-class _OptionalAbout(TypedDict, total=False):
-    """Fields of about.json that caches of older versions lack."""
-
-    bytes: dict[str, int]
-
-
-class _About(_OptionalAbout):
-    """Content of about.json in the cache of a corpus."""
-
-    fingerprint: str
+@dataclass(frozen=True, kw_only=True)
+class _About(About):
     repeated: int
     empty: int
-    bad: int
 
 
 class Queries(NamedTuple):
@@ -84,14 +76,14 @@ def open_corpus(path: str | Path, policy: DataPolicy) -> Corpus:
     key = [file_key(source), policy.repair, policy.max_bad_records]
     folder = cached_folder("corpus", key, lambda folder: _build_corpus(source, policy, folder))
     about = read_about(folder, _About)
-    warn_of_rejected(source, about["bad"], folder)
-    if about["repeated"]:
+    warn_of_rejected(source, about.bad, folder)
+    if about.repeated:
         warnings.warn(
-            f"{source}: {about['repeated']} passages are skipped, because a later passage has the same id", stacklevel=4
+            f"{source}: {about.repeated} passages are skipped, because a later passage has the same id", stacklevel=4
         )
-    if about["empty"]:
-        warnings.warn(f"{source}: {about['empty']} passages have no text", stacklevel=4)
-    return Corpus(open_table(folder / "passages.arrow"), about["fingerprint"], source, about["bad"])
+    if about.empty:
+        warnings.warn(f"{source}: {about.empty} passages have no text", stacklevel=4)
+    return Corpus(Dataset.from_file(str(folder / "passages.arrow")), about.fingerprint, source, about.bad)
 
 
 def _build_corpus(source: Path, policy: DataPolicy, folder: Path) -> None:

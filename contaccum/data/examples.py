@@ -12,7 +12,7 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from itertools import islice, repeat
 from pathlib import Path
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
 
 import numpy as np
 from datasets import Dataset
@@ -23,10 +23,10 @@ from contaccum.data.corpus import duplicate_id
 from contaccum.data.tables import (
     PASSAGE_COLUMNS,
     QUERY_COLUMNS,
+    About,
     Ragged,
     TableWriter,
     load_array,
-    open_table,
     read_about,
     warn_of_rejected,
     write_about,
@@ -52,27 +52,25 @@ class FlatTeacherScores(NamedTuple):
     negatives: np.ndarray
 
 
-class _SavedProblem(TypedDict):
-    """A ``_Problem`` in about.json."""
+@dataclass
+class _Problem:
+    """Problem that causes a warning: description, number of cases, and message of the first case."""
 
     text: str
-    count: int
-    first: str
+    count: int = 0
+    first: str = ""
+
+    def add(self, location: SourceLocation, message: str) -> None:
+        self.count += 1
+        self.first = self.first or str(location.error(message))
 
 
-class _OptionalAbout(TypedDict, total=False):
-    """Fields of about.json that caches of older versions lack."""
-
-    scored: int
-    bytes: dict[str, int]
-
-
-class _About(_OptionalAbout):
-    fingerprint: str
+@dataclass(frozen=True, kw_only=True)
+class _About(About):
     examples: int
     answerable: int
-    problems: list[_SavedProblem]
-    bad: int
+    problems: list[_Problem]
+    scored: int = 0  # number of examples with scores; caches of older versions lack it
 
 
 @dataclass(frozen=True)
@@ -145,23 +143,23 @@ def load_examples(path: str | Path, policy: DataPolicy, scores: bool = False) ->
     key = [file_key(path), policy.max_bad_records, *(["scores"] if scores else [])]
     folder = cached_folder("examples", key, lambda folder: _Builder(path, folder, rejected, scores).build())
     about = read_about(folder, _About)
-    warn_of_rejected(path, about["bad"], folder)
-    for problem in about["problems"]:
+    warn_of_rejected(path, about.bad, folder)
+    for problem in about.problems:
         if policy.strict:
-            raise InputError(problem["first"])
-        warnings.warn(f"{path}: {problem['count']} {problem['text']}", stacklevel=4)
-    if not about["examples"]:
+            raise InputError(problem.first)
+        warnings.warn(f"{path}: {problem.count} {problem.text}", stacklevel=4)
+    if not about.examples:
         raise InputError(f"{path}: is empty; it needs at least one example")
-    if not about["answerable"]:
+    if not about.answerable:
         raise InputError(f"{path}: no query has a positive passage; at least one query must have one")
     lists = {
         name: Ragged(*(load_array(folder / f"{name}_{part}.npy") for part in ("offsets", "values"))) for name in _LISTS
     }
-    tables = open_table(folder / "queries.arrow"), open_table(folder / "passages.arrow")
+    tables = [Dataset.from_file(str(folder / f"{name}.arrow")) for name in ("queries", "passages")]
     teacher = None
-    if about.get("scored"):
+    if about.scored:
         teacher = FlatTeacherScores(*(load_array(folder / f"{name}_scores.npy") for name in _SCORED))
-    return ExampleTable(*tables, **lists, fingerprint=about["fingerprint"], left_out=about["bad"], teacher=teacher)
+    return ExampleTable(*tables, **lists, fingerprint=about.fingerprint, left_out=about.bad, teacher=teacher)
 
 
 def _save(folder: Path, name: str, numbers: array, dtype: type = np.int64) -> None:
@@ -181,17 +179,6 @@ def check_texts(location: SourceLocation, example: Example, known: Container[str
         for passage in getattr(example, name):
             if is_blank(passage.text) and passage.id not in known and passage is first[passage.id]:
                 raise location.error(f"passage {passage.id!r} has an empty text; every passage needs a text")
-
-
-class _Problem:
-    """Problem that causes a warning: description, number of cases, and message of the first case."""
-
-    def __init__(self, text: str) -> None:
-        self.text, self.count, self.first = text, 0, ""
-
-    def add(self, location: SourceLocation, message: str) -> None:
-        self.count += 1
-        self.first = self.first or str(location.error(message))
 
 
 class _Builder:

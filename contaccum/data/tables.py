@@ -6,9 +6,9 @@ import json
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, SupportsIndex
+from typing import TYPE_CHECKING, Any, BinaryIO, SupportsIndex, TypeVar
 
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
@@ -121,8 +121,16 @@ class TableWriter:
         return self._digest.hexdigest()
 
 
-def open_table(path: Path) -> Dataset:
-    return Dataset.from_file(str(path))
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """Content of about.json in a cache folder with tables."""
+
+    fingerprint: str
+    bad: int  # number of rejected records
+    bytes: dict[str, int] = field(default_factory=dict)  # size of each file; caches of older versions lack the sizes
+
+
+AboutType = TypeVar("AboutType", bound=About)
 
 
 def write_about(folder: Path, about: Mapping[str, Any]) -> None:
@@ -131,13 +139,10 @@ def write_about(folder: Path, about: Mapping[str, Any]) -> None:
     write_json(folder / ABOUT_FILE, {"format_version": ABOUT_VERSION, **about, "bytes": sizes})
 
 
-def read_about(folder: Path, type_: Any) -> Any:
-    """Read about.json of a cache folder as ``type_``. Raise InputError if a file has another size than in about.json.
-
-    The about.json of older cache folders has no sizes to check.
-    """
-    about = read_json(folder / ABOUT_FILE, type_, version=ABOUT_VERSION)
-    for name, size in about.get("bytes", {}).items():
+def read_about(folder: Path, type_: type[AboutType]) -> AboutType:
+    """Read about.json of a cache folder as ``type_``. Raise InputError if a file has another size than in about.json."""
+    about: AboutType = read_json(folder / ABOUT_FILE, type_, version=ABOUT_VERSION)
+    for name, size in about.bytes.items():
         path = folder / name
         found = path.stat().st_size if path.is_file() else 0
         if found != size:
@@ -243,29 +248,6 @@ class TextTokens:
     def clone(self) -> "TextTokens":
         """Return a copy that another thread can use."""
         return TextTokens(self._tokenizer, self.max_length, self._prefix, self._vocabulary)
-
-
-class JoinedTokens:
-    """Concatenation of token tables."""
-
-    def __init__(self, tables: Sequence[TokenTable]) -> None:
-        self._tables = tables
-        self._starts = np.cumsum([0, *map(len, tables)])
-
-    def __len__(self) -> int:
-        return int(self._starts[-1])
-
-    def rows(self, indices: Sequence[int] | np.ndarray) -> list[np.ndarray]:
-        """Return the token ids of the texts at ``indices``: one int32 array for each index."""
-        numbers = np.searchsorted(self._starts, indices, side="right") - 1
-        return [
-            self._tables[number].rows([index - self._starts[number]])[0]
-            for index, number in zip(indices, numbers, strict=True)
-        ]
-
-    def longest(self) -> int:
-        """Return the number of tokens of the longest text."""
-        return max(table.longest() for table in self._tables)
 
 
 def build_token_table(

@@ -25,8 +25,8 @@ from pathlib import Path
 
 from contaccum.config import TrainConfig, parse_bytes, validate
 from contaccum.config.experiments import AutoConfig
+from contaccum.data.commands import hold_out, write_dev_set
 from contaccum.data.dataset import open_dataset
-from contaccum.data.dev_set import hold_out, write_dev_set
 from contaccum.data.retrieval_set import splits_of
 from contaccum.errors import InputError, Interrupted
 from contaccum.evaluation.metrics import read_metrics

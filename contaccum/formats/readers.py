@@ -97,12 +97,9 @@ def numbered_queries(path: str | Path, rejected: RejectedRecords = STRICT) -> It
     A query without text is rejected.
     """
     path = Path(path)
-    if _layout(path, rejected.limit) == "columns" and _columns(path, rejected.limit) == 2:
-        return _table_queries(path, rejected)
-    return ((location.line, query) for location, query in json_lines(path, _QUERY, _query, rejected))
-
-
-def _table_queries(path: Path, rejected: RejectedRecords) -> Iterator[tuple[int, Query]]:
+    if _layout(path, rejected.limit) != "columns" or _columns(path, rejected.limit) != 2:
+        yield from ((location.line, query) for location, query in json_lines(path, _QUERY, _query, rejected))
+        return
     for line, key, text in id_text_lines(path, rejected):
         if text.strip():
             yield line, Query(key, text)

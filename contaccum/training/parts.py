@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from contaccum.config import ENCODER_SETTINGS, OptimConfig, TrainConfig
-from contaccum.data.batches import Batches, BatchForm, BatchSource, StreamSource
+from contaccum.data.batches import Batches, BatchForm, BatchSource, JoinedTokens, StreamSource
 from contaccum.data.sampler import make_sampler
 from contaccum.data.stream import StreamSampler, StreamSet
-from contaccum.data.tables import JoinedTokens, TextTokens, TokenTable, build_token_table
+from contaccum.data.tables import TextTokens, TokenTable, build_token_table
 from contaccum.data.train_set import TrainSet
 from contaccum.encoder import (
     SETTINGS_FILE,

@@ -9,8 +9,7 @@ from helpers import train_config, weights, write_beir
 
 from contaccum.config import DataConfig, MixtureConfig, validate
 from contaccum.data.dataset import load_training
-from contaccum.data.near import near_order, rounded
-from contaccum.data.sampler import StepSampler, make_sampler
+from contaccum.data.sampler import StepSampler, make_sampler, near_order, rounded
 from contaccum.encoder import DualEncoder, EncoderSettings, tiny_tower
 from contaccum.errors import InputError
 from contaccum.training.log import read_log
