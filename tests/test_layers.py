@@ -40,7 +40,7 @@ HOMES = {
         "integrations/push.py",
         "runtime/hub.py",
     },
-    "pyarrow.parquet": {"retrieval/parquet.py"},
+    "pyarrow.parquet": {"retrieval/shards.py"},
     "gradio": {"explore/app.py"},
 }
 LIGHT = [

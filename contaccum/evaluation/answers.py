@@ -12,10 +12,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 from unicodedata import normalize
 
 import regex
+from datasets import Dataset
 from tqdm.auto import tqdm
 
 from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
@@ -26,9 +27,6 @@ from contaccum.formats import Question
 from contaccum.retrieval.retriever import DEFAULTS, Retriever
 from contaccum.retrieval.runs import Run, rows_of
 from contaccum.runtime.processes import ALONE, Processes
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 CUTOFFS = (1, 5, 20, 100)
 MATCHES = ("string", "regex")
@@ -149,7 +147,7 @@ def _matches(
 def answer_accuracy(
     questions: Sequence[Question],
     run: Run,
-    corpus: "Dataset",
+    corpus: Dataset,
     *,
     match: str = "string",
     cutoffs: Sequence[int] = CUTOFFS,
@@ -184,7 +182,7 @@ def answer_accuracy(
 
 
 def _batches(
-    questions: list[tuple[str, Question]], run: Run, corpus: "Dataset", match: str, depth: int
+    questions: list[tuple[str, Question]], run: Run, corpus: Dataset, match: str, depth: int
 ) -> Iterator[Batch]:
     found = {key: [passage_id for passage_id, _ in run.get(key, [])[:depth]] for key, _ in questions}
     rows = rows_of(corpus, {passage_id for hits in found.values() for passage_id in hits})

@@ -1,4 +1,4 @@
-"""Encode texts into vectors, either in memory or as shards on disk.
+"""Encode texts into vectors, in memory, as shards on disk or, for the texts of a training set, in the cache.
 
 Several processes can encode the shards of one folder together. A restart encodes only the missing shards.
 """
@@ -8,19 +8,22 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from datasets import Dataset
 from tqdm.auto import tqdm
 
 from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
+from contaccum.data.train_set import TrainSet
 from contaccum.errors import refuse_input_as_output
 from contaccum.formats import Passage
 from contaccum.retrieval.shards import (
@@ -36,13 +39,11 @@ from contaccum.retrieval.shards import (
     write_manifest,
     write_shard,
 )
-from contaccum.runtime.files import sweep
-from contaccum.runtime.locks import folder_lock
+from contaccum.runtime.files import cache_folder, sweep
+from contaccum.runtime.locks import folder_lock, waiting_lock
 from contaccum.runtime.processes import ALONE, Processes, joined
 
 if TYPE_CHECKING:
-    from datasets import Dataset
-
     from contaccum.encoder import DualEncoder
 
 WINDOW = 4096  # number of texts that the encoder sorts by length together, as in encoder/tokenizer.py; no batch spans two windows
@@ -63,7 +64,7 @@ class Texts:
     """Function that returns the ids and the texts of the rows ``start`` to ``stop`` - 1."""
 
     @classmethod
-    def of_corpus(cls, corpus: "Dataset") -> "Texts":
+    def of_corpus(cls, corpus: Dataset) -> "Texts":
         """Make Texts from a corpus with the columns id, title and text. The title and the text of a passage are joined."""
 
         def read(start: int, stop: int) -> tuple[list[str], list[str]]:
@@ -142,7 +143,7 @@ def _encode_spans(
 
 
 def passage_shards(
-    encoder: "DualEncoder", corpus: "Dataset", settings: SearchConfig, group: Processes = ALONE, *, whole: bool = False
+    encoder: "DualEncoder", corpus: Dataset, settings: SearchConfig, group: Processes = ALONE, *, whole: bool = False
 ) -> Shards:
     """Return the vectors of the corpus, from a folder or in memory.
 
@@ -202,28 +203,16 @@ def encode_texts(
         ]
         rows = sum(stop - start for start, stop in map(job.span, missing))
         print_estimate(encoder, texts, rows, batch_tokens, job.dtype)
-        with tqdm(total=rows, unit="text", disable=None) as bar, _background_writer() as write:
+        with tqdm(total=rows, unit="text", disable=None) as bar, ThreadPoolExecutor(1, "write") as writer:
+            written: Future[None] | None = None
             for number in missing:
-                start, stop = job.span(number)
-                write(folder, number, job, encode_shard(encoder, texts, start, stop, batch_tokens, bar, job.text))
+                shard = encode_shard(encoder, texts, *job.span(number), batch_tokens, bar, job.text)
+                if written is not None:
+                    written.result()  # raises the error of the thread
+                written = writer.submit(write_shard, folder, number, job, shard)
+            if written is not None:
+                written.result()
         return write_manifest(folder, job)
-
-
-@contextmanager
-def _background_writer() -> Iterator[Callable[[Path, int, EncodingJob, Shard], None]]:
-    """Yield a function that writes a shard in a thread. An error in the thread is raised by the next call, or at the end."""
-    last: Future[None] | None = None
-    with ThreadPoolExecutor(1, "write") as pool:
-
-        def write(*shard: Any) -> None:
-            nonlocal last
-            if last is not None:
-                last.result()
-            last = pool.submit(write_shard, *shard)
-
-        yield write
-        if last is not None:
-            last.result()
 
 
 def _is_finished(folder: Path, number: int, job: EncodingJob, dimension: int) -> bool:
@@ -265,6 +254,55 @@ def print_estimate(
     seconds, estimate = make_estimate(rows, encoder.dim, dtype, SAMPLE, time.perf_counter() - start)
     if seconds > ESTIMATE_SECONDS and int(os.environ.get("RANK", 0)) == 0:
         print(f"contaccum: {estimate}", file=sys.stderr)
+
+
+class StoredVectors:
+    """Memory-mapped vectors of n texts, float16."""
+
+    def __init__(self, folder: ShardFolder, name: str) -> None:
+        self.name = name  # hash of the texts and the encoder
+        self.shards = [shard.vectors for shard in folder]
+        self._ends = np.cumsum([len(vectors) for vectors in self.shards])
+        self._dim = folder.dimension
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the vectors of the texts at the positions ``rows``: (k,) int64 -> (k, d) float16, both on the CPU."""
+        numbers = rows.numpy()
+        found = np.empty((len(numbers), self._dim), dtype=np.float16)
+        shard_of = np.searchsorted(self._ends, numbers, side="right")
+        for shard in np.unique(shard_of).tolist():
+            chosen, vectors = shard_of == shard, self.shards[shard]
+            found[chosen] = vectors[numbers[chosen] - (self._ends[shard] - len(vectors))]
+        return torch.from_numpy(found)
+
+
+def training_vectors(
+    encoder: "DualEncoder", train_set: TrainSet, kind: str, group: Processes = ALONE, batch_tokens: int | None = None
+) -> StoredVectors:
+    """Return the float16 vectors of the queries or passages of a training set, in their order.
+
+    kind: ``query`` or ``passage``. The key of the cache is a hash of the texts and the encoder. Missing shards are encoded first;
+    each of W processes encodes every W-th shard. All processes must call this function. Raises InputError if a vector is not
+    finite in float16.
+    """
+    queries = train_set.queries
+
+    def read(start: int, stop: int) -> tuple[list[str], list[str]]:
+        rows = queries[start:stop]
+        return rows["id"], rows["text"]
+
+    texts = Texts.of_corpus(train_set.passages) if kind == "passage" else Texts("query", len(queries), read)
+    key = f"{encoder.fingerprint(kind)} {texts.fingerprint}"
+    name = hashlib.sha256(key.encode()).hexdigest()[:32]
+    folder = cache_folder() / f"{kind}_vectors" / name
+    # if another run encodes the same texts, process 0 waits for it
+    with waiting_lock(cache_folder() / "locks" / f"{name}.lock") if group.rank == 0 else nullcontext():
+        group.barrier()
+        encode_texts(
+            encoder, texts, folder, dtype="float16", batch_tokens=batch_tokens, rank=group.rank, world=group.world
+        )
+        group.barrier()
+    return StoredVectors(ShardFolder(folder, encoder.fingerprint(kind), texts.fingerprint), name)
 
 
 def encode(

@@ -1,33 +1,46 @@
 """Exact search by inner product, with the same result for every backend, device and shard size.
 
 Float32 matrix products round differently for every block size, thread count and device, so equal vectors can get unequal scores.
-Products therefore only select candidates: k + 32 passages for each query. The scores of the candidates are then computed in
-float64 and rounded to float32.
+Products therefore only select candidates: k + 32 passages for each query, with torch on the CPU or one GPU, or with faiss. The
+scores of the candidates are then computed in float64 and rounded to float32.
 
 One of the k best passages of a query may be missing from its candidates. If this cannot be excluded, the query is searched a
 second time, and every passage that could reach the k-th best score is scored in float64.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
 
 import numpy as np
+import torch
 from tqdm.auto import tqdm
 
 from contaccum.errors import InputError
-from contaccum.retrieval.devices import FaissGpuCandidates, TopRows, TorchCandidates, torch_device
-from contaccum.retrieval.faiss_library import load_faiss, may_use_gpu, row_blocks, search_gpus, top_of_block
+from contaccum.retrieval.faiss_library import (
+    CandidateSearch,
+    FaissGpuCandidates,
+    TopRows,
+    faiss_cpu_candidates,
+    load_faiss,
+    may_use_gpu,
+    row_blocks,
+    search_gpus,
+)
 from contaccum.retrieval.runs import ranked
 from contaccum.retrieval.shards import Shard, Shards, count_rows
+from contaccum.runtime.processes import encoding_device
 
 BACKENDS = ("auto", "faiss", "torch")
 SLACK = 32  # number of candidates in addition to k
-FEW = 16  # minimum number of rows that faiss returns for a query from one block, see ``_faiss_cpu_candidates``
 
 _PAIRS = 1024  # number of query-passage pairs scored at a time; their float64 vectors fit into the CPU's cache
 _CELLS = 2**20  # number of scores in one matrix product of the second search, to limit its memory
+_QUERIES = 1024  # number of queries in one matrix product of torch, to limit its memory
+_RESIDENT = 0.5  # maximum share of a GPU's free memory that the corpus may occupy between searches
 
-CandidateSearch = Callable[[np.ndarray, int], TopRows]
-"""Function that returns k candidates for each of the query vectors (n, d)."""
+Ranker = Callable[[np.ndarray, int], list[list[tuple[str, float]]]]
+"""Function that returns the k best passages of each query vector (n, d), sorted as in a run."""
 
 
 def exact_search(
@@ -35,9 +48,8 @@ def exact_search(
 ) -> list[list[tuple[str, float]]]:
     """Return the k passages with the largest inner products for each query, as (passage id, score), best first.
 
-    queries: (n, d) float32. candidates: result of ``find_candidates`` for the same shards. Memory holds k + 32 candidates per
-    query (about 50 bytes per candidate), the result, and one block of a shard. If faiss searches on GPUs, the GPUs hold the whole
-    index.
+    queries: (n, d) float32. candidates: finds candidates in the same shards. Memory holds k + 32 candidates per query (about 50
+    bytes per candidate), the result, and one block of a shard. If faiss searches on GPUs, the GPUs hold the whole index.
     """
     rows = count_rows(shards)
     if not rows or not len(queries):
@@ -124,55 +136,143 @@ def choose_backend(backend: str, device: str = "auto") -> str:
         if backend == "faiss":
             raise
         return "torch"
-    import torch
-
     only_torch = may_use_gpu(device) and torch.cuda.is_available() and not search_gpus(device)
     return "torch" if backend == "auto" and only_torch else "faiss"
 
 
-def find_candidates(shards: Shards, backend: str = "auto", device: str = "auto") -> CandidateSearch:
-    """Return a function that finds the candidates of queries in the shards.
+def exact_ranker(shards: Shards, backend: str = "auto", device: str = "auto") -> Ranker:
+    """Return a function that searches the shards exactly.
 
     device: device of the encoder, such as ``cpu`` or ``cuda:1``. ``auto`` uses a GPU if there is one. If faiss searches on GPUs,
     the corpus is copied to the GPUs here.
     """
     if choose_backend(backend, device) == "torch":
-        return TorchCandidates(shards, torch_device(device))
-    if search_gpus(device) and count_rows(shards):
-        return FaissGpuCandidates(shards, device)
-    return lambda queries, k: _faiss_cpu_candidates(queries, shards, k)
+        candidates: CandidateSearch = TorchCandidates(shards, torch_device(device))
+    elif search_gpus(device) and count_rows(shards):
+        candidates = FaissGpuCandidates(shards, search_gpus(device), TorchCandidates(shards, torch_device(device)))
+    else:
+        candidates = partial(faiss_cpu_candidates, shards)
+    return partial(exact_search, shards=shards, candidates=candidates)
 
 
-def _faiss_cpu_candidates(queries: np.ndarray, shards: Shards, k: int) -> TopRows:
-    """Find the k best rows of all shards with faiss on the CPU, block by block.
+def torch_device(device: str) -> torch.device:
+    """Return the device on which torch searches: a GPU if the encoder uses CUDA, else the CPU.
 
-    A later block usually contains few of the k best rows, so faiss returns only a few rows of each block. If all of them are
-    among the best rows of a query so far, this query is searched again for k rows of the block.
+    device: device of the encoder. ``auto`` means the GPU of this process, or the CPU if there is no GPU.
     """
-    best = np.empty((len(queries), 0), dtype=np.float32), np.empty((len(queries), 0), dtype=np.int64)
-    seen = 0
-    for shard in tqdm(shards, desc="search", unit="shard", total=len(shards), disable=None, leave=False):
-        for _, block in row_blocks(shard.vectors):
-            most = min(k, len(block))
-            few = min(most, FEW + 2 * k * len(block) // (seen + len(block)))
-            scores, rows = top_of_block(queries, block, few)
-            merged = _merge(best, (scores, rows + seen), k)
-            if few < most and len(unsure := np.flatnonzero(scores.min(axis=1) >= merged[0].min(axis=1))):
-                scores, rows = top_of_block(queries[unsure], block, most)
-                merged[0][unsure], merged[1][unsure] = _merge(
-                    (best[0][unsure], best[1][unsure]), (scores, rows + seen), k
-                )
-            best = merged
+    if device == "auto":
+        device = str(encoding_device(device))
+    return torch.device(device if device.startswith("cuda") else "cpu")
+
+
+class TorchCandidates:
+    """Search for candidates with torch.
+
+    The corpus is searched block by block. On a GPU, the next block is copied through pinned memory while the current block is
+    searched. A corpus that fits into half of the GPU's free memory stays on the GPU for later calls.
+    """
+
+    def __init__(self, shards: Shards, device: torch.device, *, resident: bool | None = None) -> None:
+        """resident: whether the corpus stays on the device after a search. None: only on a GPU with enough free memory."""
+        self._shards, self._device, self._resident = shards, device, resident
+        self._blocks: list[torch.Tensor] = []
+
+    def __call__(self, queries: np.ndarray, k: int) -> TopRows:
+        """Return scores and row numbers of k candidates for each query vector. ``queries`` is (n, d) float32."""
+        # training may have enabled TF32, whose rounding errors are larger than ``exact.py`` assumes
+        precision = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        try:
+            with torch.inference_mode(), torch.autocast(self._device.type, enabled=False):
+                scores, rows = self._search(torch.from_numpy(queries).to(self._device), k)
+        finally:
+            torch.set_float32_matmul_precision(precision)
+        return scores.cpu().numpy(), rows.cpu().numpy()
+
+    def _search(self, queries: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = queries.split(_QUERIES)
+        best = [(part.new_empty(len(part), 0), part.new_empty((len(part), 0), dtype=torch.int64)) for part in parts]
+        seen = 0
+        for block in self._blocks or self._load():  # (rows, d)
+            passages = block.float().T
+            for number, part in enumerate(parts):
+                scores, rows = torch.topk(part @ passages, min(k, len(block)), dim=1)
+                scores, rows = torch.cat([best[number][0], scores], 1), torch.cat([best[number][1], rows + seen], 1)
+                if scores.shape[1] > k:
+                    scores, chosen = torch.topk(scores, k, dim=1)
+                    rows = rows.gather(1, chosen)
+                best[number] = scores, rows
             seen += len(block)
-    return best
+        return torch.cat([scores for scores, _ in best]), torch.cat([rows for _, rows in best])
+
+    def _load(self) -> Iterator[torch.Tensor]:
+        """Copy the corpus to the device and yield its blocks, in the dtype of the shards. If ``_fits()``, keep the blocks."""
+        keep, blocks = self._fits(), []
+        for block in self._on_cpu() if self._device.type == "cpu" else self._through_pinned_memory():
+            if keep:
+                blocks.append(block)
+            yield block
+        self._blocks = blocks
+
+    def _fits(self) -> bool:
+        if self._resident is not None or self._device.type != "cuda":
+            return bool(self._resident)
+        torch.cuda.empty_cache()  # frees memory that the encoder no longer uses
+        vectors = self._shards[0].vectors if len(self._shards) else np.empty((0, 0))
+        size = count_rows(self._shards) * vectors.shape[1] * vectors.itemsize
+        return size <= _RESIDENT * torch.cuda.mem_get_info(self._device)[0]
+
+    def _numpy_blocks(self) -> Iterator[np.ndarray]:
+        for shard in self._shards:
+            yield from (block for _, block in row_blocks(shard.vectors, dtype=shard.vectors.dtype))
+
+    def _on_cpu(self) -> Iterator[torch.Tensor]:
+        for block in self._numpy_blocks():  # torch warns about read-only (memory-mapped) arrays, so they are copied
+            yield torch.from_numpy(block if block.flags.writeable else block.copy())
+
+    def _through_pinned_memory(self) -> Iterator[torch.Tensor]:
+        """Copy the blocks to the GPU through two pinned buffers, used in turn, and yield the copies.
+
+        The copy of the next block starts before a block is yielded.
+        """
+        cuda = self._device.type == "cuda"
+        stream = torch.cuda.Stream(self._device) if cuda else None
+        buffers: list[tuple[torch.Tensor, Any]] = []
+        waiting: tuple[torch.Tensor, Any] | None = None
+        for number, block in enumerate(self._numpy_blocks()):
+            if number < 2 or buffers[number % 2][0].numel() < block.size:
+                if number >= 2:
+                    _wait(buffers[number % 2][1])
+                buffer = torch.empty(block.size, dtype=torch.from_numpy(block[:0].copy()).dtype, pin_memory=cuda)
+                buffers[number % 2 : number % 2 + 1] = [(buffer, None)]  # append, or replace a smaller buffer
+            buffer, copied = buffers[number % 2]
+            _wait(copied)  # wait until the previous copy from this buffer to the GPU has finished
+            host = buffer[: block.size].view(block.shape)
+            host.numpy()[:] = block
+            with torch.cuda.stream(stream):  # has no effect if stream is None
+                target = torch.empty(block.shape, dtype=host.dtype, device=self._device)
+                target.copy_(host, non_blocking=True)
+                copied = stream.record_event() if stream else None
+            buffers[number % 2] = buffer, copied
+            if waiting is not None:
+                yield _ready(*waiting)
+            waiting = target, copied
+        if waiting is not None:
+            yield _ready(*waiting)
 
 
-def _merge(one: TopRows, other: TopRows, k: int) -> TopRows:
-    scores, rows = (np.concatenate(pair, axis=1) for pair in zip(one, other, strict=True))
-    if scores.shape[1] > k:
-        best = np.argpartition(scores, -k, axis=1)[:, -k:]
-        scores, rows = np.take_along_axis(scores, best, 1), np.take_along_axis(rows, best, 1)
-    return scores, rows
+def _wait(copied: Any) -> None:
+    if copied is not None:
+        copied.synchronize()
+
+
+def _ready(block: torch.Tensor, copied: Any) -> torch.Tensor:
+    """Make the current CUDA stream wait until a block is copied, and return the block. The CPU does not wait."""
+    if copied is not None:
+        current = torch.cuda.current_stream(block.device)
+        current.wait_event(copied)
+        block.record_stream(current)
+    return block
 
 
 def rescore(

@@ -1,18 +1,30 @@
-"""Import and describe faiss, and refuse strings that make faiss crash. Only this file imports faiss."""
+"""Import and describe faiss, find candidates with faiss, and refuse strings that make faiss crash.
+
+Only this file imports faiss.
+"""
 
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 import numpy as np
+from tqdm.auto import tqdm
 
 from contaccum.errors import InputError
+from contaccum.retrieval.shards import Shards, count_rows
 from contaccum.runtime.launch import local_place
 
+TopRows = tuple[np.ndarray, np.ndarray]
+"""Candidates of n queries, in any order: approximate scores (n, k) and row numbers (n, k)."""
+CandidateSearch = Callable[[np.ndarray, int], TopRows]
+"""Function that returns k candidates for each of the query vectors (n, d)."""
+
+FEW = 16  # minimum number of rows that faiss returns for a query from one block, see ``faiss_cpu_candidates``
 BLOCK = 32_768  # number of rows that are converted to float32 and passed to faiss at a time
 GPU_LIMIT = 2048  # maximum number of results that faiss returns for a query on a GPU
 LONGEST = 200  # maximum length of a factory string or of search parameters; faiss crashes on very long strings
@@ -99,6 +111,95 @@ def row_blocks(vectors: np.ndarray, *, dtype: Any = np.float32) -> Iterator[tupl
     """Divide a matrix into blocks of ``BLOCK`` rows. Yield the number of each block's first row, and the block as ``dtype``."""
     for start in range(0, len(vectors), BLOCK):
         yield start, np.ascontiguousarray(vectors[start : start + BLOCK], dtype=dtype)
+
+
+def faiss_cpu_candidates(shards: Shards, queries: np.ndarray, k: int) -> TopRows:
+    """Find the k best rows of all shards with faiss on the CPU, block by block.
+
+    A later block usually contains few of the k best rows, so faiss returns only a few rows of each block. If all of them are
+    among the best rows of a query so far, this query is searched again for k rows of the block.
+    """
+    best = np.empty((len(queries), 0), dtype=np.float32), np.empty((len(queries), 0), dtype=np.int64)
+    seen = 0
+    for shard in tqdm(shards, desc="search", unit="shard", total=len(shards), disable=None, leave=False):
+        for _, block in row_blocks(shard.vectors):
+            most = min(k, len(block))
+            few = min(most, FEW + 2 * k * len(block) // (seen + len(block)))
+            scores, rows = top_of_block(queries, block, few)
+            merged = _merge(best, (scores, rows + seen), k)
+            if few < most and len(unsure := np.flatnonzero(scores.min(axis=1) >= merged[0].min(axis=1))):
+                scores, rows = top_of_block(queries[unsure], block, most)
+                merged[0][unsure], merged[1][unsure] = _merge(
+                    (best[0][unsure], best[1][unsure]), (scores, rows + seen), k
+                )
+            best = merged
+            seen += len(block)
+    return best
+
+
+def _merge(one: TopRows, other: TopRows, k: int) -> TopRows:
+    scores, rows = (np.concatenate(pair, axis=1) for pair in zip(one, other, strict=True))
+    if scores.shape[1] > k:
+        best = np.argpartition(scores, -k, axis=1)[:, -k:]
+        scores, rows = np.take_along_axis(scores, best, 1), np.take_along_axis(rows, best, 1)
+    return scores, rows
+
+
+class FaissGpuCandidates:
+    """Search for candidates with faiss on GPUs, which together hold the whole corpus.
+
+    If faiss fails (too little memory, for example) or k is larger than ``GPU_LIMIT``, torch searches instead.
+    """
+
+    def __init__(self, shards: Shards, gpus: list[int], torch_candidates: CandidateSearch) -> None:
+        """Copy the corpus to the GPUs with the numbers ``gpus``."""
+        self._torch = torch_candidates
+        try:
+            self._index = flat_index_on_gpus(shards, gpus)
+        except RuntimeError as error:
+            self._fall_back_to_torch(error)
+
+    def __call__(self, queries: np.ndarray, k: int) -> TopRows:
+        """Return scores and row numbers of k candidates for each query vector. ``queries`` is (n, d) float32."""
+        if self._index is not None and k <= GPU_LIMIT:
+            try:
+                return self._index.search(np.ascontiguousarray(queries), k)
+            except RuntimeError as error:
+                self._fall_back_to_torch(error)
+        return self._torch(queries, k)
+
+    def _fall_back_to_torch(self, error: RuntimeError) -> None:
+        warnings.warn(f"faiss cannot search on the GPU ({reason_of(error)}); torch searches instead", stacklevel=3)
+        self._index = None  # frees the memory of the GPUs for torch
+
+
+def flat_index_on_gpus(shards: Shards, gpus: list[int]) -> Any:
+    """Build an exact faiss index of the corpus, divided among the GPUs. Each GPU gets consecutive rows.
+
+    Blocks are copied directly to the GPUs, without another copy of the corpus in CPU memory.
+    """
+    import torch
+
+    torch.cuda.empty_cache()  # faiss cannot use memory that torch has cached
+    faiss, width, rows = load_faiss(), shards[0].vectors.shape[1], count_rows(shards)
+    parts = []
+    for gpu in gpus:
+        config = faiss.GpuIndexFlatConfig()
+        config.device = gpu
+        parts.append(faiss.GpuIndexFlatIP(faiss.StandardGpuResources(), width, config))
+    size, seen = -(-rows // len(gpus)), 0
+    for shard in shards:
+        for _, block in row_blocks(shard.vectors):
+            while len(block):
+                taken = block[: size - seen % size]
+                parts[seen // size].add(taken)
+                block, seen = block[len(taken) :], seen + len(taken)
+    if len(parts) == 1:
+        return parts[0]
+    divided = faiss.IndexShards(width, True, True)  # search with threads; row numbers continue from GPU to GPU
+    for part in parts:
+        divided.add_shard(part)
+    return divided
 
 
 def check_factory(factory: str, dimension: int) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -12,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 from tqdm.auto import tqdm
 
 from contaccum.errors import InputError
@@ -189,9 +189,8 @@ class Index:
     def _gpu_copies(self, gpus: list[int]) -> Any:
         """Return the index divided among the GPUs, or the CPU index if faiss has no GPU version of it (such as HNSW)."""
         if self._on_gpus is None:
-            faiss, torch = load_faiss(), sys.modules.get("torch")
-            if torch is not None and torch.cuda.is_available():
-                torch.cuda.empty_cache()  # faiss cannot use memory that torch has cached
+            faiss = load_faiss()
+            torch.cuda.empty_cache()  # faiss cannot use memory that torch has cached
             options = faiss.GpuMultipleClonerOptions()
             options.shard = True
             try:

@@ -1,97 +1,145 @@
 """Mine hard negatives: search for the queries of a training set, filter the passages found, and write the examples.
 
 Queries are mined in blocks. Each of W processes mines every W-th block. Until the mining is finished, the folder
-``OUTPUT.mining`` contains two files for each finished block: its lines of the output, and its statistics. A restart mines only
-the other blocks.
+``OUTPUT.mining`` contains two files for each finished block: its lines of the output, and its statistics, with hashes. A restart
+mines only the missing and damaged blocks.
 """
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, concatenate_datasets
 from tqdm.auto import tqdm
 
 from contaccum.config.commands import DataPolicy, EncoderConfig, MineConfig, SearchConfig
 from contaccum.data.corpus import find_rows
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
-from contaccum.data.examples import ExampleTable
-from contaccum.data.tables import PASSAGE_COLUMNS, column_batches
+from contaccum.data.tables import PASSAGE_COLUMNS
 from contaccum.errors import InputError, refuse_input_as_output
-from contaccum.formats import Example, Passage, TeacherScores, content_id, record_line
+from contaccum.formats import Example, Passage, TeacherScores, record_line
 from contaccum.formats.training import Form, example_record, framed
-from contaccum.retrieval.blocks import SPREAD, BlockFolder, Statistics
 from contaccum.retrieval.encode import Texts
-from contaccum.retrieval.negatives import CrossEncoder, select_negatives
+from contaccum.retrieval.negatives import CrossEncoder, MiningQueries, select_negatives
 from contaccum.retrieval.retriever import DEFAULTS, Retriever
-from contaccum.runtime.files import remove_folder, sweep, whole_file, write_json
+from contaccum.runtime.files import read_json, remove_folder, sha256_of, sweep, whole_file, write_json
 from contaccum.runtime.locks import folder_lock
-from contaccum.runtime.processes import ALONE, Processes
+from contaccum.runtime.processes import ALONE, Processes, encoding_device
 
 FORMAT = "contaccum-mining"
 MINING = MineConfig()
+JOB = "job.json"
+SPREAD = ("mean", "min", "25%", "median", "75%", "max")
 
 
-class MiningQueries:
-    """Queries to mine negatives for, the corpus, and the passages that must not become negatives."""
+@dataclass
+class Statistics:
+    """Statistics of one mined block of queries, with hashes that reveal damaged files."""
 
-    def __init__(self, examples: ExampleTable, corpus: Dataset | None = None) -> None:
-        """corpus: passages that may become negatives (columns id, title, text). None: the passages of the examples."""
-        self.examples = examples
-        digest = hashlib.sha256()
-        ids: dict[str, None] = {}
-        # hash of a query's or positive's text, which no negative may have -> ids of the passages with this text
-        ids_of_text: dict[str, list[str]] = {}
-        # hash of a query text -> id of each positive -> hash of the positive's text
-        answers: dict[str, dict[str, str]] = {}
-        for query, positives, *_ in examples:
-            digest.update(json.dumps([query, *positives]).encode())
-            ids_of_text[_text_hash(query.text)] = []
-            own = answers.setdefault(_text_hash(query.text), {})
-            for passage in positives:
-                own[passage.id] = _text_hash(passage.content)
-                ids_of_text[own[passage.id]] = []
-                ids[passage.id] = None
-        self.fingerprint = digest.hexdigest()
-        self.corpus = examples.passages if corpus is None else corpus
-        self.extra = None if corpus is None else _missing(examples.passages, corpus, ids)
-        """Positives that ``corpus`` lacks, or None if there are none. They get scores but never become negatives."""
-        self.passages = self.corpus if self.extra is None else concatenate_datasets([self.corpus, self.extra])
-        """Passages of ``corpus``, followed by the passages of ``extra``."""
-        for batch in column_batches(self.passages, PASSAGE_COLUMNS):
-            for row in zip(*(batch[name] for name in PASSAGE_COLUMNS), strict=True):
-                passage = Passage(*row)
-                for key in {_text_hash(passage.content), _text_hash(passage.text)}:
-                    if key in ids_of_text:
-                        ids_of_text[key].append(passage.id)
-        self._ids_of_text, self._answers = ids_of_text, answers
+    job: str  # SHA-256 of ``BlockFolder.job``
+    block: int  # number of the block, from 0
+    lines: str = ""  # SHA-256 of the block's lines
+    short: int = 0  # number of queries that got fewer negatives than num_negatives
+    removed: dict[str, int] = field(default_factory=dict)  # filter name -> number of candidates that it removed
+    positives: list[float] = field(default_factory=list)  # lowest score of each query's positives
+    negatives: list[float] = field(default_factory=list)  # score of each negative
+    margins: list[float] = field(default_factory=list)  # lowest positive score of the query - score of each negative
+    sha256: str = ""  # SHA-256 of all other fields
 
-    def known(self, example: Example) -> set[str]:
-        """Return the ids of passages that must not become negatives of an example.
-
-        These are the positives of all queries with the same text, and all passages with the text of the query or of one of these
-        positives.
-        """
-        query = _text_hash(example.query.text)
-        answers = self._answers[query]
-        return set(answers).union(*(self._ids_of_text[key] for key in (query, *answers.values())))
+    def own_hash(self) -> str:
+        """Return the SHA-256 of all fields except ``sha256``."""
+        return _hash_of({**vars(self), "sha256": ""})
 
 
-def _missing(examples_corpus: Dataset, corpus: Dataset, ids: Collection[str]) -> Dataset | None:
-    """Return the passages of ``examples_corpus`` with the given ids that ``corpus`` lacks, or None if it lacks none."""
-    known = find_rows(corpus, ids)
-    rows = find_rows(examples_corpus, [key for key in ids if key not in known])
-    # copy the rows: to read a column after Dataset.select, datasets would read all rows of the table
-    return Dataset.from_dict(examples_corpus[sorted(rows.values())], features=corpus.features) if rows else None
+def _hash_of(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _text_hash(text: str) -> str:
-    return content_id("", text.strip())
+class BlockFolder:
+    """Folder with the blocks of one mining job. Several processes can write blocks at the same time."""
+
+    def __init__(self, folder: Path, job: dict[str, Any], count: int) -> None:
+        """job: settings and hashes that determine the content of the blocks. count: number of blocks."""
+        self.folder, self.job, self.count = folder, job, count
+        self.job_hash = _hash_of(job)
+
+    def claim(self) -> None:
+        """Raise InputError if the folder belongs to a different job. If the job file is missing or damaged, write it."""
+        sweep(self.folder)
+        try:
+            found = read_json(self.folder / JOB, dict[str, Any])
+        except InputError:  # missing or damaged; each block has the hash of its job, so the file can be written again
+            found = self.job
+            write_json(self.folder / JOB, self.job)
+        if changed := [name for name in self.job if found.get(name) != self.job[name]]:
+            raise InputError(
+                f"{self.folder}: contains an unfinished mining job that differs in {', '.join(changed)}. Use the settings "
+                "and data of that job, or delete the folder to start again."
+            )
+
+    def write(self, found: Statistics, lines: list[bytes]) -> None:
+        """Write the lines of a block, then its statistics. A block without statistics is unfinished."""
+        content = b"".join(lines)
+        with whole_file(self._lines(found.block)) as file:
+            file.write(content)
+        found.lines = hashlib.sha256(content).hexdigest()
+        found.sha256 = found.own_hash()
+        write_json(self._statistics(found.block), vars(found))
+
+    def is_finished(self, number: int) -> bool:
+        """Return whether a block is finished. If the block is damaged or belongs to a different job, warn and return False."""
+        path = self._statistics(number)
+        if not path.exists():
+            return False
+        try:
+            found: Statistics = read_json(path, Statistics)
+            usable = (found.job, found.block, found.sha256) == (self.job_hash, number, found.own_hash())
+            usable = usable and sha256_of(self._lines(number)) == found.lines
+        except (InputError, OSError):
+            usable = False
+        if not usable:
+            warnings.warn(
+                f"{path}: block {number} is damaged or belongs to a different job; it is mined again", stacklevel=2
+            )
+        return usable
+
+    def lines(self) -> Iterator[bytes]:
+        """Yield the lines of all blocks in order."""
+        for number in range(self.count):
+            yield from self._lines(number).read_bytes().splitlines(True)
+
+    def report(self) -> dict[str, Any]:
+        """Combine the statistics of all blocks into one report."""
+        blocks: list[Statistics] = [read_json(self._statistics(number), Statistics) for number in range(self.count)]
+        removed: Counter[str] = Counter()
+        for block in blocks:
+            removed.update(block.removed)
+        names = ("positives", "negatives", "margins")
+        values = {name: np.array([value for block in blocks for value in getattr(block, name)]) for name in names}
+        return {
+            "queries": len(values["positives"]),
+            "negatives": len(values["negatives"]),
+            "queries_with_fewer": sum(block.short for block in blocks),
+            "removed": dict(removed),
+            "scores": {name: _spread(found) for name, found in values.items() if len(found)},
+        }
+
+    def _lines(self, number: int) -> Path:
+        return self.folder / f"{number:05d}.lines"
+
+    def _statistics(self, number: int) -> Path:
+        return self.folder / f"{number:05d}.json"
+
+
+def _spread(values: np.ndarray) -> dict[str, float]:
+    numbers = values.mean(), *np.percentile(values, [0, 25, 50, 75, 100])
+    return {name: float(value) for name, value in zip(SPREAD, numbers, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -191,8 +239,6 @@ def mine(
     negatives (a BEIR folder or name, a corpus.jsonl or a passages TSV); None: the passages of ``data``. group: processes that
     share the work. All of them must call this function.
     """
-    from contaccum.runtime.processes import encoding_device
-
     mining.check()
     if group.is_main:
         _sweep_next_to(Path(output))
@@ -223,12 +269,18 @@ def write_mined(
     Raises InputError if the folder ``<output>.mining`` has an unfinished job with other settings or data.
     """
     output = Path(output)
-    blocks = BlockFolder(_work_folder(output), mining.job(), len(_starts(mining)))
+    starts = range(0, len(mining.queries.examples), mining.settings.block_size)
+    blocks = BlockFolder(_work_folder(output), mining.job(), len(starts))
     with folder_lock(blocks.folder) if group.is_main else nullcontext():
         if group.is_main:
             blocks.claim()
         group.barrier()
-        _mine_blocks(mining, blocks, group)
+        with tqdm(total=starts.stop, desc="mining", unit="query", disable=None) as bar:
+            for number, start in enumerate(starts):
+                if number % group.world == group.rank and not blocks.is_finished(number):
+                    found = Statistics(blocks.job_hash, number)
+                    blocks.write(found, mining.block(start, found))
+                bar.update(min(starts.step, starts.stop - start))
         group.barrier()
         report: dict[str, Any] = {}
         if group.is_main:
@@ -256,21 +308,6 @@ def _sweep_next_to(output: Path) -> None:
 def about_path(output: str | Path) -> Path:
     """Return the path of the report of an output file: ``mined.about.json`` for ``mined.jsonl``."""
     return Path(output).with_suffix(".about.json")
-
-
-def _mine_blocks(mining: Mining, blocks: BlockFolder, group: Processes) -> None:
-    """Mine the blocks of this process that are not finished yet."""
-    starts = _starts(mining)
-    with tqdm(total=starts.stop, desc="mining", unit="query", disable=None) as bar:
-        for number, start in enumerate(starts):
-            if number % group.world == group.rank and not blocks.is_finished(number):
-                found = Statistics(blocks.job_hash, number)
-                blocks.write(found, mining.block(start, found))
-            bar.update(min(starts.step, starts.stop - start))
-
-
-def _starts(mining: Mining) -> range:
-    return range(0, len(mining.queries.examples), mining.settings.block_size)
 
 
 def render_mined(report: Mapping[str, Any], output: str | Path) -> str:

@@ -1,13 +1,77 @@
-"""Select the hard negatives of a query among its candidates, and score candidates with a cross-encoder."""
+"""Choose the hard negatives of a query: passages that cannot be negatives, filters by score, and cross-encoder scores."""
 
 import hashlib
+import json
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from datasets import Dataset, concatenate_datasets
 
 from contaccum.config.commands import MineConfig
+from contaccum.data.corpus import find_rows
+from contaccum.data.examples import ExampleTable
+from contaccum.data.tables import PASSAGE_COLUMNS, column_batches
 from contaccum.errors import InputError
+from contaccum.formats import Example, Passage, content_id
+
+
+class MiningQueries:
+    """Queries to mine negatives for, the corpus, and the passages that must not become negatives."""
+
+    def __init__(self, examples: ExampleTable, corpus: Dataset | None = None) -> None:
+        """corpus: passages that may become negatives (columns id, title, text). None: the passages of the examples."""
+        self.examples = examples
+        digest = hashlib.sha256()
+        ids: dict[str, None] = {}
+        # hash of a query's or positive's text, which no negative may have -> ids of the passages with this text
+        ids_of_text: dict[str, list[str]] = {}
+        # hash of a query text -> id of each positive -> hash of the positive's text
+        answers: dict[str, dict[str, str]] = {}
+        for query, positives, *_ in examples:
+            digest.update(json.dumps([query, *positives]).encode())
+            ids_of_text[_text_hash(query.text)] = []
+            own = answers.setdefault(_text_hash(query.text), {})
+            for passage in positives:
+                own[passage.id] = _text_hash(passage.content)
+                ids_of_text[own[passage.id]] = []
+                ids[passage.id] = None
+        self.fingerprint = digest.hexdigest()
+        self.corpus = examples.passages if corpus is None else corpus
+        self.extra = None if corpus is None else _missing(examples.passages, corpus, ids)
+        """Positives that ``corpus`` lacks, or None if there are none. They get scores but never become negatives."""
+        self.passages = self.corpus if self.extra is None else concatenate_datasets([self.corpus, self.extra])
+        """Passages of ``corpus``, followed by the passages of ``extra``."""
+        for batch in column_batches(self.passages, PASSAGE_COLUMNS):
+            for row in zip(*(batch[name] for name in PASSAGE_COLUMNS), strict=True):
+                passage = Passage(*row)
+                for key in {_text_hash(passage.content), _text_hash(passage.text)}:
+                    if key in ids_of_text:
+                        ids_of_text[key].append(passage.id)
+        self._ids_of_text, self._answers = ids_of_text, answers
+
+    def known(self, example: Example) -> set[str]:
+        """Return the ids of passages that must not become negatives of an example.
+
+        These are the positives of all queries with the same text, and all passages with the text of the query or of one of these
+        positives.
+        """
+        query = _text_hash(example.query.text)
+        answers = self._answers[query]
+        return set(answers).union(*(self._ids_of_text[key] for key in (query, *answers.values())))
+
+
+def _missing(examples_corpus: Dataset, corpus: Dataset, ids: Collection[str]) -> Dataset | None:
+    """Return the passages of ``examples_corpus`` with the given ids that ``corpus`` lacks, or None if it lacks none."""
+    known = find_rows(corpus, ids)
+    rows = find_rows(examples_corpus, [key for key in ids if key not in known])
+    # copy the rows: to read a column after Dataset.select, datasets would read all rows of the table
+    return Dataset.from_dict(examples_corpus[sorted(rows.values())], features=corpus.features) if rows else None
+
+
+def _text_hash(text: str) -> str:
+    return content_id("", text.strip())
 
 
 class Selection(NamedTuple):

@@ -2,28 +2,27 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from datasets import Dataset
 from tqdm.auto import tqdm
 
 from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.errors import InputError, refuse_input_as_output, require_utf8
 from contaccum.retrieval.encode import Texts, encode_in_memory, passage_shards
-from contaccum.retrieval.exact import exact_search, find_candidates, rescore
+from contaccum.retrieval.exact import Ranker, exact_ranker, rescore
 from contaccum.retrieval.index import Index, Origin
 from contaccum.retrieval.runs import RankedPassage, Run, ranked, read_passages, refuse_unwritable_ids, write_run
 from contaccum.retrieval.shards import Shard, Shards, refuse_infinite
 from contaccum.runtime.processes import ALONE, Processes
 
 if TYPE_CHECKING:
-    from datasets import Dataset
-
     from contaccum.encoder import DualEncoder
 
 BM25_NAME = "bm25"
@@ -34,8 +33,6 @@ DEFAULTS = SearchConfig()
 
 Scored = tuple[list[tuple[str, float]], np.ndarray]
 """Best passages of a query, as (passage id, score), and scores of its P positives, (P,) float32."""
-Ranker = Callable[[np.ndarray, int], list[list[tuple[str, float]]]]
-"""Function that returns the k best passages of each query vector (n, d), sorted as in a run."""
 
 
 class Retriever(ABC):
@@ -47,12 +44,12 @@ class Retriever(ABC):
     @staticmethod
     def open(
         model: "EncoderConfig | DualEncoder | str",
-        corpus: "Dataset",
+        corpus: Dataset,
         settings: SearchConfig = DEFAULTS,
         group: Processes = ALONE,
         *,
         mining: bool = False,
-        extra: "Dataset | None" = None,
+        extra: Dataset | None = None,
     ) -> "Retriever":
         """Load the model, then encode or index the corpus (columns id, title, text).
 
@@ -76,8 +73,7 @@ class Retriever(ABC):
         shards = passage_shards(encoder, corpus, settings, group, whole=mining) if exact or mining else []
         extras = [] if extra is None else [encode_in_memory(encoder, Texts.of_corpus(extra), settings.batch_tokens)]
         if exact:
-            candidates = find_candidates(shards, settings.backend, str(encoder.device))
-            rank: Ranker = partial(exact_search, shards=shards, candidates=candidates)
+            rank = exact_ranker(shards, settings.backend, str(encoder.device))
         else:
             rank = index_ranker(_open_index(encoder, corpus, settings, shards), shards if mining else None)
         return DenseRetriever(encoder, settings, group, shards, extras, rank)
@@ -156,7 +152,7 @@ class BM25(Retriever):
     arXiv 2407.03618.
     """
 
-    def __init__(self, corpus: "Dataset", extra: "Dataset | None" = None) -> None:
+    def __init__(self, corpus: Dataset, extra: Dataset | None = None) -> None:
         """extra: passages that can be scored as positives but are never returned. The word statistics include them."""
         import bm25s  # the import takes a quarter of a second
 
@@ -228,8 +224,7 @@ def search_vectors(
         )
     refuse_infinite("query", query_ids, query_vectors)
     if settings.factory == "Flat":
-        candidates = find_candidates(shards, settings.backend, device)
-        rank: Ranker = partial(exact_search, shards=shards, candidates=candidates)
+        rank = exact_ranker(shards, settings.backend, device)
     else:
         index = Index.build(shards, Origin(settings.factory, settings.seed))
         index.device = device
@@ -290,7 +285,7 @@ def index_settings(settings: SearchConfig) -> dict[str, Any]:
     return {"factory": settings.factory, "search_params": settings.search_params, "index_seed": settings.seed}
 
 
-def _open_index(encoder: "DualEncoder", corpus: "Dataset", settings: SearchConfig, shards: Shards) -> Index:
+def _open_index(encoder: "DualEncoder", corpus: Dataset, settings: SearchConfig, shards: Shards) -> Index:
     """Load the saved index of the corpus, or build it from ``shards``. If ``shards`` is empty, encode the corpus to build it."""
     made_from: dict[str, str] = {}
     if settings.index_dir is not None:

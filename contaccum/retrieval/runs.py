@@ -8,16 +8,16 @@ with a smaller k.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 from unicodedata import combining, east_asian_width
 
+from datasets import Dataset
+
+from contaccum.data.corpus import find_rows
 from contaccum.data.tables import column_batches
 from contaccum.errors import InputError
 from contaccum.formats import SourceLocation, numbered_lines
 from contaccum.runtime.files import whole_file
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 Run = dict[str, list[tuple[str, float]]]
 """Query id -> list of (passage id, score), best first."""
@@ -46,7 +46,7 @@ def write_run(path: str | Path, run: Run, tag: str = "contaccum") -> None:
                 file.write(f"{query_id} Q0 {passage_id} {rank} {float(score)!r} {tag}\n".encode())
 
 
-def refuse_unwritable_ids(path: str | Path, queries: Iterable[str], corpus: "Dataset") -> None:
+def refuse_unwritable_ids(path: str | Path, queries: Iterable[str], corpus: Dataset) -> None:
     """Raise InputError if a query id or a passage id is not allowed in a TREC run file. This check runs before the search."""
     batches = (batch["id"] for batch in column_batches(corpus, ["id"]))
     for what, ids in [("query id", list(queries)), *(("passage id", ids) for ids in batches)]:
@@ -99,7 +99,7 @@ class RankedPassage(NamedTuple):
     text: str
 
 
-def read_passages(corpus: "Dataset", ranking: Sequence[tuple[str, float]]) -> list[RankedPassage]:
+def read_passages(corpus: Dataset, ranking: Sequence[tuple[str, float]]) -> list[RankedPassage]:
     """Read the title and the text of each passage of a ranking. Return the passages in the order of the ranking."""
     rows = rows_of(corpus, {passage_id for passage_id, _ in ranking})
     read = corpus[[rows[passage_id] for passage_id, _ in ranking]]
@@ -109,10 +109,8 @@ def read_passages(corpus: "Dataset", ranking: Sequence[tuple[str, float]]) -> li
     ]
 
 
-def rows_of(corpus: "Dataset", ids: set[str]) -> dict[str, int]:
+def rows_of(corpus: Dataset, ids: set[str]) -> dict[str, int]:
     """Return the row number of each passage id in the corpus. Raises InputError if the corpus lacks an id."""
-    from contaccum.data.corpus import find_rows  # imports datasets, which takes a second
-
     rows = find_rows(corpus, ids)
     if missing := sorted(ids - rows.keys()):
         raise InputError(

@@ -1,22 +1,24 @@
 """Write and read embedding shards: files of vectors and ids, and one manifest for all shards of a folder.
 
 The files of shard 0 are ``00000.npy`` (vectors), ``00000.ids.json`` (list of ids) and ``00000.shard.json`` (record: sizes,
-SHA-256 and the encoding job). In the format parquet, ``00000.parquet`` contains ids and vectors. ``manifest.json`` is written
-when all shards have a record. Several processes can write one folder without communication, because the records show which
-shards are finished. A search reads only the manifest.
+SHA-256 and the encoding job). In the format parquet, which databases and data-frame libraries can read, ``00000.parquet`` has
+the columns ``id`` (string), ``text`` (string, only on request) and ``embedding`` (fixed-size list of float16 or float32).
+``manifest.json`` is written when all shards have a record. Several processes can write one folder without communication, because
+the records show which shards are finished. A search reads only the manifest.
 """
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
 from contaccum.errors import InputError
-from contaccum.retrieval.parquet import read_parquet, write_parquet
 from contaccum.runtime.files import read_json, sha256_of, whole_file, write_json, write_text
 
 FORMAT = "contaccum-embeddings"
@@ -37,12 +39,8 @@ class Shard(NamedTuple):
     texts: Sequence[str] | None = None  # n texts, or None if texts are not written
 
 
-class Shards(Protocol):
-    """Sequence of shards, either a list in memory or a ShardFolder."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, number: int, /) -> Shard: ...
-    def __iter__(self) -> Iterator[Shard]: ...
+Shards = Sequence[Shard]
+"""Shards in memory, or a ShardFolder."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,6 @@ class _Manifest(_JobFile):
     shards: list[ShardRecord]
 
     def __post_init__(self) -> None:
-        """Raise ValueError if this is not the manifest of embeddings."""
         if self.format != FORMAT:
             raise ValueError(f"found format {self.format!r}; a manifest of embeddings has {FORMAT!r}")
 
@@ -138,10 +135,7 @@ def _names(number: int, job: EncodingJob) -> tuple[str, str]:
 
 
 def check_folder(folder: Path, job: EncodingJob) -> None:
-    """Raise InputError if the folder contains embeddings of a different job, or files that are not embeddings.
-
-    The folder may be missing.
-    """
+    """Raise InputError if an existing folder contains embeddings of a different job, or files that are not embeddings."""
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder}: is a file; expected a folder for embeddings")
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -196,7 +190,7 @@ def write_shard(folder: Path, number: int, job: EncodingJob, shard: Shard) -> No
     names = _names(number, job)
     with whole_file(folder / names[0]) as file:
         if job.format == "parquet":
-            write_parquet(file, shard._replace(vectors=vectors))
+            _write_parquet(file, shard._replace(vectors=vectors))
         else:
             np.save(file, vectors, allow_pickle=False)
     if job.format == "npy":
@@ -206,6 +200,36 @@ def write_shard(folder: Path, number: int, job: EncodingJob, shard: Shard) -> No
         record.bytes[part] = (folder / name).stat().st_size
         record.sha256[part] = sha256_of(folder / name)
     write_json(folder / f"{number:05d}.shard.json", {"job": asdict(job), "shard": asdict(record)})
+
+
+def _write_parquet(file: BinaryIO, shard: Shard) -> None:
+    """Write a shard. The column ``text`` is written if the shard has texts."""
+    values = pa.array(np.ascontiguousarray(shard.vectors).reshape(-1))
+    columns = {"id": pa.array(shard.ids, pa.string())}
+    columns |= {} if shard.texts is None else {"text": pa.array(shard.texts, pa.string())}
+    columns["embedding"] = pa.FixedSizeListArray.from_arrays(values, shard.vectors.shape[1])
+    pq.write_table(pa.table(columns), file, use_dictionary=False)  # if all values differ, a dictionary takes more space
+
+
+def _read_parquet(path: Path, rows: int, dimension: int, dtype: str) -> tuple[list[str], np.ndarray]:
+    """Return the ids and the vectors (rows, dimension) of a file that ``_write_parquet`` wrote.
+
+    Raises InputError if this is not a Parquet file, or if its columns, types or sizes are wrong.
+    """
+    kind = pa.list_(pa.from_numpy_dtype(dtype), dimension)
+    expected = f"{rows} rows with the columns id (string) and embedding ({dtype}, {dimension} numbers)"
+    try:
+        with pq.ParquetFile(path) as file:
+            found = {field.name: field.type for field in file.schema_arrow}
+            if (file.metadata.num_rows, found.get("id"), found.get("embedding")) != (rows, pa.string(), kind):
+                raise InputError(
+                    f"{path}: has {file.metadata.num_rows} rows with the columns {found}; expected {expected}"
+                )
+            table = file.read(["id", "embedding"])
+    except (pa.ArrowException, OSError) as error:
+        raise InputError(f"{path}: not a Parquet file ({error}); expected {expected}") from error
+    vectors = table["embedding"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+    return table["id"].to_pylist(), vectors.reshape(rows, dimension)
 
 
 def damage(folder: Path, record: ShardRecord) -> str | None:
@@ -246,7 +270,7 @@ def write_manifest(folder: Path, job: EncodingJob) -> bool:
     return True
 
 
-class ShardFolder:
+class ShardFolder(Sequence[Shard]):
     """Shards of a finished folder. The hashes of a shard are checked when the shard is first read.
 
     Vectors in .npy files are memory-mapped. A Parquet file is read into memory at each access to its shard. encoder, source:
@@ -294,14 +318,11 @@ class ShardFolder:
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def __iter__(self) -> Iterator[Shard]:
-        return (self[index] for index in range(len(self)))
-
     @property
     def rows(self) -> int:
         return sum(self._records[number].rows for number in self._numbers)
 
-    def __getitem__(self, index: int) -> Shard:
+    def __getitem__(self, index: int) -> Shard:  # type: ignore[override]
         number = self._numbers[index]
         record = self._records[number]
         if number not in self._checked:
@@ -310,7 +331,7 @@ class ShardFolder:
             self._checked.add(number)
         path, shape = self.folder / record.vectors, (record.rows, self.dimension)
         if self.job.format == "parquet":
-            return Shard(*read_parquet(path, *shape, self.job.dtype))
+            return Shard(*_read_parquet(path, *shape, self.job.dtype))
         try:
             vectors = np.load(path, mmap_mode="r", allow_pickle=False)
         except ValueError as error:

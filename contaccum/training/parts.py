@@ -32,7 +32,7 @@ from contaccum.methods.bank import Bank, BankOptions
 from contaccum.methods.loss import InfoNCE
 from contaccum.methods.masking import Guide, PairRules
 from contaccum.methods.objective import Distillation, Matryoshka, MatryoshkaBank, Objective
-from contaccum.retrieval.query_vectors import passage_vectors, query_vectors
+from contaccum.retrieval.encode import training_vectors
 from contaccum.runtime.engine import Engine
 from contaccum.runtime.files import read_json
 from contaccum.runtime.processes import torch_dtype
@@ -149,8 +149,10 @@ def build_batches(
         query_tokens = _tokens(train_set, "query", settings, query)
         passage_tokens = _tokens(train_set, "passage", settings, passage)
     order, fill, tokens = config.batch.order, data.fill_negatives, config.run.eval_batch_tokens
-    near = query_vectors(_untrained_encoder(config, engine), train_set, engine, tokens) if order == "near" else None
-    vectors = None if near is None else np.concatenate(near.shards)
+    vectors = None
+    if order == "near":
+        encoder = _untrained_encoder(config, engine)
+        vectors = np.concatenate(training_vectors(encoder, train_set, "query", engine, tokens).shards)
     form_of_step = size, data.hard_negatives, data.mixture_batches, fill, order, vectors
     sampler = make_sampler(train_set, config.seed, *form_of_step)
     return BatchSource(train_set, sampler, query_tokens, passage_tokens, form)
@@ -187,7 +189,7 @@ def build_rules(config: TrainConfig, engine: Engine, train_set: TrainSet | Strea
             trusted = config.model.trust_remote_code
             encoder = DualEncoder.load(loss.guide, device=engine.device, trust_remote_code=trusted)
         tokens = config.run.eval_batch_tokens
-        guide = Guide(*(each(encoder, train_set, engine, tokens) for each in (query_vectors, passage_vectors)))
+        guide = Guide(*(training_vectors(encoder, train_set, kind, engine, tokens) for kind in ("query", "passage")))
         names = f"{guide.queries.name} {guide.passages.name}"
         key = f"margin {loss.guide_margin} {loss.margin_strategy} guide {names}"
         rules = replace(rules, margin=loss.guide_margin, guide=guide, key=key)

@@ -18,10 +18,10 @@ from word_encoder import WordEncoder
 from contaccum.config.commands import EncoderConfig, MineConfig
 from contaccum.errors import InputError
 from contaccum.retrieval import mine as mine_module
-from contaccum.retrieval.blocks import Statistics
 from contaccum.retrieval.encode import Texts, encode_texts
 from contaccum.retrieval.index import Index, Origin
-from contaccum.retrieval.mine import Mining, MiningQueries, mine, write_mined
+from contaccum.retrieval.mine import Mining, Statistics, mine, write_mined
+from contaccum.retrieval.negatives import MiningQueries
 from contaccum.retrieval.retriever import BM25
 from contaccum.retrieval.shards import Shard
 from contaccum.runtime.files import is_leftover, read_json, write_json

@@ -13,7 +13,7 @@ from word_encoder import WordEncoder
 
 from contaccum.config.commands import SearchConfig
 from contaccum.errors import InputError
-from contaccum.retrieval import devices, exact, faiss_library
+from contaccum.retrieval import exact, faiss_library
 from contaccum.retrieval import index as index_module
 from contaccum.retrieval.index import Index, Origin
 from contaccum.retrieval.retriever import Retriever, index_ranker
@@ -245,7 +245,7 @@ def test_torch_stays_off_a_gpu_beside_an_encoder_on_the_cpu(monkeypatch):
         "MASTER_PORT": 29500,
     }.items():
         monkeypatch.setenv(name, str(value))
-    places = {device: str(devices.torch_device(device)) for device in ("cpu", "mps", "cuda:0", "auto")}
+    places = {device: str(exact.torch_device(device)) for device in ("cpu", "mps", "cuda:0", "auto")}
     assert places == {"cpu": "cpu", "mps": "cpu", "cuda:0": "cuda:0", "auto": "cuda:1"}
     assert [exact.choose_backend("auto", device) for device in ("cpu", "auto")] == ["faiss", "torch"]
     assert search(NAMES, QUERIES, shards(), 5, backend="torch", device="cpu").keys() == set(NAMES)
@@ -320,7 +320,7 @@ def test_exact_search_goes_on_in_torch_when_faiss_fails_on_the_gpu(gpu_calls, mo
     expected = search(NAMES, QUERIES, shards(), 5, backend="torch", device="cpu")
     monkeypatch.setattr(faiss_library, "gpu_count", lambda: 1)
     monkeypatch.setattr(faiss, "GpuIndexFlatIP", flat)
-    monkeypatch.setattr(devices, "torch_device", lambda device: torch.device("cpu"))
+    monkeypatch.setattr(exact, "torch_device", lambda device: torch.device("cpu"))
     with pytest.warns(UserWarning, match=r"faiss cannot search on the GPU \(out of memory\); torch searches instead"):
         assert search(NAMES, QUERIES, shards(), 5) == expected
 
@@ -332,7 +332,7 @@ def test_every_row_is_on_one_gpu_and_keeps_its_number(gpu_calls, rows):
         Shard([str(n) for n in range(at, min(rows, at + 40_000))], vectors[at : at + 40_000])
         for at in range(0, rows, 40_000)
     ]
-    divided = devices.flat_index_on_gpus(cut, [0, 1])
+    divided = faiss_library.flat_index_on_gpus(cut, [0, 1])
     whole = faiss_library.load_faiss().IndexFlatIP(8)
     whole.add(vectors)
     np.testing.assert_array_equal(divided.search(vectors[-3:], 1)[1], whole.search(vectors[-3:], 1)[1])
@@ -341,7 +341,7 @@ def test_every_row_is_on_one_gpu_and_keeps_its_number(gpu_calls, rows):
 
 def resident_search(queries: np.ndarray, cut: list[Shard], k: int, pinned: bool, calls: int = 2) -> list[set[int]]:
     """Search as on a GPU, on the CPU: through the two buffers, and from the blocks that stay on the device."""
-    candidates = devices.TorchCandidates(cut, torch.device("cpu"), resident=True)
+    candidates = exact.TorchCandidates(cut, torch.device("cpu"), resident=True)
     if pinned:
         candidates._on_cpu = candidates._through_pinned_memory
     for _ in range(calls):
@@ -363,7 +363,7 @@ def resident_search(queries: np.ndarray, cut: list[Shard], k: int, pinned: bool,
 def test_blocks_that_pass_through_two_buffers_are_searched_in_order(monkeypatch, pinned, sizes, dtype, k):
     """Shards of different sizes need new buffers; a buffer that is reused too early would mix blocks."""
     monkeypatch.setattr(faiss_library, "BLOCK", 64)
-    monkeypatch.setattr(devices, "_QUERIES", 3)
+    monkeypatch.setattr(exact, "_QUERIES", 3)
     generator, cut = np.random.default_rng(7), []
     for number, size in enumerate(sizes):
         vectors = generator.standard_normal((size, 16)).astype(dtype)
@@ -381,8 +381,8 @@ def test_a_corpus_stays_on_the_gpu_only_if_half_of_the_free_memory_holds_it(monk
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     for free, stays in ((12_800, True), (12_799, False)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 10**12))
-        assert devices.TorchCandidates(cut, torch.device("cuda:0"))._fits() == stays
-    assert not devices.TorchCandidates(cut, torch.device("cpu"))._fits()
+        assert exact.TorchCandidates(cut, torch.device("cuda:0"))._fits() == stays
+    assert not exact.TorchCandidates(cut, torch.device("cpu"))._fits()
 
 
 PEAK = """

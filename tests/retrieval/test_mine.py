@@ -24,9 +24,8 @@ from contaccum.config.commands import EncoderConfig, MineConfig, SearchConfig
 from contaccum.data.commands import convert
 from contaccum.encoder import EncoderSettings, tiny_tower
 from contaccum.errors import InputError
-from contaccum.retrieval.blocks import Statistics
-from contaccum.retrieval.mine import Mining, MiningQueries, about_path, mine, write_mined
-from contaccum.retrieval.negatives import CrossEncoder, select_negatives
+from contaccum.retrieval.mine import Mining, Statistics, about_path, mine, write_mined
+from contaccum.retrieval.negatives import CrossEncoder, MiningQueries, select_negatives
 from contaccum.retrieval.retriever import BM25, Retriever
 from contaccum.runtime.files import read_json, write_json
 

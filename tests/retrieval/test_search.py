@@ -72,14 +72,16 @@ def test_search_differs_when_one_vector_differs(backend):
 
 def asked(order: np.ndarray, queries: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """How many queries asked each block for how many rows, in a search over shards of 100."""
-    calls = []
+    calls, plain = [], faiss_library.top_of_block
 
     def top(some, block, k):
         calls.append((len(some), k))
-        return faiss_library.top_of_block(some, block, k)
+        return plain(some, block, k)
 
-    monkeypatch.setattr(exact, "top_of_block", top)
-    assert search(names(len(queries)), queries, cut(order, 100), 10, backend="faiss") == obvious(queries, order, 10)
+    with monkeypatch.context() as patch:
+        patch.setattr(faiss_library, "top_of_block", top)
+        run = search(names(len(queries)), queries, cut(order, 100), 10, backend="faiss")
+    assert run == obvious(queries, order, 10)
     return calls
 
 
@@ -156,7 +158,7 @@ def test_any_corpus_of_few_distinct_vectors_is_ranked_as_the_obvious_sort_does(r
 @pytest.mark.parametrize("backend", ["faiss", "torch"])
 def test_blocks_smaller_than_a_shard_change_nothing(backend, monkeypatch):
     vectors, queries = made(300), made(1100, seed=1)
-    monkeypatch.setattr(exact, "row_blocks", lambda v: ((s, v[s : s + 16]) for s in range(0, len(v), 16)))
+    monkeypatch.setattr(faiss_library, "BLOCK", 16)
     assert search(names(1100), queries, cut(vectors, 90), 40, backend=backend) == obvious(queries, vectors, 40)
 
 

@@ -1,4 +1,4 @@
-"""Vectors of the training queries: encoded once, in the order of the training set."""
+"""Vectors of training queries and passages: encoded once, in the order of the training set."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,8 @@ from opened import open_train_set
 from word_encoder import WordEncoder
 
 from contaccum.errors import InputError
-from contaccum.retrieval import encode, query_vectors
+from contaccum.retrieval import encode
+from contaccum.retrieval.encode import training_vectors
 from contaccum.runtime.files import cache_folder
 
 
@@ -16,28 +17,28 @@ from contaccum.runtime.files import cache_folder
 def train_set(tmp_path, monkeypatch):
     monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path / "cache"))
     plain = encode.encode_texts
-    monkeypatch.setattr(query_vectors, "encode_texts", lambda *given, **more: plain(*given, **more, shard_size=7))
+    monkeypatch.setattr(encode, "encode_texts", lambda *given, **more: plain(*given, **more, shard_size=7))
     return open_train_set(write_beir(tmp_path / "data"), hard_negatives=1)
 
 
 def test_vectors_are_those_of_the_encoder_and_are_encoded_once(train_set):
     encoder = WordEncoder()
-    vectors = query_vectors.query_vectors(encoder, train_set)
+    vectors = training_vectors(encoder, train_set, "query")
     assert encoder.seen == sum(map(len, vectors.shards)) == 40
     wanted = WordEncoder().encode_queries(train_set.queries["text"]).astype(np.float16)
     assert np.array_equal(np.concatenate(vectors.shards), wanted)
     again = WordEncoder()
-    assert np.array_equal(np.concatenate(query_vectors.query_vectors(again, train_set).shards), wanted)
+    assert np.array_equal(np.concatenate(training_vectors(again, train_set, "query").shards), wanted)
     assert again.seen == 0
     other = WordEncoder(name="other")
-    query_vectors.query_vectors(other, train_set)
+    training_vectors(other, train_set, "query")
     assert other.seen == 40  # another encoder has other vectors
 
 
 def test_rows_of_the_vectors_are_read_from_the_disk(train_set):
     """Any rows, in any order, from all shards. The shards are mapped into memory."""
     encoder = WordEncoder()
-    vectors = query_vectors.passage_vectors(encoder, train_set)
+    vectors = training_vectors(encoder, train_set, "passage")
     assert encoder.seen == len(train_set.passages) > 2 * 7
     assert all(isinstance(shard, np.memmap) for shard in vectors.shards)
     texts = [
@@ -47,17 +48,17 @@ def test_rows_of_the_vectors_are_read_from_the_disk(train_set):
     rows = torch.tensor([20, 0, 6, 7, 20, 13])
     assert np.array_equal(vectors(rows).numpy(), wanted[rows])
     again = WordEncoder()
-    assert query_vectors.passage_vectors(again, train_set).name == vectors.name
+    assert training_vectors(again, train_set, "passage").name == vectors.name
     assert again.seen == 0
 
 
 def test_a_damaged_shard_is_encoded_again(train_set):
-    query_vectors.query_vectors(WordEncoder(), train_set)
+    training_vectors(WordEncoder(), train_set, "query")
     (shard, *_) = sorted((cache_folder() / "query_vectors").rglob("00002.npy"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     again = WordEncoder()
     with pytest.warns(UserWarning, match="00002.npy is damaged.* is encoded again"):
-        query_vectors.query_vectors(again, train_set)
+        training_vectors(again, train_set, "query")
     assert again.seen == 7
 
 
@@ -69,4 +70,4 @@ def test_a_vector_that_is_not_finite_is_refused(train_set):
     with pytest.raises(
         InputError, match="query 'q0': its vector contains NaN, infinity or a number too large for float16"
     ):
-        query_vectors.query_vectors(Broken(), train_set)
+        training_vectors(Broken(), train_set, "query")
