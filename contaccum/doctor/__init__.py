@@ -184,10 +184,7 @@ def flash_attention(found: dict[str, Any]) -> Diagnosis:
 
 
 def faiss(torch_first: dict[str, Any], faiss_first: dict[str, Any]) -> Iterator[Diagnosis]:
-    """Check whether faiss searches correctly, and whether faiss and torch can be imported in any order.
-
-    torch_first, faiss_first: results of the faiss trial in a process that imported torch first, or faiss first.
-    """
+    """Check faiss's searches and both orders of import. Arguments: results of the trial that imported torch or faiss first."""
     if find_spec("faiss") is None:
         advice = "pip install 'contaccum[cpu]', or on a GPU faiss-gpu-cu12; exact search works without it"
         yield Diagnosis("note", "faiss", "not installed; exact search uses torch, and --factory does not work", advice)

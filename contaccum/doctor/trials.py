@@ -22,10 +22,7 @@ def vectors() -> tuple[np.ndarray, np.ndarray]:
 
 
 def difference(scores: np.ndarray, rows: np.ndarray) -> float:
-    """Return the maximum error of the scores of a search in ``vectors()``, compared with float64.
-
-    scores, rows (passage numbers): (16, K).
-    """
+    """Return the maximum error of the scores of a search in ``vectors()``, compared with float64. scores, rows: (16, K)."""
     queries, passages = vectors()
     exact = queries.astype(np.float64) @ passages.astype(np.float64).T
     best = -np.sort(-exact, axis=1)[:, :K]

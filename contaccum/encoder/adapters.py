@@ -51,10 +51,7 @@ class Adapters:
 
 
 def require(package: str, extra: str, what: str) -> None:
-    """Raise InputError if ``package`` is not installed.
-
-    For the message: ``extra`` is the extra of contaccum that installs the package, ``what`` the feature that needs the package.
-    """
+    """Raise InputError if ``package`` is missing. extra: extra of contaccum that installs it. what: feature that needs it."""
     if importlib.util.find_spec(package) is None:
         raise InputError(f"{what}: package {package} is missing. Install it with pip install 'contaccum[{extra}]'.")
 
@@ -148,10 +145,7 @@ def add_adapter(backbone: Any, base: Base, config: AdapterConfig) -> None:
 
 
 def load_adapter(backbone: Any, folder: str, subfolder: str) -> None:
-    """Add a saved adapter to its base, ``backbone``. The weights of the adapter can be trained.
-
-    folder: local folder or Hub repository with the adapter. subfolder: folder of the adapter inside ``folder``.
-    """
+    """Add a saved adapter, in ``subfolder`` of a folder or Hub repository, to its base. Its weights can be trained."""
     require("peft", "lora", f"{folder}: adapter")
     if cached_file(folder, ADAPTER_WEIGHTS, subfolder=subfolder, _raise_exceptions_for_missing_entries=False) is None:
         where = f"{folder}/{subfolder}".rstrip("/")  # transformers would unpickle adapter_model.bin instead
@@ -226,10 +220,7 @@ def check_base(base: Base, name: str) -> None:
 
 
 def hash_of(name: str) -> str:
-    """Return one SHA-256 of all files with the configuration or the weights of an encoder.
-
-    name: folder or Hub name of the encoder.
-    """
+    """Return one SHA-256 of all files with the configuration or the weights of an encoder. name: folder or Hub name."""
     index = optional_json(name, f"{WEIGHTS}.index.json", WeightIndex)
     files = sorted(set(index["weight_map"].values())) if index else [WEIGHTS]
     digest = hashlib.sha256()

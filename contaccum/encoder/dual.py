@@ -89,19 +89,13 @@ class DualEncoder(nn.Module):
         return next(self.query_tower.parameters()).device if self.group is None else self.group.device
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return the float32 embeddings of a micro-batch: queries (B, d) and passages (B, 1 + H, d).
-
-        B: number of queries. 1 + H: number of passages of each query. d: number of dimensions.
-        """
+        """Return the float32 embeddings of a micro-batch: queries (B, d) and passages (B, 1 + H, d)."""
         queries = self.embed(self.query_tower, batch.queries)  # (B, d)
         passages = self.embed(self.passage_tower, batch.passages)  # (B * (1 + H), d)
         return queries, passages.view(len(queries), -1, passages.shape[-1])
 
     def embed(self, tower: Tower, tokens: Tokens) -> Tensor:
-        """Return the float32 embeddings of n tokenized texts, with shape (n, d).
-
-        If the similarity is cosine, the embeddings have the L2 norm 1.
-        """
+        """Return the float32 embeddings of n tokenized texts, (n, d). With cosine similarity, they have the L2 norm 1."""
         vectors = tower(tokens).float()[:, : self.dim]
         return F.normalize(vectors, dim=-1) if self.settings.similarity == "cosine" else vectors
 
@@ -124,10 +118,7 @@ class DualEncoder(nn.Module):
         return self._encode("query", texts, batch_tokens, progress)
 
     def encode_passages(self, texts: list[str], batch_tokens: int | None = None, progress: bool = False) -> np.ndarray:
-        """Return the float32 embeddings of n passages, with shape (n, d). The passage prefix is added to each text first.
-
-        The arguments are the same as in ``encode_queries``.
-        """
+        """Return the float32 embeddings of n passages with the passage prefix, (n, d). Arguments: as in ``encode_queries``."""
         return self._encode("passage", texts, batch_tokens, progress)
 
     @contextmanager
@@ -266,10 +257,7 @@ class DualEncoder(nn.Module):
         return max(1, min(tower.backbone.config.num_hidden_layers for tower in self.towers))
 
     def gradient_checkpointing_enable(self) -> None:
-        """Save memory in training: compute the activations of the backbones again in the backward pass.
-
-        The dropout noise is the same both times.
-        """
+        """Save memory in training: compute activations again, with the same dropout noise, in the backward pass."""
         for tower in self.towers:
             backbone = tower.backbone  # transformers 5 renamed the method
             enable = getattr(backbone, "activation_checkpointing_enable", backbone.gradient_checkpointing_enable)

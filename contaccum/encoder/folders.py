@@ -239,10 +239,7 @@ def _join(folder: str, path: str) -> str:
 
 
 def _routed(name: str, router: Module, side: str) -> list[Module]:
-    """Return the modules that a Router uses for queries or for passages.
-
-    side: ``query`` or ``document``. Without a route for ``side``, the modules of the default route are returned.
-    """
+    """Return the modules that a Router uses for ``side`` (query or document), or those of its default route."""
     files = [_join(router.path, file) for file in ("router_config.json", "config.json")]
     config = next(filter(None, (optional_json(name, file, RouterConfig) for file in files)), None)
     if config is None:

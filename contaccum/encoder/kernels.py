@@ -70,10 +70,7 @@ def unpad(tokens: Tokens, first: int = 0) -> UnpaddedTokens:
 
 
 def token_states(backbone: Any, tokens: Tokens) -> Tensor:
-    """Return the vectors of all tokens, with shape (n, length, d). The backbone computes them without padding.
-
-    The vectors of padding tokens are zero.
-    """
+    """Return the vectors of all tokens, (n, length, d), computed without padding. The vectors of padding tokens are zero."""
     row = unpad(tokens, first_position(backbone.config))
     # transformers passes these arguments to ``attend``, or to its own FlashAttention
     bounds = {"cu_seq_lens_q": row.bounds, "cu_seq_lens_k": row.bounds}
@@ -138,10 +135,7 @@ def varlen(inputs: Inputs, dropout: float, scaling: float | None, bounds: Tensor
 
 
 def flash_supports(query: Tensor) -> bool:
-    """Return whether FlashAttention supports the data type of ``query`` and its GPU.
-
-    If not, ``varlen`` uses the memory-efficient kernel, which supports all types and GPUs.
-    """
+    """Return whether FlashAttention supports the data type and GPU of ``query``. The memory-efficient kernel supports all."""
     return query.dtype != torch.float32 and (
         not query.is_cuda or torch.cuda.get_device_capability(query.device) >= (8, 0)
     )

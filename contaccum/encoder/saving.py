@@ -82,10 +82,7 @@ def _write_modules(folder: Path, modules: dict[str, str]) -> None:
 
 
 def _write_prompts(folder: Path, settings: EncoderSettings, side: str) -> None:
-    """Write the query prompt and the passage prompt for sentence-transformers.
-
-    side: ``query`` or ``document``. The method ``encode`` of sentence-transformers uses the prompt with this name by default.
-    """
+    """Write both prompts for sentence-transformers. side: name of its default prompt, ``query`` or ``document``."""
     prompts = {"query": settings.query_prefix, "document": settings.passage_prefix}
     default = {"default_prompt_name": side if prompts[side] else None, "similarity_fn_name": settings.similarity}
     truncated = {} if settings.truncate_dim is None else {"truncate_dim": settings.truncate_dim}
@@ -160,10 +157,7 @@ def check_hashes(name: str, hashes: dict[str, str] | None) -> None:
 
 
 def _link(source: str, target: str) -> None:
-    """Copy the file ``source`` to ``target``.
-
-    A file with weights becomes a hard link if possible, because files with weights are never changed in place.
-    """
+    """Copy a file. A file with weights becomes a hard link if possible, because such files are never changed in place."""
     try:
         (os.link if source.endswith(".safetensors") else shutil.copyfile)(source, target)
     except OSError:

@@ -41,10 +41,7 @@ def pool(states: Tensor, mask: Tensor, pooling: str) -> Tensor:
 
 
 class Dense(nn.Module):
-    """Linear layer and activation function that are applied after pooling. LaBSE and distiluse have such layers.
-
-    inputs, outputs: number of dimensions of each vector before and after this layer.
-    """
+    """Linear layer and activation function after pooling, as in LaBSE and distiluse. inputs, outputs: widths of the vectors."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool, activation: nn.Module) -> None:
         super().__init__()
@@ -147,10 +144,7 @@ class TowerLoader:
     device: torch.device | str | None = None
 
     def load_pair(self, query: TowerFiles, passage: TowerFiles, tied: bool) -> tuple[Tower, Tower]:
-        """Load the query tower and the passage tower. If the towers are tied, both are the same object.
-
-        If both towers have an adapter on the same base, the base is in memory only once.
-        """
+        """Load both towers; tied towers are one object. If both have an adapter on the same base, it is in memory only once."""
         if self.merge and query.base is None and passage.base is None:
             raise InputError(f"{query.name}: has no adapter to merge; choose a model trained with lora.rank above 0")
         first = self.backbone(query)

@@ -86,10 +86,7 @@ def _split(rows: Rows, sizes: list[int]) -> list[Rows]:
 
 
 def cache_gradients(parts: list[Rows], loss: Callable[[Tensor, Tensor, RowIds], LossValue]) -> tuple[LossValue, Cache]:
-    """Compute the loss of the whole step (step 2 of the paper).
-
-    Returns the loss without graph, and for each micro-batch the gradients of the loss with respect to the embeddings.
-    """
+    """Return the loss of the step, without graph, and its gradients for each micro-batch's embeddings (step 2 of the paper)."""
     queries, passages, ids = concatenate(parts)
     queries, passages = queries.detach().requires_grad_(), passages.detach().requires_grad_()  # (N, d), (N, 1 + H, d)
     value = loss(queries, passages, ids)

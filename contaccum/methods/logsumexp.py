@@ -33,10 +33,7 @@ The shape of the result is (slots * columns per slot, rows). Logits of masked pa
 
 
 class RollbackJournal:
-    """Copies of the tensor regions that an optimizer step overwrites, to undo a failed step.
-
-    A region that a step overwrites several times is copied only before the first time.
-    """
+    """Copies of the tensor regions that an optimizer step overwrites, each made before the first time, to undo a failed step."""
 
     def __init__(self) -> None:
         self._copies: dict[tuple[int, str], tuple[Tensor, Any, Tensor]] = {}
@@ -156,10 +153,7 @@ class NestedLogSumExp:
         self._write_rows(start, stop, fill, partial)
 
     def _open_blocks(self, slot: int, path: list[int], fill: int) -> None:
-        """Close the open blocks that do not contain ``slot``, and open the blocks that contain it.
-
-        path: index of the block that contains ``slot``, at each level except the last.
-        """
+        """Close open blocks without ``slot``, and open those with it: block ``path[level]`` at each level except the last."""
         first = next(level for level, block in enumerate(path) if block != self.open[level])
         for level in reversed(range(first, LEVELS - 1)):
             self.journal.record(self.values, (level, self.open[level]))
@@ -215,10 +209,7 @@ class NestedLogSumExp:
 
 
 def _block_sums(logits: Tensor, width: int, sums: Tensor) -> None:
-    """Compute the log-sum-exp of logits (columns, rows) over each block of ``width`` columns.
-
-    The result is written to ``sums`` (blocks, rows).
-    """
+    """Write the log-sum-exp of logits (columns, rows) over each block of ``width`` columns to ``sums`` (blocks, rows)."""
     missing = -len(logits) % width
     if missing:
         logits = F.pad(logits, (0, 0, 0, missing), value=-torch.inf)

@@ -77,18 +77,12 @@ class LossValue(NamedTuple):
         return self._replace(contrast=self.contrast.detach(), distilled=distilled, partials=())
 
     def weighted(self, rows: float, pairs: float | None = None) -> "LossValue":
-        """Return a copy whose losses are multiplied by weights.
-
-        rows: weight of the InfoNCE loss. pairs: weight of the distillation loss. Default: the value of ``rows``.
-        """
+        """Return a copy whose InfoNCE loss is multiplied by ``rows``, and distillation loss by ``pairs`` (default: ``rows``)."""
         distilled = None if self.distilled is None else self.distilled * (rows if pairs is None else pairs)
         return self._replace(contrast=self.contrast * rows, distilled=distilled)
 
     def plus(self, other: "LossValue", weight: float) -> "LossValue":
-        """Return a copy to which the losses of ``other`` are added, multiplied by ``weight``.
-
-        The partials of ``other`` are appended to the partials of this value.
-        """
+        """Return a copy to which the losses of ``other``, multiplied by ``weight``, and its partials are added."""
         pairs = zip((self.contrast, self.distilled), (other.contrast, other.distilled), strict=True)
         contrast, distilled = (None if one is None or two is None else one + weight * two for one, two in pairs)
         assert contrast is not None

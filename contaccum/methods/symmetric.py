@@ -77,10 +77,7 @@ class PassageToQuery:
             rules.leave_out(blocks[1], rows, bank.query_numbers[: bank.fill], of_queries=True)
 
     def _add_bank_rows(self, bank: Bank) -> None:
-        """Add the losses of the stored positives to ``total``, and their gradients to ``for_queries``.
-
-        The gradients are those with respect to the current queries.
-        """
+        """Add the losses of the stored positives to ``total``, and their gradients for the current queries to ``for_queries``."""
         positives, per_slot = bank.passages[: bank.fill, 0], bank.passages.shape[1]
         pairs = bank.masked_columns(self.ids.positives, slice(0, bank.fill))
         first = pairs.columns % per_slot == 0  # the other columns of a slot are hard negatives

@@ -70,10 +70,7 @@ def sweep(folder: str | Path, name: str | None = None, shared: bool = False) -> 
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder. If ``path`` is a symbolic link, delete only the link.
-
-    The folder is renamed first, so that a half-deleted folder never has this name.
-    """
+    """Delete a folder, or a link to one. It is renamed first, so that a half-deleted folder never has this name."""
     gone = _temporary_path(path, "gone")
     os.replace(path, gone)
     (Path.unlink if gone.is_symlink() else shutil.rmtree)(gone)
@@ -90,10 +87,7 @@ def refuse_url(path: str | Path) -> None:
 
 
 def make_folder(path: Path) -> list[Path]:
-    """Create a folder and its missing parents. Return the list of new folders, outermost first.
-
-    Raises InputError if a folder cannot be created.
-    """
+    """Create a folder and its missing parents. Return the new folders, outermost first. Raises InputError if this fails."""
     refuse_url(path)
     missing: list[Path] = []
     try:
@@ -175,10 +169,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Write ``value`` to a file as indented JSON, atomically as in ``write_text``.
-
-    A path in ``value`` may have bytes that are not UTF-8. They are written as JSON escape sequences.
-    """
+    """Write ``value`` as indented JSON, atomically. Bytes of a path that are not UTF-8 become JSON escape sequences."""
     with whole_file(path) as file:
         file.write(json.dumps(value, ensure_ascii=False, indent=2).encode("utf-8", "backslashreplace") + b"\n")
 
@@ -196,10 +187,7 @@ def read_json(path: str | Path, type_: Any = Any, *, version: int | None = None,
 
 
 def read_text(path: str | Path, what: str, max_bytes: int = MAX_JSON) -> str:
-    """Read a regular file of at most ``max_bytes`` bytes as UTF-8 text.
-
-    what: kind of file that is expected, such as "a JSON file", for error messages.
-    """
+    """Read a regular file of at most ``max_bytes`` bytes as UTF-8. what: what is expected, such as "a JSON file"."""
     refuse_url(path)
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a FIFO without a writer would block
@@ -219,10 +207,7 @@ def read_text(path: str | Path, what: str, max_bytes: int = MAX_JSON) -> str:
 
 
 def decode_json(text: str, type_: Any, where: str, *, version: int | None = None) -> Any:
-    """Decode JSON text and check the types of its values.
-
-    type_, version: see ``read_json``. where: source of the text, for error messages.
-    """
+    """Decode JSON text and check the types of its values. type_, version: see ``read_json``. where: source of the text."""
     try:
         value = json.loads(text, parse_int=_integer, parse_float=_float)
         found = value.get("format_version", 1) if version is not None and isinstance(value, dict) else 1
@@ -241,10 +226,7 @@ def decode_json(text: str, type_: Any, where: str, *, version: int | None = None
 
 
 def check_type(value: Any, type_: Any, where: str) -> Any:
-    """Convert ``value`` to ``type_``, a type that msgspec knows. Raise InputError if the value does not fit the type.
-
-    where: beginning of the error message.
-    """
+    """Convert ``value`` to ``type_``, a type that msgspec knows, or raise InputError. where: beginning of the message."""
     import msgspec  # this import takes 25 ms; only commands that read JSON need it
 
     try:

@@ -49,10 +49,7 @@ _failures: dict[str, str] = {}  # reason for each address of the Hub; empty if t
 
 
 def _failure(endpoint: str) -> str:
-    """Return the reason why the Hub cannot be used, or an empty text if the Hub answers.
-
-    Each process asks the Hub only once.
-    """
+    """Return why the Hub cannot be used, or an empty text if it answers. Each process asks the Hub only once."""
     import requests
 
     if not _failures.get(endpoint) and constants.is_offline_mode():

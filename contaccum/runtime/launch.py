@@ -22,10 +22,7 @@ _LAUNCH_HELP = (
 
 
 def _variable(name: str, default: int, least: int, most: int) -> int:
-    """Return the value of an environment variable as a number.
-
-    Raises InputError if the value is not a whole number from ``least`` to ``most``.
-    """
+    """Return an environment variable as a whole number from ``least`` to ``most``, or raise InputError."""
     text = os.environ.get(name, "").strip() or str(default)
     if not (text.isascii() and text.isdigit() and len(text) < 10 and least <= int(text) <= most):
         allowed = f"a whole number from {least} to {most}" if least < most else str(least)
@@ -47,10 +44,7 @@ def local_place() -> tuple[int, int]:
 
 
 def check_launch() -> int:
-    """Return the number of processes of this launch.
-
-    Raises InputError if an environment variable of the launcher is invalid or missing.
-    """
+    """Return the number of processes. Raise InputError if a variable of the launcher is invalid or missing."""
     local_place()
     world = process_place()[1]
     needed = ["RANK"] if world > 1 else []
@@ -70,10 +64,7 @@ def is_main() -> bool:
 
 
 def refuse_launcher_options(precision: str) -> None:
-    """Raise InputError if accelerate launch was called with options that contaccum would ignore.
-
-    precision: value of `run.precision`.
-    """
+    """Raise InputError if accelerate launch got options that contaccum would ignore. precision: `run.precision`."""
     mixed, backend = (os.environ.get(f"ACCELERATE_{name}", "no") for name in ("MIXED_PRECISION", "DYNAMO_BACKEND"))
     if mixed.lower() not in ("no", precision):
         raise InputError(

@@ -68,10 +68,7 @@ def waiting_lock(path: Path, message: str = "", after: float = 10.0) -> Iterator
 
 
 def _acquire(lock: SoftFileLock, path: Path) -> None:
-    """Acquire the lock. Raise InputError if another process holds it.
-
-    Waits only if the lock file has no process number yet, for a few seconds.
-    """
+    """Acquire the lock, or raise InputError. Waits a few seconds if the lock file has no process number yet."""
     before = _holder(path) if path.exists() else ""
     for attempt, patience in enumerate((0, _PATIENCE, 0)):
         try:
@@ -119,9 +116,6 @@ def cached_folder(kind: str, key: object, build: Callable[[Path], None]) -> Path
 
 
 def file_key(path: Path) -> list[Any]:
-    """Return the path, the size and the modification time (in nanoseconds) of a file.
-
-    The result is a key for ``cached_folder``. If the content of the file changes, the key changes too.
-    """
+    """Return path, size and modification time (ns) of a file: a key for ``cached_folder`` that changes with the file."""
     status = path.stat()
     return [str(path.resolve()), status.st_size, status.st_mtime_ns]

@@ -28,10 +28,7 @@ MESSAGE_BYTES = 25 * 2**20  # size of a message with gradients; DistributedDataP
 
 
 class Processes:
-    """Rank of this process, and functions to communicate with the other processes of a launch.
-
-    ``world`` is the number of processes; comments with shapes call it W.
-    """
+    """Rank of this process among the ``world`` (W) processes of a launch, and messages to the others."""
 
     def __init__(self, rank: int = 0, world: int = 1, local_rank: int = 0, device: torch.device | None = None) -> None:
         """rank: 0 to world - 1. local_rank: rank on this machine. device: device for messages; the backend gloo needs the CPU."""
@@ -125,10 +122,7 @@ ALONE = Processes()
 
 
 def started_elsewhere(device: torch.device) -> Processes:
-    """Return the processes of a process group that another library started.
-
-    If there is no process group, return a single process.
-    """
+    """Return the processes of a process group that another library started, or a single process without a group."""
     if not dist.is_available() or not dist.is_initialized():
         return ALONE
     return Processes(dist.get_rank(), dist.get_world_size(), device=device)
@@ -181,10 +175,7 @@ def refuse_missing_processes(world: int) -> None:
 
 
 def run_with_error_file(command: Callable[[], None]) -> None:
-    """Run a command. If it fails, write the traceback into the error file from which torchrun makes its report.
-
-    InputError and Interrupted are not written into the file, because their message says enough.
-    """
+    """Run a command. Write a traceback, but no InputError or Interrupted, into the file from which torchrun reports errors."""
 
     def run() -> InputError | Interrupted | None:
         try:
@@ -198,10 +189,7 @@ def run_with_error_file(command: Callable[[], None]) -> None:
 
 
 def first_to_say(sentence: str) -> bool:
-    """Return whether this is the first process of the launch that calls this function with ``sentence``.
-
-    If the launcher has no store, every process is treated as the first.
-    """
+    """Return whether this is the first process to call this with ``sentence``. Without the launcher's store, all are."""
     _, world = process_place()
     if world == 1:
         return True

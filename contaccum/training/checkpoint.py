@@ -53,10 +53,7 @@ def save_checkpoint(
 
 
 def _save_parts(encoder: DualEncoder, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Save the encoder and the optimizer state.
-
-    All processes must call this function with the same ``folder``: the temporary folder of process 0.
-    """
+    """Save encoder and optimizer into ``folder``, the temporary folder of process 0. All processes must call this."""
     encoder.save(folder / "model")
     sharding.save_parts(_optimizer_tensors(encoder, optimizer), folder / OPTIMIZER_PARTS)
 

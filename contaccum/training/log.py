@@ -84,10 +84,7 @@ class RunLog:
             self._write(values)
 
     def skipped(self, step: int, sentence: str, count: int) -> None:
-        """Record that a step was skipped.
-
-        sentence: the reason. count: number of skipped steps of this run, including this step.
-        """
+        """Record that a step was skipped. sentence: the reason. count: number of skipped steps of this run, with this one."""
         if self.active:
             self.bar.update()
             self.say(f"{sentence}; the step was skipped (skipped steps of this run: {count})")
@@ -158,10 +155,7 @@ def named_queries(ids: list[str]) -> str:
 
 
 def write_environment(run: Path, engine: Engine) -> None:
-    """Write environment.json: versions, device, and numbers of processes, cores and threads.
-
-    The file contains no name of a machine or a person.
-    """
+    """Write environment.json: versions, device, numbers of processes, cores and threads; no name of a machine or person."""
     device = engine.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     environment = {

@@ -176,10 +176,7 @@ class Training:
         return [batch.pinned() for batch in batches] if on_gpu else batches
 
     def take_step(self, micro_batches: list[MicroBatch]) -> dict[str, Any] | None:
-        """Take one optimizer step and return the values to log.
-
-        If memory runs out, the step is undone and the result is None.
-        """
+        """Take one optimizer step and return the values to log. If memory runs out, undo the step and return None."""
         engine, method = self.engine, METHODS[self.config.method]
         self.encoder.train()
         bank_fill, ages = self.bank.fill, self.bank.ages()
@@ -253,10 +250,7 @@ class Training:
         self.log.step(values, self._due(self.config.run.log_steps))
 
     def skip_step(self, error: NotFiniteError) -> None:
-        """Undo a step with NaN or infinity, and count the step as skipped.
-
-        Raises InputError if the run may not skip another step.
-        """
+        """Undo a step with NaN or infinity, and count it as skipped. Raise InputError if no other step may be skipped."""
         self.engine.drop_step()
         self.bank.rollback()
         if self.skipped == self.config.run.skips():

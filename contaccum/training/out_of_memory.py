@@ -35,10 +35,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def between_processes(error: BaseException) -> bool:
-    """Return whether ``error`` says that NCCL had too little memory for its buffers.
-
-    NCCL then closes the group of processes, so the step cannot be repeated.
-    """
+    """Return whether NCCL had too little memory for its buffers. It then closes the group, so the step cannot be repeated."""
     return isinstance(error, RuntimeError) and "NCCL" in str(error) and "out of memory" in str(error)
 
 
@@ -86,10 +83,7 @@ class MicroBatchSize:
         return self.sizes[self.level]
 
     def shrink(self, step: int) -> bool:
-        """Switch to the next smaller micro-batch size. Return False if there is no smaller size.
-
-        step: number of optimizer steps taken so far.
-        """
+        """Switch to the next smaller size after ``step`` steps. Return False if there is no smaller size."""
         if self.level + 1 == len(self.sizes):
             return False
         self.earlier.append((step, self.now))
@@ -198,10 +192,7 @@ class DummyEngine:
         yield from micro_batches
 
     def encode(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Gather zeros instead of embeddings. Return queries (b, d) and passages (b, 1 + H, d).
-
-        b: number of pairs in all processes. H: number of hard negatives of a query.
-        """
+        """Gather zeros instead of embeddings. Return queries (b, d) and passages (b, 1 + H, d) of all processes."""
         b, dim = len(batch.query_ids), self.engine.encoder.dim
         return self._gather(b, dim), self._gather(b, len(batch.passages.input_ids) // b, dim)
 
@@ -220,10 +211,7 @@ class DummyEngine:
 
 
 class ZeroLoss(InfoNCE):
-    """Loss function that returns 0, for the zeros of a DummyEngine.
-
-    The 0 is computed from queries and passages, so that two-pass methods can differentiate it.
-    """
+    """Loss of 0 for the zeros of a DummyEngine, computed from them so that two-pass methods can differentiate it."""
 
     def __call__(self, queries: Tensor, passages: Tensor, ids: RowIds, **bank: Any) -> LossValue:
         zero = queries.new_zeros(())

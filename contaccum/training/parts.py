@@ -87,10 +87,7 @@ def _with_mixture_prefixes(config: TrainConfig, settings: EncoderSettings) -> En
 
 
 def saved_encoder(config: TrainConfig, checkpoint: Path, device: torch.device | str) -> tuple[DualEncoder, list[str]]:
-    """Load the encoder of a checkpoint.
-
-    checkpoint: folder of the encoder. Returns the encoder, and the names of the encoder settings that changed since it was saved.
-    """
+    """Load the encoder in the folder ``checkpoint``. Also return the names of settings that changed since it was saved."""
     encoder = _load_encoder(config, checkpoint, device)
     saved = read_json(checkpoint / SETTINGS_FILE, dict[str, Any])  # an older version saved fewer settings
     names = [name for name in ENCODER_SETTINGS if name in saved and saved[name] != getattr(encoder.settings, name)]
@@ -127,10 +124,7 @@ def apply_switches(encoder: DualEncoder, config: TrainConfig) -> None:
 def build_batches(
     config: TrainConfig, engine: Engine, encoder: DualEncoder, train_set: TrainSet | StreamSet
 ) -> Batches:
-    """Build the source of the training batches.
-
-    A data set is tokenized here, before training. A stream is tokenized while training reads it.
-    """
+    """Build the source of the training batches. A data set is tokenized here, a stream while training reads it."""
     data, settings = config.data, encoder.settings
     size, rank, world = config.batch.global_batch_size, engine.rank, engine.world
     query, passage = encoder.query_tower, encoder.passage_tower
@@ -213,10 +207,7 @@ def _rules_without_data(config: TrainConfig) -> PairRules:
 
 
 def _tokens(train_set: TrainSet, side: str, settings: EncoderSettings, tower: Tower) -> TokenTable | JoinedTokens:
-    """Tokenize all queries or all passages of the training set.
-
-    side: ``query`` or ``passage``. Each data set of a mixture may have its own prefix.
-    """
+    """Tokenize all texts of ``side`` (query or passage). Each data set of a mixture may have its own prefix."""
     table, columns = {"query": ("queries", ["text"]), "passage": ("passages", ["title", "text"])}[side]
     tables = []
     for member in train_set.members:
