@@ -155,11 +155,11 @@ def load_examples(path: str | Path, policy: DataPolicy, scores: bool = False) ->
     lists = {
         name: Ragged(*(load_array(folder / f"{name}_{part}.npy") for part in ("offsets", "values"))) for name in _LISTS
     }
-    tables = [Dataset.from_file(str(folder / f"{name}.arrow")) for name in ("queries", "passages")]
+    queries, passages = (Dataset.from_file(str(folder / f"{name}.arrow")) for name in ("queries", "passages"))
     teacher = None
     if about.scored:
         teacher = FlatTeacherScores(*(load_array(folder / f"{name}_scores.npy") for name in _SCORED))
-    return ExampleTable(*tables, **lists, fingerprint=about.fingerprint, left_out=about.bad, teacher=teacher)
+    return ExampleTable(queries, passages, **lists, fingerprint=about.fingerprint, left_out=about.bad, teacher=teacher)
 
 
 def _save(folder: Path, name: str, numbers: array, dtype: type = np.int64) -> None:
