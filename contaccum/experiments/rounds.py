@@ -20,7 +20,6 @@ import yaml
 
 from contaccum.config import ModelConfig, TrainConfig, settings_with, validate
 from contaccum.config.commands import EncoderConfig, MineConfig, SearchConfig
-from contaccum.config.declare import check_values
 from contaccum.config.experiments import RoundsConfig
 from contaccum.errors import InputError, Interrupted
 from contaccum.retrieval.mine import mine, render_mined
@@ -61,7 +60,6 @@ def run_rounds(config: TrainConfig, mining: MineConfig, options: RoundsConfig) -
 def _check(config: TrainConfig, mining: MineConfig, options: RoundsConfig) -> None:
     validate(config, process_place()[1])
     mining.check()
-    check_values(options, "rounds.")
     wanted, mined = config.data.hard_negatives, mining.num_negatives
     checks = {
         "data.mixture is set, but contaccum rounds mines only one data set. Use data.train.": config.data.mixture,
