@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from contaccum.config.commands import DataPolicy, EncoderConfig, ExploreConfig, SearchConfig
@@ -232,7 +232,7 @@ def converse(
     _require_one_process("--interactive")
     judged = open_dataset(data, split, policy).searchable_set
     retriever = Retriever.open(choice, judged.corpus, settings)
-    for query in typed(sys.stdin):
+    for query in typed():
         hits = read_passages(judged.corpus, retriever.search({"query": query}, k)["query"])
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         print(render_answer(query, hits, judged, width), end="\n\n", flush=True)
@@ -243,27 +243,18 @@ def _require_one_process(what: str) -> None:
         raise InputError(f"{what} runs in one process, but {world} were started; start only one")
 
 
-def typed(source: TextIO) -> Iterator[str]:
-    """Yield the queries from ``source``, one per line, until an empty line or the end. In a terminal, show a prompt."""
-    lines = _prompted() if source.isatty() else iter(source)
-    try:
-        for line in lines:
-            if not line.strip():
-                return
-            yield line.strip()
-    except UnicodeDecodeError as error:
-        raise InputError(f"standard input: {not_utf8(error)}") from error
-
-
-def _prompted() -> Iterator[str]:
+def typed() -> Iterator[str]:
+    """Yield the queries from the standard input, one per line, until an empty line or the end. In a terminal, show a prompt."""
+    prompt = PROMPT if sys.stdin.isatty() else ""
     with suppress(ImportError):
         import readline  # noqa: F401  (input() then supports editing and history)
-    while True:
-        try:
-            yield input(PROMPT)
-        except EOFError:
-            print()
-            return
+    try:
+        while query := input(prompt).strip():
+            yield query
+    except EOFError:
+        print(end="\n" if prompt else "")
+    except UnicodeDecodeError as error:
+        raise InputError(f"standard input: {not_utf8(error)}") from error
 
 
 def render_answer(query: str, hits: list[RankedPassage], judged: RetrievalSet, width: int | None) -> str:

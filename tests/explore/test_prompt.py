@@ -72,10 +72,10 @@ def test_several_processes_have_no_prompt(data, monkeypatch, capsys):
         converse(EncoderConfig("bm25"), str(data))
 
 
-def test_an_empty_line_or_the_end_stops():
-    assert list(typed(io.StringIO("a b\n c \n \nd\n"))) == ["a b", "c"]
-    assert list(typed(io.StringIO("a"))) == ["a"]
-    assert list(typed(io.StringIO(""))) == []
+@pytest.mark.parametrize(("lines", "queries"), [("a b\n c \n \nd\n", ["a b", "c"]), ("a", ["a"]), ("", [])])
+def test_an_empty_line_or_the_end_stops(lines, queries, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    assert list(typed()) == queries
 
 
 def test_lines_fit_the_terminal():
