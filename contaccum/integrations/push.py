@@ -6,7 +6,7 @@ access token.
 """
 
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, get_token
 from huggingface_hub.errors import HfHubHTTPError
@@ -15,6 +15,7 @@ from huggingface_hub.utils import validate_repo_id
 from contaccum.encoder import SETTINGS_FILE, TOWERS, EncoderSettings, make_settings, model_folder
 from contaccum.encoder.folders import ADAPTER_FILE, AdapterFile, ModelFile, read_encoder
 from contaccum.errors import InputError, library_errors
+from contaccum.evaluation.metrics import read_metrics
 from contaccum.runtime.files import read_json, write_text
 from contaccum.runtime.hub import optional_json
 from contaccum.training.log import read_environment, read_log
@@ -90,15 +91,6 @@ def refuse_links(model: Path) -> None:
             )
 
 
-class Scores(TypedDict, total=False):
-    """The fields of metrics.json or dev_metrics.json that the card shows."""
-
-    data: str
-    split: str
-    mean: dict[str, float]
-    queries: int
-
-
 def find_model(path: Path) -> tuple[Path, Path | None]:
     """Return the folder of a model, and the folder of its run or None if unknown. path: either of the two folders."""
     model = Path(model_folder(path))
@@ -143,7 +135,7 @@ def write_card(model: Path, run: Path | None, repository: str, licence: str | No
     return f"{str(card).rstrip()}\n"
 
 
-def _metadata(config: dict[str, Any], scores: Scores, repository: str, licence: str | None) -> ModelCardData:
+def _metadata(config: dict[str, Any], scores: dict[str, Any], repository: str, licence: str | None) -> ModelCardData:
     base, train = str(config.get("model.name", "tiny")), str(config.get("data.train", ""))
     about = ("information-retrieval", "unknown", _data_of(scores))
     means = scores.get("mean", {}).items()
@@ -160,7 +152,7 @@ def _metadata(config: dict[str, Any], scores: Scores, repository: str, licence: 
     )
 
 
-def _data_of(scores: Scores) -> str:
+def _data_of(scores: dict[str, Any]) -> str:
     return f"{_last_part(scores.get('data', 'dev set'))} {scores.get('split', '')}".strip()
 
 
@@ -209,10 +201,10 @@ def _curve(run: Path) -> list[str]:
     return [_table(("step", "loss", "learning rate", "dev"), rows)]
 
 
-def _scores(run: Path | None) -> Scores:
+def _scores(run: Path | None) -> dict[str, Any]:
     for name in ("metrics.json", "dev_metrics.json"):
         if run is not None and (run / name).is_file():
-            return read_json(run / name, Scores)
+            return read_metrics(run / name)
     return {}
 
 
