@@ -179,7 +179,7 @@ class TorchCandidates:
 
     def __call__(self, queries: np.ndarray, k: int) -> TopRows:
         """Return scores and row numbers of k candidates for each query vector. ``queries`` is (n, d) float32."""
-        # training may have enabled TF32, whose rounding errors are larger than ``exact.py`` assumes
+        # training may have enabled TF32, whose rounding errors are larger than ``_rounding`` assumes
         precision = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("highest")
         try:

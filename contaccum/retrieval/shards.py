@@ -9,7 +9,7 @@ the records show which shards are finished. A search reads only the manifest.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -53,8 +53,7 @@ class EncodingJob:
     """Fingerprint of the encoder's weights and settings."""
     source: str
     """Fingerprint of all ids and texts."""
-    rows: int
-    """Number of texts."""
+    rows: int  # number of texts
     shard_size: int
     """Number of rows in each shard. The last shard may have fewer rows."""
     dtype: str
@@ -86,10 +85,8 @@ class EncodingJob:
 class ShardRecord:
     """Names, sizes and hashes of the two files of a finished shard: vectors and ids. In Parquet, one file contains both."""
 
-    vectors: str
-    """Name of the file with the vectors."""
-    ids: str
-    """Name of the file with the ids."""
+    vectors: str  # name of the file with the vectors
+    ids: str  # name of the file with the ids
     rows: int
     dimension: int
     bytes: dict[str, int]
@@ -317,6 +314,9 @@ class ShardFolder(Sequence[Shard]):
 
     def __len__(self) -> int:
         return len(self._numbers)
+
+    def __iter__(self) -> Iterator[Shard]:  # unlike Sequence's, does not take an IndexError for the end
+        return map(self.__getitem__, range(len(self)))
 
     @property
     def rows(self) -> int:
