@@ -172,9 +172,8 @@ class TorchCandidates:
     searched. A corpus that fits into half of the GPU's free memory stays on the GPU for later calls.
     """
 
-    def __init__(self, shards: Shards, device: torch.device, *, resident: bool | None = None) -> None:
-        """resident: whether the corpus stays on the device after a search. None: only on a GPU with enough free memory."""
-        self._shards, self._device, self._resident = shards, device, resident
+    def __init__(self, shards: Shards, device: torch.device) -> None:
+        self._shards, self._device = shards, device
         self._blocks: list[torch.Tensor] = []
 
     def __call__(self, queries: np.ndarray, k: int) -> TopRows:
@@ -215,8 +214,8 @@ class TorchCandidates:
         self._blocks = blocks
 
     def _fits(self) -> bool:
-        if self._resident is not None or self._device.type != "cuda":
-            return bool(self._resident)
+        if self._device.type != "cuda":
+            return False
         torch.cuda.empty_cache()  # frees memory that the encoder no longer uses
         vectors = self._shards[0].vectors if len(self._shards) else np.empty((0, 0))
         size = count_rows(self._shards) * vectors.shape[1] * vectors.itemsize

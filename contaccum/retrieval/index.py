@@ -82,13 +82,13 @@ class Index:
         return len(self.ids)
 
     @classmethod
-    def build(cls, shards: Shards, origin: Origin | None = None, *, reproducible: bool = True) -> "Index":
+    def build(cls, shards: Shards, origin: Origin | None = None) -> "Index":
         """Build an index from shards.
 
         Memory holds the index, one block and, for training, a sample of rows. An index that needs training, such as IVF or PQ, is
-        trained on a random sample with the seed ``origin.seed``. reproducible: build graphs (HNSW, NSG) with one thread. This is
-        slow for more than a million rows, but several threads would build a different graph each time. Raises InputError if the
-        factory string is invalid, or if there are too few passages to train on.
+        trained on a random sample with the seed ``origin.seed``. Graphs (HNSW, NSG) are built with one thread. This is slow for
+        more than a million rows, but several threads would build a different graph each time. Raises InputError if the factory
+        string is invalid, or if there are too few passages to train on.
         """
         faiss = load_faiss()
         origin = origin or Origin("Flat")
@@ -103,7 +103,7 @@ class Index:
             if not index.is_trained:
                 index.train(_sample(shards, rows, training_rows(faiss, index), seed))
             ids: list[str] = []
-            single = reproducible and ("HNSW" in factory or "NSG" in factory)
+            single = "HNSW" in factory or "NSG" in factory
             bar = tqdm(total=rows, desc="index", unit="row", disable=None)
             with bar, _one_thread(faiss) if single else nullcontext():
                 pending: list[np.ndarray] = []
