@@ -50,19 +50,12 @@ _MAX_ENTRIES = 1000
 
 
 def beir_folder(
-    name: str | Path,
-    cache: str | Path | None = None,
-    *,
-    base_url: str = BASE_URL,
-    md5: str | None = None,
-    max_download: int = MAX_DOWNLOAD,
-    max_unpacked: int = MAX_UNPACKED,
+    name: str | Path, cache: str | Path | None = None, *, base_url: str = BASE_URL, md5: str | None = None
 ) -> Path:
     """Return the folder of a BEIR data set; download the data set into ``cache`` if necessary.
 
     name: such as ``scifact`` or ``cqadupstack/android`` (``cqadupstack`` has twelve data sets). md5: expected MD5 checksum of
-    the archive; None: the checksum in ``MD5``. max_download: maximum bytes of the archive. max_unpacked: maximum bytes of the
-    unpacked files.
+    the archive; None: the checksum in ``MD5``.
 
     Raises InputError if the name is unknown, if the licence forbids the download, if the download fails, if the checksum is
     wrong, or if the archive is too large or unsafe to unpack.
@@ -79,8 +72,8 @@ def beir_folder(
             sweep(folder.parent)
         try:
             test = partial(_refuse_wrong_md5, checksum) if checksum else None
-            transfer(f"{base_url}/{name}.zip", archive, test, max_download, folder)
-            unpack(archive, folder.name, folder, max_unpacked)
+            transfer(f"{base_url}/{name}.zip", archive, test, folder)
+            unpack(archive, folder.name, folder)
         finally:
             archive.unlink(missing_ok=True)
     return folder / forum
@@ -98,7 +91,7 @@ def dpr_file(name: str, cache: str | Path | None = None, *, base_url: str = DPR_
     with alone(file.parent, "dpr"):
         if not file.is_file():
             test = _refuse_broken_gzip if file.suffix == ".gz" else None
-            transfer(f"{base_url}/{DPR[name]}", file, test, MAX_DOWNLOAD, file)
+            transfer(f"{base_url}/{DPR[name]}", file, test, file)
     return file
 
 
@@ -196,19 +189,18 @@ def alone(folder: Path, kind: str) -> AbstractContextManager[None]:
     return waiting_lock(cache_folder() / "locks" / f"{kind}-{digest}.lock")
 
 
-def transfer(url: str, archive: Path, test: Callable[[str, Path], None] | None, limit: int, target: Path) -> None:
+def transfer(url: str, archive: Path, test: Callable[[str, Path], None] | None, target: Path) -> None:
     """Download ``url`` to a part file, check the part file with ``test``, and rename the part file to ``archive``.
 
     test: function of URL and part file that raises InputError if the file is wrong. None: no check, and the next call after a
-    broken download starts from the beginning. limit: maximum number of bytes. target: where users put data that they download
-    themselves, for error messages.
+    broken download starts from the beginning. target: where users put data that they download themselves, for error messages.
     """
     part = archive.with_name(f".{archive.name}.part")
     keep = test is not None
     try:
         part.parent.mkdir(parents=True, exist_ok=True)
         with open(part, "ab" if test else "wb") as file:
-            _fetch(url, file, limit, target)
+            _fetch(url, file, target)
         if test:
             test(url, part)
         os.replace(part, archive)
@@ -227,7 +219,7 @@ class _DownloadFailed(InputError):
     """The download failed or broke off. The part file is kept if the next call can continue the download."""
 
 
-def _fetch(url: str, file: BinaryIO, limit: int, folder: Path) -> None:
+def _fetch(url: str, file: BinaryIO, folder: Path) -> None:
     """Download the rest of an unfinished file. If the server cannot send only the rest, download the complete file."""
     start = file.tell()
     headers = {"Range": f"bytes={start}-", "Accept-Encoding": "identity"} if start else {}
@@ -242,9 +234,9 @@ def _fetch(url: str, file: BinaryIO, limit: int, folder: Path) -> None:
                 file.seek(0)
             if continues or not start or response.status_code not in _WRONG_RANGE:
                 response.raise_for_status()
-                _copy(response, url, file, limit, folder.name)
+                _copy(response, url, file, folder.name)
                 return
-        _fetch(url, file, limit, folder)  # the part file was of another file and is now empty: start again
+        _fetch(url, file, folder)  # the part file was of another file and is now empty: start again
     except InputError:
         raise
     except (requests.RequestException, HTTPError, ValueError, TimeoutError) as error:  # ValueError: a broken redirect
@@ -260,15 +252,15 @@ def _fetch(url: str, file: BinaryIO, limit: int, folder: Path) -> None:
         ) from error
 
 
-def _copy(response: requests.Response, url: str, file: BinaryIO, limit: int, name: str) -> None:
+def _copy(response: requests.Response, url: str, file: BinaryIO, name: str) -> None:
     """Write the data of a response to a file. Raise TimeoutError if the server is slower than ``_MIN_RATE``."""
     length = response.headers.get("Content-Length", "")
     total = int(length) if length.isascii() and length.isdigit() and len(length) < 16 else None
     received, since = 0, time.monotonic()
     with tqdm(total=total, desc=name, unit="B", unit_scale=True, disable=None) as bar:
         while chunk := response.raw.read1(CHUNK, decode_content=True):  # read1 returns the bytes received so far
-            if file.tell() + len(chunk) > limit:
-                raise InputError(f"{url}: the file has more than {limit} bytes, which is the allowed maximum")
+            if file.tell() + len(chunk) > MAX_DOWNLOAD:
+                raise InputError(f"{url}: the file has more than {MAX_DOWNLOAD} bytes, which is the allowed maximum")
             file.write(chunk)
             bar.update(len(chunk))
             received += len(chunk)

@@ -154,13 +154,15 @@ def test_an_archive_that_the_server_lacks_is_named_with_the_status(server, tmp_p
         beir_folder("nq", tmp_path / "cache", base_url=server.url)
 
 
-def test_a_download_beyond_the_limit_is_stopped(server, tmp_path):
+def test_a_download_beyond_the_limit_is_stopped(server, tmp_path, monkeypatch):
     md5 = archive(server.folder / "nq.zip", [("nq/corpus.jsonl", bytes(hashlib.sha512(b"").digest()) * 40)])
     size = (server.folder / "nq.zip").stat().st_size
+    monkeypatch.setattr(download, "MAX_DOWNLOAD", size - 1)
     with pytest.raises(InputError, match=f"more than {size - 1} bytes"):
-        beir_folder("nq", tmp_path / "cache", base_url=server.url, md5=md5, max_download=size - 1)
+        beir_folder("nq", tmp_path / "cache", base_url=server.url, md5=md5)
     assert left(tmp_path / "cache") == []
-    assert beir_folder("nq", tmp_path / "cache", base_url=server.url, md5=md5, max_download=size).is_dir()
+    monkeypatch.setattr(download, "MAX_DOWNLOAD", size)
+    assert beir_folder("nq", tmp_path / "cache", base_url=server.url, md5=md5).is_dir()
 
 
 @contextmanager
