@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
 
@@ -70,17 +70,18 @@ class Worker:
 
     def __init__(self, job: RunJob, environment: dict[str, str]) -> None:
         self.job, self.began = job, time.monotonic()
-        self.log: IO = open(job.log, "ab")  # noqa: SIM115 - closed by wait()
         command = [sys.executable, "-m", "contaccum.experiments.jobs", str(job.file)]
-        files: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": self.log, "stderr": self.log}
+        variables = {**os.environ, **environment}
         # The worker gets a new session. Ctrl-C in the terminal then reaches only the parent, and the parent stops the workers.
-        self.process = subprocess.Popen(command, **files, env={**os.environ, **environment}, start_new_session=True)
+        with open(job.log, "ab") as log:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=variables, start_new_session=True
+            )
 
     def wait(self) -> Outcome:
         code = self.process.wait()
         if self.process.stdin is not None:
             self.process.stdin.close()
-        self.log.close()
         lines = self.job.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return Outcome(self.job, code, time.monotonic() - self.began, lines[-1] if lines else "")
 

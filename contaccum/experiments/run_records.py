@@ -146,7 +146,8 @@ def load_run_record(folder: str | Path) -> RunRecord:
         return RunRecord(path, {}, [], [], metrics, {})
     config, lines = flat(read_config(path)), read_log(path)
     with name_unusable_file(path / CONFIG_FILE):
-        _ = METHOD_SPECS[config["method"]], (config["bank.size"] or 0) + sum(config[name] for name in GROUPED_BY)
+        numbers = ("seed", "batch.global_batch_size", "batch.micro_batch_size")  # reports sort and group runs by them
+        _ = METHOD_SPECS[config["method"]], (config["bank.size"] or 0) + sum(config[name] for name in numbers)
     with name_unusable_file(path / LOG_FILE):
         for line in lines:
             _check_values(line)
@@ -155,8 +156,6 @@ def load_run_record(folder: str | Path) -> RunRecord:
 
 
 AGES = ("bank_age_mean", "bank_age_max")  # logged ages of the bank's rows
-# settings that reports sort and group runs by; their values must be numbers
-GROUPED_BY = ("seed", "batch.global_batch_size", "batch.micro_batch_size")
 
 
 def _check_values(line: dict[str, Any]) -> None:
