@@ -194,7 +194,8 @@ class Batches(ABC):
         local = self._form.local(pairs)
         queries, passages = zip(*(tokens[index] for index in local.tolist()), strict=True)
         teacher = None if rows.teacher is None else torch.from_numpy(rows.teacher[pairs])
-        numbers = None if rows.query_numbers is None else torch.from_numpy(rows.query_numbers[pairs])
+        # a stream has no table of queries
+        numbers = torch.from_numpy(rows.queries[pairs]) if isinstance(rows, StepRows) else None
         return MicroBatch(
             pad(queries, self._form.pad_ids[0], self._form.side),
             pad(list(chain(*passages)), self._form.pad_ids[1], self._form.side),

@@ -36,11 +36,6 @@ class StepRows(NamedTuple):
         """Integer ids of the passages, (N, 1 + H). Here they are row numbers; in StreamRows, they are hashes."""
         return self.passages
 
-    @property
-    def query_numbers(self) -> np.ndarray | None:
-        """Row numbers of the queries, (N,). In StreamRows, ``query_numbers`` is None."""
-        return self.queries
-
 
 class StepSampler:
     """Chooses the examples of each step from one training set.

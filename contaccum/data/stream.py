@@ -182,7 +182,6 @@ class StreamRows(NamedTuple):
     columns: np.ndarray  # (N, 1 + H) int64, ``passage_number`` of each passage, or MISSING
     positives: np.ndarray  # (N, P) int64, all known positives of each query, padded with NO_PASSAGE
     teacher: np.ndarray | None = None  # (N, 1 + H) float32, teacher score of each passage, NaN if missing
-    query_numbers: np.ndarray | None = None  # always None, because a stream has no table of queries
 
 
 def passage_number(key: str) -> int:
