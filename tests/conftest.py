@@ -42,6 +42,17 @@ def forked_workers(monkeypatch):
 
 
 @pytest.fixture(scope="session")
+def forked_programs(tmp_path_factory) -> dict[str, str]:
+    """Environment for scripts: ``python`` and ``contaccum`` of its PATH are forked from one that has imported everything."""
+    folder = tmp_path_factory.mktemp("programs")
+    for name in ("python", "python3"):
+        (folder / name).symlink_to(python())
+    (folder / "contaccum").write_text(f'#!/bin/sh\nexec "{folder}/python" -m contaccum "$@"\n')
+    (folder / "contaccum").chmod(0o700)
+    return {"PATH": f"{folder}:{sys.prefix}/bin:{os.environ['PATH']}", "PYTHON": f"{folder}/python"}
+
+
+@pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Folder with the real data sets (SciFact, MedQuAD, XQuAD)."""
     folder = Path(os.environ.get("CONTACCUM_TEST_DATA", ROOT.parent / "shared" / "data"))

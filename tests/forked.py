@@ -4,7 +4,9 @@
 passes them, its environment, its folder and its standard streams to the server, relays signals to the forked process, and
 ends as that process ends. What this process starts with ``sys.executable`` is forked too.
 
-Not for tests of imports, of a terminal, or of variables that a library reads when it is imported (``HF_*``, ``OMP_*``).
+``doctor``, which checks how things are imported, gets a Python of its own.
+
+Not for other tests of imports, of a terminal, or of variables that a library reads when it is imported (``HF_*``, ``OMP_*``).
 SIGKILL ends the executable first and the forked process a moment later; a test that goes on after it takes a new Python.
 """
 
@@ -40,6 +42,8 @@ HEAVY = (
 )
 CLIENT = """#!{python} -IS
 import json, os, signal, socket, sys
+if "doctor" in sys.argv:
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 relayed = {{signal.SIGTERM, signal.SIGINT, signal.SIGHUP}}
 signal.pthread_sigmask(signal.SIG_BLOCK, relayed)
 server = socket.socket(socket.AF_UNIX)

@@ -10,7 +10,6 @@ from pathlib import Path
 import gpu_suite
 import pytest
 import torch
-from forked import python
 
 from contaccum.batch import RowIds
 from contaccum.encoder import DualEncoder, EncoderSettings, tiny_tower
@@ -33,15 +32,6 @@ def tiny_folder(tmp_path_factory):
     return folder / "model" / "query_encoder"
 
 
-@pytest.fixture(scope="module")
-def programs(tmp_path_factory):
-    """Folder for PATH with a ``python`` that has imported everything."""
-    folder = tmp_path_factory.mktemp("programs")
-    for name in ("python", "python3"):
-        (folder / name).symlink_to(python())
-    return {"PATH": f"{folder}:{sys.prefix}/bin:{os.environ['PATH']}"}
-
-
 def run(*call: str, **environment: str) -> subprocess.CompletedProcess:
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}", **environment}
     return subprocess.run(call, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
@@ -49,8 +39,13 @@ def run(*call: str, **environment: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.acceptance
 @pytest.mark.parametrize("name", NAMES)
-def test_each_benchmark_prints_its_table_and_writes_its_figures(name, tiny_folder, programs, tmp_path):
-    places = {"MODEL": str(tiny_folder), "RESULTS": str(tmp_path), "DATA": str(ROOT / "data" / "demo"), **programs}
+def test_each_benchmark_prints_its_table_and_writes_its_figures(name, tiny_folder, forked_programs, tmp_path):
+    places = {
+        "MODEL": str(tiny_folder),
+        "RESULTS": str(tmp_path),
+        "DATA": str(ROOT / "data" / "demo"),
+        **forked_programs,
+    }
     done = run("bash", "benchmarks/run_all.sh", "--quick", name, **places)
     assert done.returncode == 0, done.stderr[-3000:]
     figures = json.loads((tmp_path / f"{name}.json").read_text())
@@ -73,9 +68,10 @@ def test_the_methods_are_measured_with_compiled_encoders(tiny_folder):
 
 @pytest.mark.acceptance
 @pytest.mark.parametrize("part", [1, 2, 3])
-def test_each_part_of_the_gpu_suite_runs_on_a_cpu(part, tmp_path):
+def test_each_part_of_the_gpu_suite_runs_on_a_cpu(part, forked_programs, tmp_path):
     out = tmp_path / "out"
-    done = run("bash", "benchmarks/gpu_suite.sh", str(out), "--device", "cpu", "--part", str(part), "--minutes", "30")
+    options = ("--device", "cpu", "--part", str(part), "--minutes", "30")
+    done = run("bash", "benchmarks/gpu_suite.sh", str(out), *options, **forked_programs)
     assert done.returncode == 0, done.stdout
     found = json.loads((out / f"part{part}.json").read_text())
     assert [step["name"] for step in found["steps"] if step["state"] != "passed"] == []

@@ -31,17 +31,18 @@ TINY = [
 ]
 
 
-def script(name: str, *arguments: object, **environment: str) -> str:
-    call = ["bash", str(ROOT / "scripts" / name), *map(str, arguments)]
-    variables = {
-        **os.environ,
-        "VIRTUAL_ENV": sys.prefix,
-        "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}",
-        **environment,
-    }
-    done = subprocess.run(call, env=variables, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+@pytest.fixture
+def script(forked_programs):
+    """Function from a script, its arguments and variables to what it prints."""
+
+    def run(name: str, *arguments: object, **environment: str) -> str:
+        call = ["bash", str(ROOT / "scripts" / name), *map(str, arguments)]
+        variables = {**os.environ, "VIRTUAL_ENV": sys.prefix, **forked_programs, **environment}
+        done = subprocess.run(call, env=variables, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    return run
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def data(tmp_path):
     return write_beir(tmp_path / "my data")
 
 
-def test_train_script_evaluates_and_a_second_call_adds_nothing(data, tmp_path):
+def test_train_script_evaluates_and_a_second_call_adds_nothing(script, data, tmp_path):
     run = tmp_path / "run"
     script("train.sh", data, run, *TINY)
     assert read_json(run / "metrics.json")["queries"] == 10
@@ -59,14 +60,14 @@ def test_train_script_evaluates_and_a_second_call_adds_nothing(data, tmp_path):
     assert (run / "model" / "query_encoder" / "model.safetensors").stat().st_mtime_ns >= model
 
 
-def test_beir_script_writes_metrics_and_a_run_file(data, tmp_path):
+def test_beir_script_writes_metrics_and_a_run_file(script, data, tmp_path):
     script("beir.sh", data, tmp_path / "run", *TINY)
     assert read_json(tmp_path / "run" / "metrics.json")["queries"] == 10
     assert len((tmp_path / "run" / "test.trec").read_text().splitlines()) == 10 * 40
     script("beir.sh", data, tmp_path / "run", *TINY)
 
 
-def test_nq_script_prints_answer_accuracy_for_local_files(data, tmp_path):
+def test_nq_script_prints_answer_accuracy_for_local_files(script, data, tmp_path):
     convert(data, tmp_path / "train.json", "dpr")
     passages = [f"{n}\ta fox lives in valley {n}\tfox" for n in range(40)]
     (tmp_path / "passages.tsv").write_text("\n".join(["id\ttext\ttitle", *passages]) + "\n")

@@ -138,11 +138,11 @@ def run_here(command: Command) -> None:
     assert code == 0, f"{command.where}\n{err.getvalue()[-2000:]}"
 
 
-def run_outside(command: Command) -> None:
+def run_outside(command: Command, programs: dict[str, str]) -> None:
     if command.arguments:
         make_way(command.arguments)
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    variables = {"VIRTUAL_ENV": sys.prefix, "PYTHONPATH": path, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}
+    variables = {"VIRTUAL_ENV": sys.prefix, "PYTHONPATH": path, **programs}
     call = ["bash", "-c", command.text]
     done = subprocess.run(call, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{command.where}\n{done.stderr[-2000:]}"
@@ -260,12 +260,12 @@ def test_the_quick_commands_of_the_readme_run(place):
 
 @pytest.mark.acceptance
 @pytest.mark.parametrize("name", sorted({page_name(command.page) for command in COMMANDS if runs(command)}))
-def test_all_commands_run(name, place):
+def test_all_commands_run(name, place, forked_programs):
     write_files(ROOT / name, place)
     chosen = [command for command in COMMANDS if page_name(command.page) == name and runs(command)]
     assert chosen
     for command in chosen:
-        (run_here if is_quick(command) else run_outside)(command)
+        run_here(command) if is_quick(command) else run_outside(command, forked_programs)
 
 
 def python_blocks(name: str) -> list[str]:

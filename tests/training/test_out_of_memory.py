@@ -92,13 +92,15 @@ NCCL = (
 )
 
 
+def cuda_error(text: str, code: int) -> Exception:
+    """The error of a CUDA call, which is a RuntimeError without a code before torch 2.8."""
+    return torch.AcceleratorError(text, code) if hasattr(torch, "AcceleratorError") else RuntimeError(text)
+
+
 @pytest.mark.parametrize(
     ("error", "found"),
     [
-        (
-            torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported", 2),
-            True,
-        ),
+        (cuda_error("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported", 2), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
         (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), True),
@@ -106,8 +108,8 @@ NCCL = (
         (RuntimeError("could not create a primitive"), True),  # oneDNN on a CPU
         (RuntimeError("HIP out of memory. Tried to allocate 20.00 MiB"), True),
         (RuntimeError("MPS backend out of memory (MPS allocated: 5.00 GB)"), True),
-        (torch.AcceleratorError("CUDA error: device-side assert triggered", 710), False),
-        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered", 700), False),
+        (cuda_error("CUDA error: device-side assert triggered", 710), False),
+        (cuda_error("CUDA error: an illegal memory access was encountered", 700), False),
         (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"), False),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("out of memory"), False),
