@@ -17,7 +17,7 @@ contaccum_install() {
     wanted="$(cat "$root/requirements.lock" "$root/pyproject.toml" | python -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())') $root"
     if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
         echo "installing from requirements.lock" >&2
-        python -m pip install --quiet --disable-pip-version-check -r "$root/requirements.lock"
+        python -m pip install --quiet --disable-pip-version-check --no-compile -r "$root/requirements.lock"
         python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e "$root"
         echo "$wanted" > "$stamp"
     fi
