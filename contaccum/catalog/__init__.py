@@ -18,7 +18,7 @@ HUB_PREFIX = "hub:"
 
 
 def table(file: str) -> list[list[str]]:
-    """Read a TSV file of this package; return the list of the cells of each line."""
+    """Read a TSV file of this package. Return a list of cells for each line."""
     text = resources.files("contaccum.catalog").joinpath(file).read_text(encoding="utf-8")
     return [line.split("\t") for line in text.splitlines()]
 

@@ -1,8 +1,8 @@
 """Download BEIR data sets and DPR files into the cache, check the files, and unpack archives safely.
 
 A download is first written to a temporary file, the part file. If the connection breaks, the next call continues from the part
-file. It does so only if it can check the complete file, that is, for an archive with a known MD5 and for a gzip file. Every other
-file is downloaded again from the start.
+file if the complete file can be checked afterwards: an archive with a known MD5, or a gzip file. Every other file is downloaded
+again from the start.
 """
 
 import gzip
@@ -117,7 +117,7 @@ def _checked_name(name: str, forum: str) -> str:
     """Return ``name`` if BEIR allows the download of this data set. Raise InputError otherwise."""
     if name in LICENSED:
         raise InputError(
-            f"{name}: the data set's licence forbids the download. Build it as BEIR explains, and give the path of its folder."
+            f"{name}: its licence forbids the download. Build the data set as BEIR explains, and give the path of its folder."
         )
     if name not in MD5:
         raise InputError(

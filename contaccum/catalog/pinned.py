@@ -140,7 +140,8 @@ class _TaskFiles:
         """Read the rows of ``split``. If ``part`` (split -> files) has only one split, read that split, as MTEB does."""
         if split not in part and len(part) > 1:
             raise InputError(
-                f"{self.text}: split {split!r} has judgements, but the corpus or the queries have only {', '.join(part)}"
+                f"{self.text}: split {split!r} has judgements, but the corpus or the queries have only "
+                f"the splits {', '.join(part)}"
             )
         return self._name.rows(part.get(split, next(iter(part.values()))))
 

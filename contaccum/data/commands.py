@@ -271,7 +271,7 @@ def write_dev_set(source: RetrievalSet, folder: Path, most_queries: int, most_pa
     """Write a BEIR folder with the split ``dev``. Queries and passages are a sample of ``source``.
 
     The dev set has at most ``most_queries`` queries, all their judged passages, and random other passages, until there are
-    ``most_passages``.
+    ``most_passages`` passages.
     """
     names = sorted(source.queries)
     kept = sorted(random.Random(seed).sample(names, min(most_queries, len(names))))

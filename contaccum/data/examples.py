@@ -45,7 +45,8 @@ _SCORED = ("positives", "negatives")
 class FlatTeacherScores(NamedTuple):
     """Teacher scores of all examples, float32. A missing score is NaN.
 
-    ``positives[i]`` is the score of ``positives.values[i]`` of an ExampleTable or a TrainSet; the same holds for ``negatives``.
+    ``positives[i]`` is the score of the passage ``positives.values[i]`` of an ExampleTable or a TrainSet. ``negatives[i]`` is
+    the score of ``negatives.values[i]``.
     """
 
     positives: np.ndarray
@@ -114,7 +115,7 @@ class ExampleTable:
     def _scores(self, number: int) -> TeacherScores | None:
         """Return the teacher scores of an example, or None if it has none.
 
-        They are stored as float32. The shortest decimals that round to them are returned: 0.1, not 0.10000000149.
+        Each score is the shortest decimal that rounds to the stored float32: 0.1, not 0.10000000149.
         """
         if self.teacher is None:
             return None

@@ -273,8 +273,8 @@ def near_order(vectors: np.ndarray, random: np.random.Generator, size: int, firs
     Sources: steps of one cluster, Hofstaetter et al. 2021 (arXiv 2104.06967); steps of similar examples as hard negatives of each
     other, Thirukovalluru et al. 2025 (arXiv 2505.11293).
 
-    vectors: (n, d) from ``rounded``. size: number of examples of a group. first: number of examples that complete the last step
-    of the previous epoch. They come first. The full groups follow in random order, then the other examples as a smaller group.
+    vectors: (n, d) from ``rounded``. size: number of examples of a full group. first: number of examples that complete the last
+    step of the previous epoch. These examples come first. The full groups follow in random order, then the remaining examples.
     """
     first = min(first, len(vectors))
     full, last = divmod(len(vectors) - first, size)

@@ -56,9 +56,9 @@ class StreamSet:
         """Yield the examples that have a positive, in order.
 
         If an example has too few hard negatives, other negatives (DPR's ``negative_ctxs``) are appended to ``negatives``. Each
-        rejected record causes one warning, and so does each other kind of problem. Duplicate query ids are not detected, because
-        the ids of all earlier examples may not fit into memory. Raises InputError if no example has a positive, or if teacher
-        scores are needed but the first ``data.shuffle_buffer`` examples have none.
+        rejected record causes one warning, and each other kind of problem causes one warning for its first example. Duplicate
+        query ids are not detected, because the ids of all earlier examples may not fit into memory. Raises InputError if no
+        example has a positive, or if teacher scores are needed but the first ``data.shuffle_buffer`` examples have none.
         """
         rejected, scored = RejectedRecords.of(self.data), not self.scores
         found = answerable = reported = 0
@@ -90,7 +90,7 @@ class StreamSet:
             raise no_scores(self.name, f" in its first {answerable} examples")
 
     def _merged(self, example: Example) -> Example:
-        """Remove repeated passages, and append ``others`` to ``negatives`` if there are too few."""
+        """Remove repeated passages, and append ``others`` to ``negatives`` if there are too few negatives."""
         known: dict[str, tuple[Passage, float]] = {}  # passage id -> passage and its first score
         parts = []
         for name in ("positives", "negatives", "others"):

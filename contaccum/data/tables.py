@@ -262,7 +262,7 @@ def build_token_table(
 ) -> TokenTable:
     """Open the token table of ``texts``. Build the token table if it is not in the cache.
 
-    A text is ``prefix`` and then the columns, joined by a space and stripped (title and text: ``Passage.content``). A text with
+    A text is ``prefix``, then the columns joined by a space and stripped (title and text: ``Passage.content``). A text with
     more than ``max_length`` tokens, including special tokens, is truncated. fingerprint: hash of ``texts``. vocabulary: number
     of word embeddings. Raises InputError for a slow tokenizer and for a token id without a word embedding.
     """

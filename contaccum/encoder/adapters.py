@@ -88,8 +88,8 @@ def refuse_incomplete(
 ) -> None:
     """Raise InputError if the weights of a model do not match its configuration.
 
-    missing: weights that the file lacks. Those of a pooler may be missing, because contaccum uses no pooler. mismatched: weights
-    with a wrong shape. unexpected: weights that only the file has. They are an error if they belong to a layer.
+    missing: weights that the file lacks. Weights of a pooler may be missing, because contaccum uses no pooler. mismatched:
+    weights with a wrong shape. unexpected: weights that only the file has. They are an error only if they belong to a layer.
     """
     wrong = {
         "are missing": sorted(key for key in missing if not re.fullmatch(POOLER, key)),
@@ -145,7 +145,7 @@ def add_adapter(backbone: Any, base: Base, config: AdapterConfig) -> None:
 
 
 def load_adapter(backbone: Any, folder: str, subfolder: str) -> None:
-    """Add a saved adapter, in ``subfolder`` of a folder or Hub repository, to its base. Its weights can be trained."""
+    """Add a saved adapter, in ``subfolder`` of a folder or Hub repository, to ``backbone``. The adapter can be trained."""
     require("peft", "lora", f"{folder}: adapter")
     if cached_file(folder, ADAPTER_WEIGHTS, subfolder=subfolder, _raise_exceptions_for_missing_entries=False) is None:
         where = f"{folder}/{subfolder}".rstrip("/")  # transformers would unpickle adapter_model.bin instead
@@ -215,7 +215,7 @@ def check_base(base: Base, name: str) -> None:
     if base.sha256 and (found := hash_of(base.name)) != base.sha256:
         raise InputError(
             f"{name}: base {base.name} has SHA-256 {found}; the adapter was trained on a base with SHA-256 {base.sha256}. "
-            "Restore that base."
+            "Restore the original base."
         )
 
 

@@ -123,7 +123,7 @@ class DualEncoder(nn.Module):
 
     @contextmanager
     def in_step(self, kind: str) -> Iterator[None]:
-        """Allow each process to encode its own number of batches inside the ``with`` block.
+        """Allow the processes to encode different numbers of batches inside the ``with`` block.
 
         kind: kind of all texts, ``query`` or ``passage``. With sharded weights, every pass needs all processes. Therefore a
         process that has finished runs dummy passes until all processes have finished.
@@ -245,8 +245,8 @@ class DualEncoder(nn.Module):
     def no_grad_group_size(self, dropout: bool = True) -> int:
         """Return how many micro-batches can be encoded at once without gradients.
 
-        They need at most the memory of a training pass over one micro-batch: the training pass stores the activations of every
-        layer, but a pass without gradients stores one layer at a time.
+        These micro-batches together need at most the memory of a training pass over one micro-batch: the training pass stores the
+        activations of every layer, but a pass without gradients stores one layer at a time.
 
         The result is 1 if the passes use dropout, because each micro-batch has its own dropout noise. The result is also 1
         with gradient checkpointing, because a training pass then stores little more than one layer. dropout: whether passes

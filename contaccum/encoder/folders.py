@@ -23,7 +23,7 @@ POOLING_FLAGS = {"cls": "pooling_mode_cls_token", "mean": "pooling_mode_mean_tok
 POOLINGS = tuple(POOLING_FLAGS)
 SIMILARITIES = ("cosine", "dot")
 SIDES = {"query": ("query",), "document": ("document", "passage", "corpus")}
-"""Names of prompts and routes in sentence-transformers models. Key ``query``: for queries. Key ``document``: for passages."""
+"""Names of prompts and routes in sentence-transformers models: for queries (``query``) and for passages (``document``)."""
 ADAPTER_FILE = "adapter_config.json"  # written by peft; contains the name of the base
 BASE_FILE = "base.json"  # written by contaccum; contains the hash and the quantization of the base
 MODEL_FILES = (SETTINGS_FILE, "modules.json", "config.json", ADAPTER_FILE)  # an encoder's folder has one of these
@@ -219,8 +219,8 @@ def _read_sentence_transformers(name: str) -> EncoderFiles:
 def _prefixes(name: str, about: dict[str, Any]) -> dict[str, str]:
     """Return the query prefix and the passage prefix of a sentence-transformers model.
 
-    Each prefix is the first prompt for queries or passages that is not empty. If all prompts are empty, the prefixes of the
-    model family are returned.
+    The query prefix is the first non-empty prompt for queries. The passage prefix is the first non-empty prompt for passages. If
+    all prompts are empty, the prefixes of the model family are returned.
     """
     prompts = about.get("prompts") or {}
     first = {side: next((prompts[key] for key in keys if prompts.get(key)), "") for side, keys in SIDES.items()}

@@ -135,7 +135,7 @@ def varlen(inputs: Inputs, dropout: float, scaling: float | None, bounds: Tensor
 
 
 def flash_supports(query: Tensor) -> bool:
-    """Return whether FlashAttention supports the data type and GPU of ``query``. The memory-efficient kernel supports all."""
+    """Return whether FlashAttention supports the data type and GPU of ``query``. The memory-efficient kernel supports any."""
     return query.dtype != torch.float32 and (
         not query.is_cuda or torch.cuda.get_device_capability(query.device) >= (8, 0)
     )
@@ -174,8 +174,8 @@ def packed_linears(backbone: nn.Module) -> Iterator[None]:
     """Compute linear layers with oneDNN and packed weights inside the ``with`` block.
 
     This applies to float32 layers on a CPU without autocast. Other layers do not change. By default PyTorch uses MKL, which
-    packs the weights in every call. On AMD processors, encoding with MKL takes 1.2 times as long. Inside the block, there are
-    no gradients, and weights must not change.
+    packs the weights in every call. On AMD processors, encoding with MKL takes 1.2 times as long. Inside the block,
+    these layers compute no gradients, and their weights must not change.
     """
     usable = torch.backends.mkldnn.is_available() and not torch.is_autocast_enabled("cpu")
     layers = [module for module in backbone.modules() if usable and type(module) is nn.Linear]

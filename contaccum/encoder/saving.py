@@ -38,7 +38,7 @@ def save_encoder(query_tower: Tower, passage_tower: Tower, settings: EncoderSett
     lengths = {"query": settings.max_query_length, "document": settings.max_passage_length}
     shared = passage_tower is query_tower and len(set(lengths.values())) > 1
     for path, tower, side in ((query, query_tower, "query"), (passage, passage_tower, "document")):
-        # a tied tower has two maximum lengths: for queries and for passages; older versions ignore these two settings
+        # a tied tower has two maximum lengths: for queries and for passages; old sentence-transformers ignore both
         by_side = {f"{name}_length": length for name, length in lengths.items()} if shared else {}
         config = {"max_seq_length": lengths[side], "do_lower_case": False, **by_side}
         write_json(path / "sentence_bert_config.json", config)
@@ -82,7 +82,7 @@ def _write_modules(folder: Path, modules: dict[str, str]) -> None:
 
 
 def _write_prompts(folder: Path, settings: EncoderSettings, side: str) -> None:
-    """Write both prompts for sentence-transformers. side: name of its default prompt, ``query`` or ``document``."""
+    """Write both prompts for sentence-transformers. side: name of the default prompt, ``query`` or ``document``."""
     prompts = {"query": settings.query_prefix, "document": settings.passage_prefix}
     default = {"default_prompt_name": side if prompts[side] else None, "similarity_fn_name": settings.similarity}
     truncated = {} if settings.truncate_dim is None else {"truncate_dim": settings.truncate_dim}

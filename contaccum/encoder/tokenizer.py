@@ -16,7 +16,7 @@ from contaccum.errors import InputError, require_known_ids
 from contaccum.runtime.hub import optional_json
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-WINDOW = 4096  # texts that are sorted by length together; more texts need less padding, but delay the first batch
+WINDOW = 4096  # number of texts to sort by length together; a larger number means less padding, but a later first batch
 # tokens per thread; at width 384 the output of the widest layer then has 6 MB and fits in the CPU cache
 CPU_TOKENS = 1024
 DEVICE_TOKENS = 16_384

@@ -144,7 +144,7 @@ class TowerLoader:
     device: torch.device | str | None = None
 
     def load_pair(self, query: TowerFiles, passage: TowerFiles, tied: bool) -> tuple[Tower, Tower]:
-        """Load both towers; tied towers are one object. If both have an adapter on the same base, it is in memory only once."""
+        """Load both towers; tied towers are one object. A base that both adapters share is in memory only once."""
         if self.merge and query.base is None and passage.base is None:
             raise InputError(f"{query.name}: has no adapter to merge; choose a model trained with lora.rank above 0")
         first = self.backbone(query)
@@ -184,7 +184,7 @@ class TowerLoader:
         return backbone
 
     def tower(self, files: TowerFiles, backbone: Any) -> Tower:
-        """Load the adapter, the tokenizer and the Dense layers of a tower. Return the tower that they form with ``backbone``."""
+        """Load the adapter, the tokenizer and the Dense layers of a tower. Return the tower with these parts and ``backbone``."""
         with loading(files.name), quiet_transformers():
             if files.base:
                 lora.load_adapter(backbone, files.name, files.subfolder)

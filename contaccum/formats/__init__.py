@@ -91,7 +91,7 @@ def is_blank(text: str) -> bool:
 
 
 def content_id(title: str, text: str) -> str:
-    """Return a 96-bit hash of title and text in hexadecimal. This is the id of a passage that has no id."""
+    """Return a 96-bit hash of title and text in hexadecimal. A passage without an id gets this hash as its id."""
     return hashlib.blake2b(f"{title}\n{text}".encode(), digest_size=12).hexdigest()
 
 

@@ -105,7 +105,7 @@ def _tab_rows(
 ) -> Iterator[tuple[int, Element]]:
     """Convert each row with ``read``. Yield the number of the first line of the row, and the converted row.
 
-    A cell in quotes may have several lines. A header is skipped; only the first row that is not rejected can be a header.
+    A cell in quotes may have several lines. The first row is skipped if it is a header; rejected rows before it do not count.
     """
     first = True
     for location, row in _rows(path, expected, rejected):

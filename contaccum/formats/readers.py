@@ -190,11 +190,11 @@ def kind_of_data(path: str | Path, max_bad_records: int = 0) -> Kind:
 
 
 def _kind_of_table(path: Path, max_bad_records: int) -> Kind:
-    """Detect the format of a file with columns. Three columns are a DPR corpus.
+    """Detect the format of a file with columns. A file with three columns is a DPR corpus.
 
-    Two columns are DPR questions with answers if the file is a .csv file, or if in most of the first lines the second column
-    starts with a list, or the first column is empty or contains white space, so that it cannot be an id. Other files with two
-    columns have ids and texts (MS MARCO): ``queries`` if the file name contains ``quer``, otherwise ``corpus``.
+    A file with two columns has DPR questions and answers if it is a .csv file, or if most of the first lines look like them:
+    the second column starts with a list, or the first column cannot be an id (it is empty or contains white space). Other files
+    with two columns have ids and texts (MS MARCO): ``queries`` if the file name contains ``quer``, otherwise ``corpus``.
     """
     rows = [line.split("\t") for _, line in _first_lines(path, max_bad_records)]
     if not rows:
@@ -219,7 +219,7 @@ def _columns(path: Path, max_bad_records: int) -> int | None:
 
 
 def _first_lines(path: Path, max_bad_records: int) -> list[tuple[int, str]]:
-    """Return the first 2 n + 1 lines, where n is max_bad_records (at most 100), so that most are valid if n are invalid."""
+    """Return the first 2 n + 1 lines, where n is max_bad_records (at most 100). Even with n invalid lines, most are valid."""
     enough = 2 * min(max_bad_records, _SAMPLE) + 1
     return list(islice(numbered_lines(path, rejected=RejectedRecords(enough - 1)), enough))
 

@@ -1,7 +1,7 @@
 """Dual memory bank: a ring buffer of the embeddings of past queries and passages.
 
 One slot of the ring stores one row: a query, its passages and the passage ids. The query bank and the passage bank are therefore
-always aligned. Stored embeddings have no gradient. A ``NestedLogSumExp`` caches the log-sum-exps of the rows over the columns.
+always aligned. Stored embeddings have no gradient. A ``NestedLogSumExp`` caches log-sum-exps of stored rows over stored columns.
 Source: Kim et al. 2024 (arXiv 2406.12356), section 4.
 """
 
@@ -33,14 +33,14 @@ class BankOptions:
     columns_only: bool = False
     """Whether to store only passages and no queries. The bank then adds columns to the loss, but no rows."""
     row_weight: str = "all"
-    """Denominator of the mean loss: the number of current rows and bank rows (``all``) or of current rows (``current``)."""
+    """Rows that the denominator of the mean loss counts: current rows and bank rows (``all``), or current rows (``current``)."""
     keep: bool = True
     """Whether to keep the rows after an optimizer step. False is the ablation "without past encoder" of the paper."""
     warmup_steps: int = 0
     """Number of optimizer steps at the start of a run in which the bank is filled, but the loss does not use it."""
     age_decay: float = 0.0
-    """Age penalty per optimizer step. Each logit is reduced by age_decay times the number of steps between the encoding of its
-    query and of its passage."""
+    """Age penalty per optimizer step. Each logit is reduced by age_decay times the number of optimizer steps between the encoding
+    of its query and the encoding of its passage."""
     symmetric: bool = False
     """Whether the loss also has the direction from passages to queries."""
 
@@ -49,7 +49,7 @@ class Bank:
     """Ring of M slots. Slots 0 to ``stored`` - 1 contain a row. A bank of size 0 stays empty."""
 
     truncated: Sequence["Bank"] = ()
-    """One bank for each truncated width. Only a ``contaccum.methods.objective.MatryoshkaBank`` has such banks."""
+    """Banks of the truncated widths. Only a ``contaccum.methods.objective.MatryoshkaBank`` has such banks."""
 
     def __init__(
         self,
@@ -63,8 +63,8 @@ class Bank:
     ) -> None:
         """Create an empty bank.
 
-        size: number of slots, M. dim: width of an embedding, d. push: usual number of rows of a push, which is also the number of
-        slots in the smallest blocks of ``NestedLogSumExp``.
+        size: number of slots, M. dim: width of an embedding, d. push: usual number of rows of a push. A block of the smallest
+        size in ``NestedLogSumExp`` has the same number of slots.
         """
         self.size, self.dim, self.similarity, self.push_rows = size, dim, similarity, push
         self.options = options = options or BankOptions()
@@ -79,7 +79,7 @@ class Bank:
         # the tensors of ids are always on the CPU
         self.column_ids = torch.full((size, 1 + options.hard_negatives), NO_PASSAGE)
         self.positives = torch.full((size, 1), NO_PASSAGE)
-        self.query_numbers = torch.zeros(size, dtype=torch.long)  # row numbers in the training set, for the rules
+        self.query_numbers = torch.zeros(size, dtype=torch.long)  # each query's row number in the training set
         self.index_in_step = torch.zeros(size, dtype=torch.long)  # index among the rows of its optimizer step
         self.journal = RollbackJournal()
         self._map_ids()
@@ -102,18 +102,19 @@ class Bank:
         return self.tables.get("")
 
     def logsumexp(self, reverse: bool = False) -> Tensor:
-        """Return the log-sum-exp of each bank row over all unmasked bank columns, (fill,). reverse: of positives over queries."""
+        """Return the log-sum-exp of each bank row over the bank columns, (fill,). reverse: of each positive over the queries."""
         return self.tables["reversed_" if reverse else ""].total(self.fill)
 
     def ages(self) -> Tensor:
-        """Return the number of optimizer steps since each stored row was encoded, (stored,) int64; 0 for a row of this step."""
+        """Return the number of optimizer steps since each stored row was encoded, (stored,) int64; 0 for rows of this step."""
         return self.step - self.written_step[: self.stored]
 
     def age_penalty(self) -> Tensor | None:
         """Return the age penalty of each stored row, (fill,), or None if there is no age decay.
 
-        The penalty is subtracted from every logit between the stored row and a current row. Between two stored rows, the penalty
-        depends only on the difference of their ages. This difference never changes, so the stored log-sum-exps stay valid.
+        The penalty is subtracted from the logits between the row's query and current passages, and between the row's passages and
+        current queries. Between two stored rows, the penalty depends on the difference of their ages. This difference never
+        changes, so the stored log-sum-exps stay valid.
         """
         if not self.options.age_decay:
             return None
@@ -122,8 +123,8 @@ class Bank:
     def partial(self, rows: int, columns: int) -> PartialLogSumExp | None:
         """Return an object for log-sum-exps that the loss computes and the next push reuses, or None if no reuse is possible.
 
-        rows: number of rows of the push. columns: number of passages per row. Reuse is possible only if the bank stores the
-        queries and all passages of each row, the loss uses the bank, and the rows fill exactly one of the smallest blocks.
+        rows: number of rows of the next push. columns: number of passages per row. Reuse is possible only if the bank stores the
+        query and all passages of each row, the loss uses the bank, and the pushed rows fill exactly one of the smallest blocks.
         """
         one_block = rows == self.push_rows and self.pointer % rows == 0 and self.pointer + rows <= self.size
         if self.sums is None or not self.fill or not one_block or columns != 1 + self.options.hard_negatives:
@@ -137,7 +138,7 @@ class Bank:
         """Write b new rows into the next b slots. In a full bank, this replaces the b oldest rows.
 
         queries: (b, d). passages: (b, 1 + H, d). ids: passage ids of the b rows. partials: ``LossValue.partials`` of the loss
-        that compared the b rows with this bank. Reusing them saves two matrix products.
+        that compared the b rows with this bank. Their reuse saves two matrix products.
         """
         if self.size == 0:
             return
@@ -206,7 +207,7 @@ class Bank:
         """Return the logits of the bank rows ``rows`` and of all columns in the bank slots ``slots``.
 
         The shape is (slots * columns per slot, rows). Logits of masked pairs are minus infinity, and the age penalty is
-        subtracted. With ``reverse``, the rules are applied in the passage-to-query direction, and only to the positives.
+        subtracted. With ``reverse``, the rules apply to the passage-to-query direction, and only to the logits of positives.
         """
         assert self.queries is not None
         per_slot = self.column_ids.shape[1]

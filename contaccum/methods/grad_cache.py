@@ -56,8 +56,8 @@ def cont_cache(engine: StepEngine, micro_batches: list[MicroBatch], bank: Bank, 
 def represent(engine: StepEngine, micro_batches: list[MicroBatch]) -> list[Rows]:
     """Compute the embeddings of every micro-batch: the first pass, step 1 of the paper.
 
-    With partial replay, all micro-batches are encoded without graph. Without partial replay, only the last one has a graph, so it
-    needs no second forward pass.
+    With partial replay, all micro-batches are encoded without graph. Without partial replay, the last micro-batch is encoded with
+    graph, so that it needs no second forward pass.
     """
     earlier, last = (micro_batches[:-1], [micro_batches[-1:]]) if engine.replay_share == 1 else (micro_batches, [])
     size = engine.no_grad_group_size
@@ -101,8 +101,8 @@ def replay(
 ) -> LossValue:
     """Second pass, steps 3 and 4 of the paper: encode texts again with graph, and backpropagate their cached gradients.
 
-    Dropout is the same as in the first pass. last: the rows of the last micro-batch, with the graph from the first pass
-    (not used with partial replay). Returns ``value``; with partial replay, its field ``replayed`` is set.
+    Without partial replay, the dropout noise is that of the first pass. last: the rows of the last micro-batch, with the graph
+    from the first pass (not used with partial replay). Returns ``value``. With partial replay, the field ``replayed`` is set.
     """
     if engine.replay_share < 1:
         return value._replace(replayed=replay_sample(engine, micro_batches, cache))
@@ -121,8 +121,8 @@ def _backward(engine: StepEngine, queries: Tensor, passages: Tensor, gradients: 
 def replay_sample(engine: StepEngine, micro_batches: list[MicroBatch], cache: Cache) -> tuple[float, float]:
     """Encode a sample of the texts with graph, and backpropagate their weighted cached gradients: the second pass.
 
-    Returns the share of the texts that were encoded, and the relative variance of the sampling: the variance that it added,
-    divided by the sum of the squared gradient norms.
+    Returns the share of the texts that were encoded, and the relative variance: the variance that the sampling added, divided by
+    the sum of the squared gradient norms.
     """
     step = engine.join(micro_batches)
     # the number of tokens of the largest micro-batch, so that the graph needs no more memory than in other methods

@@ -33,7 +33,7 @@ The shape of the result is (slots * columns per slot, rows). Logits of masked pa
 
 
 class RollbackJournal:
-    """Copies of the tensor regions that an optimizer step overwrites, each made before the first time, to undo a failed step."""
+    """Copies of tensor regions, made before an optimizer step first overwrites them. The copies undo a failed step."""
 
     def __init__(self) -> None:
         self._copies: dict[tuple[int, str], tuple[Tensor, Any, Tensor]] = {}
@@ -45,7 +45,7 @@ class RollbackJournal:
             self._copies[key] = (tensor, region, tensor[region].clone())
 
     def restore(self) -> None:
-        """Write all copies back. If two regions overlap, the older copy is right, so the newest copy is written first."""
+        """Write all copies back, newest first: where regions overlap, the oldest copy, from before the step, is written last."""
         for tensor, region, old in reversed(self._copies.values()):
             tensor[region] = old
         self.clear()
@@ -57,7 +57,7 @@ class RollbackJournal:
 class PartialLogSumExp:
     """Log-sum-exps of the logits between b current rows and the bank.
 
-    The loss computes them, and the push of the same b rows writes them to the table of ``NestedLogSumExp``.
+    The loss computes these log-sum-exps, and the push of the same b rows writes them to the table of ``NestedLogSumExp``.
     """
 
     def __init__(self, slot: int, fill: int, rows: int, per_slot: int, sums: "NestedLogSumExp") -> None:
@@ -76,10 +76,10 @@ class PartialLogSumExp:
         self._starts = [first * per_slot for first in sums.first_slots()]
 
     def add(self, rows: slice, first: int, logits: Tensor) -> None:
-        """Include the logits (r, c) of a block of pairs in the log-sum-exps.
+        """Include logits (r, c) in the log-sum-exps.
 
-        The block has the r current rows ``rows`` and the c stored columns from column ``first`` on. All calls together must
-        cover each pair of a current row and a stored column exactly once.
+        The logits are those of the r current rows ``rows`` and of c stored columns, the first of which is ``first``. All calls
+        together must include the logit of each current row and each stored column exactly once.
         """
         for level, (width, start) in enumerate(zip(self._widths, self._starts, strict=True)):
             begin, end = max(start, first), min(start + self.rows.shape[1] * width, first + logits.shape[1])
@@ -112,7 +112,7 @@ class NestedLogSumExp:
 
         logits: function that computes logits of bank rows and columns. size: number of slots of the ring. push: usual number of
         slots that a push overwrites, which is also the number of slots in a block of the last level. tile: number of (row, slot)
-        pairs to compute at once. journal: gets a copy of every region before it is overwritten, but not of ``open``.
+        pairs to compute at once. journal: receives a copy of every region of ``values`` and ``closed`` before it is overwritten.
         """
         self.fan = fan = next(fan for fan in count(1) if fan**LEVELS * push >= size)
         # number of slots in a block at each level
@@ -128,15 +128,15 @@ class NestedLogSumExp:
         return torch.logaddexp(self.closed[:fill], self.values[-1, :, :fill].logsumexp(0))
 
     def first_slots(self) -> list[int]:
-        """Return the first slot that each level covers: 0 at level 0, then the first slot of the open block one level above."""
+        """Return the first slot of each level. Level 0: 0. Other levels: the first slot of the open block of the level before."""
         steps = zip(self.open, self.widths, strict=False)
         return [0, *accumulate(block * width for block, width in steps)]
 
     def overwrite(self, start: int, stop: int, fill: int, partial: PartialLogSumExp | None = None) -> None:
         """Update the table after a push overwrote slots [start, stop).
 
-        fill: number of slots that contain a row now. partial: log-sum-exps that the loss computed for the pushed rows just
-        before this push. They are not computed again.
+        fill: number of slots that contain a row after the push. partial: log-sum-exps that the loss computed for the pushed rows
+        just before the push. This function does not compute these log-sum-exps again.
         """
         assert partial is None or partial.slot == start, "the partial log-sum-exps belong to other slots"
         width = self.widths[-1]
@@ -153,7 +153,7 @@ class NestedLogSumExp:
         self._write_rows(start, stop, fill, partial)
 
     def _open_blocks(self, slot: int, path: list[int], fill: int) -> None:
-        """Close open blocks without ``slot``, and open those with it: block ``path[level]`` at each level except the last."""
+        """Close the open blocks without ``slot``. At their levels, open the block ``path[level]``, which contains ``slot``."""
         first = next(level for level, block in enumerate(path) if block != self.open[level])
         for level in reversed(range(first, LEVELS - 1)):
             self.journal.record(self.values, (level, self.open[level]))
@@ -187,10 +187,10 @@ class NestedLogSumExp:
         torch.logsumexp(rows[:-1], (0, 1), out=self.closed[start:stop])
 
     def _compute(self, sums: Tensor, top: int, slot: int, width: int, fill: int) -> None:
-        """Compute the log-sum-exp of some rows over some blocks, and write it to ``sums`` (blocks, rows).
+        """Compute the log-sum-exps of bank rows over blocks of columns, and write them to ``sums`` (blocks, rows).
 
-        top: first row. slot: first slot of the first block. width: number of slots in a block. fill: number of slots that
-        contain a row.
+        The bank rows are consecutive, and so are the blocks. The shape of ``sums`` gives both numbers. top: first bank row.
+        slot: first slot of the first block. width: number of slots in a block. fill: number of slots that contain a row.
         """
         count, rows = sums.shape
         end = min(slot + count * width, fill)

@@ -37,18 +37,18 @@ from contaccum.methods.symmetric import PassageToQuery
 
 
 class LossValue(NamedTuple):
-    """Loss of one micro-batch or step, with statistics for the log. With Matryoshka, they are those of the full vectors."""
+    """Loss of one micro-batch or step, with statistics for the log. With Matryoshka, the statistics are of the full vectors."""
 
     contrast: Tensor
     """InfoNCE loss: the mean over the rows. Scalar with gradient."""
     negatives: Tensor
     """Mean number of unmasked negatives per query of the current batch. Scalar."""
     masked: Tensor
-    """Number of pairs of the current rows that are masked because the column is a known positive. Scalar."""
+    """Number of (current row, column) pairs that are masked because the column is a known positive of the row. Scalar."""
     row_weight: Tensor
     """Weight of each row in ``contrast``, the same for current rows and bank rows. Scalar."""
     filtered: Tensor | None = None
-    """Number of pairs that the similarity rule masked, in addition to ``masked``. Scalar; None without a similarity rule."""
+    """Number of other (current row, column) pairs that the similarity rule masked. Scalar; None without a similarity rule."""
     distilled: Tensor | None = None
     """Distillation loss (see ``contaccum.methods.objective.Distillation``). Scalar with gradient; None without distillation."""
     partials: tuple[PartialLogSumExp | None, ...] = ()
@@ -77,12 +77,12 @@ class LossValue(NamedTuple):
         return self._replace(contrast=self.contrast.detach(), distilled=distilled, partials=())
 
     def weighted(self, rows: float, pairs: float | None = None) -> "LossValue":
-        """Return a copy whose InfoNCE loss is multiplied by ``rows``, and distillation loss by ``pairs`` (default: ``rows``)."""
+        """Return a copy with the InfoNCE loss times ``rows``, and the distillation loss times ``pairs`` (default: ``rows``)."""
         distilled = None if self.distilled is None else self.distilled * (rows if pairs is None else pairs)
         return self._replace(contrast=self.contrast * rows, distilled=distilled)
 
     def plus(self, other: "LossValue", weight: float) -> "LossValue":
-        """Return a copy to which the losses of ``other``, multiplied by ``weight``, and its partials are added."""
+        """Return these losses plus ``weight`` times the losses of ``other``, with the partials of both."""
         pairs = zip((self.contrast, self.distilled), (other.contrast, other.distilled), strict=True)
         contrast, distilled = (None if one is None or two is None else one + weight * two for one, two in pairs)
         assert contrast is not None
@@ -174,14 +174,14 @@ class _Sums:
         self.for_queries = torch.zeros_like(queries)
         self.for_columns = torch.zeros_like(columns)
         self.n_masked = self.n_columns = 0
-        # pairs of current rows: number that the rules keep, and number that the similarity rule masks; 0 without rules
+        # numbers of (current row, column) pairs: kept by the rules, masked by the similarity rule; 0 without rules
         self.counts = queries.new_zeros(2, dtype=torch.long)
 
     def add_current_rows(self, ids: RowIds, bank: Bank | None) -> None:
         """Add the losses and gradients of the current rows over the current columns and the columns of ``bank``.
 
-        The loss of a row is ``log_sum - positive``, where ``log_sum`` is the log-sum-exp of its logits. Its gradient for a logit
-        is exp(logit - log_sum), minus 1 for the row's own positive.
+        The loss of a row is ``log_sum - positive``, where ``log_sum`` is the log-sum-exp of the row's logits. The gradient of
+        this loss for a logit is exp(logit - log_sum), minus 1 for the row's own positive.
         """
         b, c = len(self.queries), len(self.columns)
         own = torch.arange(0, c, c // b, device=self.queries.device)  # index of the column with each row's own positive
@@ -215,8 +215,8 @@ class _Sums:
     def _bank_columns(self, ids: RowIds, bank: Bank) -> tuple[Tensor, Tensor, Tensor | None, MaskedPairs]:
         """Return all bank columns (m, d), their passage ids (m,) and age penalties (m,), and the pairs to mask.
 
-        A pair is (current row, bank column). Also adds the number of bank columns to ``n_columns``, and the number of pairs to
-        ``n_masked``.
+        A pair is (current row, bank column). This function also adds the number of bank columns to ``n_columns``, and the number
+        of these pairs to ``n_masked``.
         """
         columns, per_slot = bank.passages[: bank.fill].flatten(0, 1), bank.passages.shape[1]
         penalty = None if self.penalty is None else self.penalty.unsqueeze(1).expand(-1, per_slot).reshape(-1)

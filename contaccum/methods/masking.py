@@ -1,8 +1,8 @@
-"""Rules that mask (row, column) pairs of the loss, besides the known positives.
+"""Rules that mask (row, column) pairs of the loss, in addition to the masking of known positives.
 
 A row is a query, and a column is a passage. In the passage-to-query direction of the symmetric loss, a row is a positive and a
-column is a query. The rules change one block of logits at a time, without waiting for the device. They never mask a row's own
-positive.
+column is a query. The rules change one block of logits at a time, without waiting for the device. The rules never mask a row's
+own positive.
 
 Similarity rule: let s+ be the score of a row and its own positive. A column with a score above s+ - margin is masked. With a
 relative margin, the bound is s+ - margin |s+|. The score of a stored row and a stored column never changes, so the cached
@@ -19,12 +19,12 @@ from torch import Tensor
 from contaccum.batch import MISSING
 
 CHUNK = 4096  # number of guide vectors to read at once, for the rows and for the columns of a block
-# scores that differ by less count as equal, because products of equal vectors are rounded in different ways
+# relative difference below which scores count as equal, because products of equal vectors are rounded in different ways
 TOLERANCE = 1e-5
 
 
 class PairRows(NamedTuple):
-    """Rows of a block. Each row belongs to a pair of a query and a positive."""
+    """Rows of a block of logits. Each row is the query of a training pair or, with ``of_queries``, the positive of the pair."""
 
     queries: Tensor | None
     """Row number of each query in the training set, (r,) int64 on the CPU. None: no rule uses it."""
@@ -89,10 +89,10 @@ class PairRules:
         """Set the logits (r, c) of the pairs that the rules mask to minus infinity.
 
         columns: passage id of each column, (c,) on the CPU. of_queries: whether the columns are queries. ``columns`` then has
-        their row numbers in the training set, or is None if no rule uses the numbers.
-        pairs: indices of the training pairs of the rows, and of the columns. Each pair has one row and the same number of
-        columns. None: no row and column belong to the same pair. counts: (2,) int64. The number of logits that the rules keep is
-        added to the first element, and the number that the similarity rule masks to the second.
+        the row numbers of these queries in the training set, or is None if no rule uses the row numbers.
+        pairs: two slices of training pairs: those of the rows, and those of the columns. A training pair has one row, and all
+        have the same number of columns. None: no row and column belong to the same training pair. counts: (2,) int64. The number
+        of logits that the rules keep is added to the first element, and the number that the similarity rule masks to the second.
         """
         own = None if pairs is None else _own_columns(logits, *pairs)
         self._mask_by_id(logits, rows, None if of_queries else columns, own)

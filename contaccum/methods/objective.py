@@ -40,7 +40,7 @@ class Distillation:
 
     The student is the trained model. s(p) is the student's similarity of passage p, divided by the student's temperature.
     t(p) is the teacher's score of passage p, divided by the teacher's temperature. s+ and t+ are the values for the positive.
-    Passages without a teacher score do not count. For each query, the loss is
+    Passages without a teacher score do not count. ``kind`` selects the loss of a query:
 
         kl       sum over p of softmax(t)(p) * (log softmax(t)(p) - log softmax(s)(p))
         margin   mean over hard negatives p of ((s+ - s(p)) - (t+ - t(p)))^2
@@ -127,7 +127,7 @@ Loss = InfoNCE | Objective
 
 
 class StepEngine(Protocol):
-    """The attributes and functions of ``contaccum.runtime.engine.Engine`` that training methods use. Engine documents them."""
+    """Attributes and functions of ``contaccum.runtime.engine.Engine`` that training methods use. Engine has their docstrings."""
 
     no_grad_group_size: int
     replay_share: float

@@ -15,7 +15,7 @@ from contaccum.batch import MISSING, NO_PASSAGE
 from contaccum.methods.masking import NO_RULES, PairRules
 
 CPU_TILE = 1 << 20  # number of similarities to compute at once; this many fit in the cache of a CPU
-TILE = 1 << 27  # the same number for other devices, where few large operations are fastest; 0.5 GiB
+TILE = 1 << 27  # number of similarities at once on other devices, where large operations are fastest; 0.5 GiB
 NO_IDS = {NO_PASSAGE, MISSING}  # padding values in tensors of passage ids
 
 
@@ -47,9 +47,10 @@ class MaskedPairs(NamedTuple):
 
 
 class EntriesById:
-    """Map from each passage id to the entries that contain the id. An entry is a set of passage ids and has a number.
+    """Map from each passage id to the entries that contain the id.
 
-    The map is on the CPU. The time of a lookup does not depend on the number of entries.
+    An entry is a numbered set of passage ids, for example the known positives of a bank row. The map is on the CPU. The
+    time of a lookup does not depend on the number of entries.
     """
 
     def __init__(self) -> None:
@@ -62,18 +63,18 @@ class EntriesById:
                 self._entries.setdefault(passage, []).append(entry)
 
     def remove(self, first: int, ids: Tensor) -> None:
-        """Remove n entries. The arguments must be those with which the entries were added."""
+        """Remove n entries. Each entry must have been added with the same number and ids."""
         for entry, own in enumerate(ids.tolist(), first):
             for passage in {*own} - NO_IDS:
-                # the entry is at the front, because the oldest entry is overwritten first
+                # fast, because the bank removes the oldest entry first, and that entry is at the front of the list
                 self._entries[passage].remove(entry)
                 if not self._entries[passage]:
                     del self._entries[passage]
 
     def find(self, ids: Tensor, entries: slice) -> MaskedPairs:
-        """Return all pairs (row of ``ids``, entry) that have a passage id in common.
+        """Return all pairs (i, j) in which row i of ``ids`` and an entry have a passage id in common.
 
-        ids: (r, P). entries: numbers of the entries to look at. In the result, these entries are numbered from 0.
+        ids: (r, P). entries: slice of the entry numbers to search. j: number of the entry, minus ``entries.start``.
         """
         pairs = [
             (row, entry - entries.start)
@@ -107,7 +108,7 @@ class Similarity:
     tile: int | None = None
     """Number of similarities to compute at once. Default: 2^20 on a CPU, 2^27 on other devices."""
     rules: PairRules = NO_RULES
-    """Rules that mask other pairs."""
+    """Rules that mask pairs in addition to the known positives."""
     hardness: float = 0.0
     """Factor of the similarity in the weight exp(hardness * s) of a negative. The weight has no gradient."""
 
@@ -125,7 +126,7 @@ class Similarity:
         return self.tile or (CPU_TILE if device.type == "cpu" else TILE)
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings on which stored log-sum-exps depend. Unused ones are left out, as in older checkpoints."""
+        """Return the settings on which stored log-sum-exps depend. Unused newer settings are left out, as in old checkpoints."""
         newer = {name: value for name, value in (("hardness", self.hardness), ("rules", self.rules.key)) if value}
         return {"temperature": self.temperature, "mask_false_negatives": self.mask_false_negatives, **newer}
 

@@ -240,7 +240,7 @@ def print_estimate(
     """Estimate the time to encode ``rows`` texts, and print it to stderr if it is more than a minute.
 
     The time is measured on a sample of texts. The sample is spread evenly over all texts, because corpora are often sorted. For
-    fewer than ``ESTIMATE_FROM`` texts nothing is estimated. If there are several processes, only the first one prints.
+    fewer than ``ESTIMATE_FROM`` texts nothing is estimated. If there are several processes, only process 0 prints.
     """
     if rows < ESTIMATE_FROM:
         return
@@ -320,8 +320,9 @@ def encode(
 ) -> str:
     """Encode a corpus or queries into shards in the folder ``output``. Return a sentence that describes the result.
 
-    source: data set, as a path or a name. kind: ``passage`` or ``query``. The other arguments are those of ``encode_texts``.
-    Processes started by torchrun divide the shards among themselves. A second call encodes only the missing shards.
+    source: data set, as a path or a name. kind: ``passage`` or ``query``. dtype, shard_size, batch_tokens, format, text: see
+    ``encode_texts``. Processes started by torchrun divide the shards among themselves. A second call encodes only the missing
+    shards.
     """
     from contaccum.encoder import load_encoder
 

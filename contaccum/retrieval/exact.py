@@ -2,7 +2,7 @@
 
 Float32 matrix products round differently for every block size, thread count and device, so equal vectors can get unequal scores.
 Products therefore only select candidates: k + 32 passages for each query, with torch on the CPU or one GPU, or with faiss. The
-scores of the candidates are then computed in float64 and rounded to float32.
+final scores of the candidates are computed in float64 and rounded to float32.
 
 One of the k best passages of a query may be missing from its candidates. If this cannot be excluded, the query is searched a
 second time, and every passage that could reach the k-th best score is scored in float64.
@@ -48,8 +48,8 @@ def exact_search(
 ) -> list[list[tuple[str, float]]]:
     """Return the k passages with the largest inner products for each query, as (passage id, score), best first.
 
-    queries: (n, d) float32. candidates: finds candidates in the same shards. Memory holds k + 32 candidates per query (about 50
-    bytes per candidate), the result, and one block of a shard. If faiss searches on GPUs, the GPUs hold the whole index.
+    queries: (n, d) float32. candidates: function that searches the same shards. Memory holds k + 32 candidates per query (about
+    50 bytes per candidate), the result, and one block of a shard. If faiss searches on GPUs, the GPUs hold the whole index.
     """
     rows = count_rows(shards)
     if not rows or not len(queries):

@@ -116,8 +116,8 @@ def row_blocks(vectors: np.ndarray, *, dtype: Any = np.float32) -> Iterator[tupl
 def faiss_cpu_candidates(shards: Shards, queries: np.ndarray, k: int) -> TopRows:
     """Find the k best rows of all shards with faiss on the CPU, block by block.
 
-    A later block usually contains few of the k best rows, so faiss returns only a few rows of each block. If all of them are
-    among the best rows of a query so far, this query is searched again for k rows of the block.
+    A later block usually contains few of the k best rows, so faiss returns only a few rows of each block. If all of these
+    rows are among the best rows of a query so far, the block is searched again for k rows of this query.
     """
     best = np.empty((len(queries), 0), dtype=np.float32), np.empty((len(queries), 0), dtype=np.int64)
     seen = 0

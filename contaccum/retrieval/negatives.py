@@ -40,7 +40,7 @@ class MiningQueries:
         self.fingerprint = digest.hexdigest()
         self.corpus = examples.passages if corpus is None else corpus
         self.extra = None if corpus is None else _missing(examples.passages, corpus, ids)
-        """Positives that ``corpus`` lacks, or None if there are none. They get scores but never become negatives."""
+        """Positives that ``corpus`` lacks, or None if there are none. These positives get scores but never become negatives."""
         self.passages = self.corpus if self.extra is None else concatenate_datasets([self.corpus, self.extra])
         """Passages of ``corpus``, followed by the passages of ``extra``."""
         for batch in column_batches(self.passages, PASSAGE_COLUMNS):

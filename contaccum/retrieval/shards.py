@@ -309,13 +309,13 @@ class ShardFolder(Sequence[Shard]):
             if expected is not None and getattr(self.job, name) != expected:
                 what = "by a different encoder" if name == "encoder" else "from different data"
                 raise InputError(
-                    f"{path}: these embeddings were made {what} ({name} {getattr(self.job, name)!r}, not {expected!r})"
+                    f"{path}: embeddings made {what} ({name} {getattr(self.job, name)!r}, not {expected!r}). Use another folder."
                 )
 
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def __iter__(self) -> Iterator[Shard]:  # unlike Sequence's, does not take an IndexError for the end
+    def __iter__(self) -> Iterator[Shard]:  # the inherited method would treat an IndexError as the end
         return map(self.__getitem__, range(len(self)))
 
     @property

@@ -226,7 +226,7 @@ class Engine(Processes):
         self._encoded, self._separate.outputs = [], []
 
     def gather(self, own: Tensor) -> list[Tensor]:
-        """Gather tensors from all processes. After an out-of-memory error, ``gathers`` tells how many were finished."""
+        """Gather tensors from all processes. ``gathers`` counts the finished gathers, for out-of-memory recovery."""
         parts = super().gather(own)
         self.gathers += self.world > 1
         return parts
@@ -257,7 +257,7 @@ class Engine(Processes):
         return min(1.0, limit / norm) if norm else 1.0
 
     def update(self) -> None:
-        """Update the weights and clear the gradients. With fp16, nothing is updated if a gradient overflowed."""
+        """Update the weights and clear the gradients. With fp16, weights stay unchanged if a gradient overflowed."""
         idle = [each for each in self.parameters if self.encoder.graphs and each not in self._with_gradient]
         for parameter in idle:  # otherwise weight decay would change parameters that received no gradient
             parameter.grad = None
@@ -340,7 +340,7 @@ def _accelerator(device: str, precision: str, trackers: list[str], folder: str |
     if len(accelerator.log_with) < len(trackers):  # accelerate skips trackers that are not installed
         raise InputError(f"run.trackers is {trackers}, but not all are installed. Install the missing ones with pip.")
     if (kind := accelerator.distributed_type.value) not in PLAIN:
-        raise InputError(f"launched for {kind}, which is not supported; launch one process or data-parallel processes")
+        raise InputError(f"launched for {kind}, which is not supported; start one process, or several with torchrun")
     return accelerator
 
 

@@ -43,7 +43,7 @@ def _host() -> str:
 
 
 def is_leftover(name: str) -> bool:
-    """Return whether ``name`` has the form of our temporary files and folders. Their process may still be running."""
+    """Return whether ``name`` has the form of a temporary file or folder of contaccum. A running process may still use it."""
     return _LEFTOVER.fullmatch(name) is not None
 
 
@@ -70,7 +70,7 @@ def sweep(folder: str | Path, name: str | None = None, shared: bool = False) -> 
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder, or a link to one. It is renamed first, so that a half-deleted folder never has this name."""
+    """Delete a folder, or a link to a folder. First rename it, so that no half-deleted folder has the name ``path``."""
     gone = _temporary_path(path, "gone")
     os.replace(path, gone)
     (Path.unlink if gone.is_symlink() else shutil.rmtree)(gone)
@@ -179,8 +179,8 @@ def read_json(path: str | Path, type_: Any = Any, *, version: int | None = None,
 
     type_: any type that msgspec knows, such as a dataclass or ``dict[str, float]``. Unknown keys of a dataclass are dropped.
     version: newest ``format_version`` of the file that this version of contaccum can read. A file without ``format_version``
-    has version 1. max_bytes: maximum size of the file. If the content is wrong, an InputError names the file, and the line or
-    the field.
+    has version 1. max_bytes: maximum size of the file. Raises InputError with the file, and the line or the field, if the
+    content is wrong.
     """
     text = read_text(path, "a JSON file", max_bytes)
     return decode_json(text, type_, str(path), version=version)

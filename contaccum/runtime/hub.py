@@ -45,7 +45,7 @@ def hub_errors(problem: str, *kinds: type[BaseException], fix: str = "") -> Abst
     return library_errors(problem, *kinds, fix=fix)
 
 
-_failures: dict[str, str] = {}  # reason for each address of the Hub; empty if the Hub answered
+_failures: dict[str, str] = {}  # address of the Hub -> why it cannot be used; "" if it answered
 
 
 def _failure(endpoint: str) -> str:

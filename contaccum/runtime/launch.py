@@ -101,9 +101,10 @@ class StopSignals:
     """Context manager that handles Ctrl-C and SIGTERM.
 
     Inside a ``deferred`` block, the first signal only sets ``received`` to the number of the signal, so that the block can finish
-    its work. Outside such a block, the first signal raises Interrupted in a single process. With several processes, signals have
-    their usual effect there (Ctrl-C raises KeyboardInterrupt, SIGTERM ends the process), because a process that waits for others
-    inside a library could not react to Interrupted. A second signal that this class handles ends the process at once.
+    its work. Outside such a block, the effect depends on the number of processes. In a single process, the first signal raises
+    Interrupted. With several processes, signals have their usual effect (Ctrl-C raises KeyboardInterrupt, SIGTERM ends the
+    process), because a process that waits for others inside a library could not react to Interrupted. A second signal that this
+    class handles ends the process at once.
     """
 
     def __init__(self) -> None:

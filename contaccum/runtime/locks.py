@@ -1,8 +1,8 @@
 """Lock files, so that only one run uses a folder and only one process builds a cache entry.
 
 ``filelock.SoftFileLock`` creates the lock file, also on NFS. The file contains the process number, the host and the start time
-of the process that holds the lock. SoftFileLock takes over the lock of a dead process of this machine. It cannot see the
-processes of other machines and containers.
+of the process that holds the lock. SoftFileLock takes over the lock of a dead process of this machine. SoftFileLock cannot see
+the processes of other machines and containers.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ def folder_lock(folder: str | Path) -> Iterator[None]:
 def waiting_lock(path: Path, message: str = "", after: float = 10.0) -> Iterator[None]:
     """Lock the file ``path`` for this process inside the ``with`` block. Wait while another process holds the lock.
 
-    After ``after`` seconds of waiting, print the name of the process that holds the lock, followed by ``message``.
+    After ``after`` seconds of waiting, print which process holds the lock (process number and host), followed by ``message``.
     """
     lock = SoftFileLock(path)
     try:
@@ -56,7 +56,7 @@ def waiting_lock(path: Path, message: str = "", after: float = 10.0) -> Iterator
         try:
             lock.acquire(timeout=after)
         except Timeout:
-            advice = "If that process has ended, delete the file."
+            advice = "If that process has ended, delete this file."
             print(f"{path}: waiting for {_holder(path)}{message}. {advice}", file=sys.stderr)
             lock.acquire()
     except OSError as error:
@@ -80,8 +80,8 @@ def _acquire(lock: SoftFileLock, path: Path) -> None:
                 path.unlink(missing_ok=True)  # a process was killed before it wrote its number
                 continue
             raise InputError(
-                f"{path}: {_holder(path)} is using this folder. Wait until it ends, or choose another folder. If that process "
-                "has ended, delete the file."
+                f"{path}: {_holder(path)} is using this folder. If that process has ended, delete this file. Otherwise, "
+                "wait until it ends, or choose another folder."
             ) from error
         except OSError as error:
             raise InputError(f"{path}: cannot be written ({error.strerror or error})") from error

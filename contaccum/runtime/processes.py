@@ -175,7 +175,7 @@ def refuse_missing_processes(world: int) -> None:
 
 
 def run_with_error_file(command: Callable[[], None]) -> None:
-    """Run a command. Write a traceback, but no InputError or Interrupted, into the file from which torchrun reports errors."""
+    """Run a command. Write the traceback of an error into torchrun's error file, except InputError and Interrupted."""
 
     def run() -> InputError | Interrupted | None:
         try:
@@ -189,7 +189,7 @@ def run_with_error_file(command: Callable[[], None]) -> None:
 
 
 def first_to_say(sentence: str) -> bool:
-    """Return whether this is the first process to call this with ``sentence``. Without the launcher's store, all are."""
+    """Return whether no process has called this function with ``sentence`` yet. Without a launcher's store, return True."""
     _, world = process_place()
     if world == 1:
         return True

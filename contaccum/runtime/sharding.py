@@ -59,8 +59,9 @@ def saved_bytes(units: Sequence[nn.Module], processes: int, dtype: torch.dtype) 
     """Return by how many bytes sharding lowers the peak of a process in a step with AdamW. The result can be negative.
 
     units, dtype: see ``shard``. A process keeps 1 / ``processes`` of weights, gradients and moments. In addition, for one unit at
-    a time, it holds the gathered weights, their gradients, the message with the weights of the next unit, and the message with
-    the gradients of the previous unit. A unit that contains other units keeps its own gathered weights and gradients meanwhile.
+    a time, a process holds the gathered weights, their gradients, the message with the weights of the next unit, and the message
+    with the gradients of the previous unit. A unit that contains other units also keeps its own gathered weights and gradients
+    while the other units run.
     """
     known: set[nn.Module] = set()
     storages: set[int] = set()  # two towers can share frozen weights, but their parts are separate

@@ -23,7 +23,7 @@ def save_checkpoint(
 ) -> None:
     """Save the checkpoint of step ``state['step']``, and delete all but the ``keep`` newest checkpoints.
 
-    If the weights are sharded, all processes must call this function. Each writes its part of the optimizer state.
+    If the weights are sharded, all processes must call this function. Each process writes its part of the optimizer state.
     """
     target = run / "checkpoints" / f"step-{state['step']:08d}"
     group = encoder.group
@@ -45,7 +45,7 @@ def save_checkpoint(
         write_json(folder / "state.json", state)
         written = {n: {"size": p.stat().st_size, "sha256": sha256_of(p)} for n, p in files_in(folder).items()}
         write_json(folder / MANIFEST, written)
-    # checkpoints of later steps are damaged, because this run resumed at an earlier step; delete them too
+    # a resumed run continues at the newest undamaged checkpoint, so checkpoints of later steps are damaged; delete them too
     others = [folder for folder in all_checkpoints(run) if folder != target]
     later = [folder for folder in others if int(folder.name.removeprefix("step-")) > state["step"]]
     for folder in [*later, *others[len(later) + keep - 1 :]]:
@@ -59,7 +59,7 @@ def _save_parts(encoder: DualEncoder, optimizer: torch.optim.Optimizer, folder: 
 
 
 def restore(checkpoint: Checkpoint, encoder: DualEncoder, optimizer: torch.optim.Optimizer, bank: Bank) -> None:
-    """Load the states of the optimizer and the bank from a checkpoint. ``encoder`` must already be loaded from it."""
+    """Load the states of the optimizer and the bank. ``encoder`` must already be loaded from the same checkpoint."""
     trained, parts = trained_parameters(encoder), checkpoint.folder / OPTIMIZER_PARTS
     if encoder.group is not None or parts.is_dir():
         tensors = sharding.load_parts(trained, parts if parts.is_dir() else checkpoint.folder)
@@ -72,7 +72,8 @@ def restore(checkpoint: Checkpoint, encoder: DualEncoder, optimizer: torch.optim
         if not any(value.shape == parameter.shape for value in saved.values()):
             shape = tuple(parameter.shape)
             raise InputError(
-                f"{checkpoint.folder}: no optimizer state for {name} {shape}; the checkpoint belongs to a different model"
+                f"{checkpoint.folder}: no optimizer state for {name} {shape}; the checkpoint belongs to a different model. "
+                "Resume with the model settings that the run started with."
             )
         optimizer.state[parameter] = {
             key: value.to(parameter.device) if value.ndim or value.is_floating_point() else int(value)

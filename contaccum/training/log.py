@@ -37,8 +37,8 @@ DRIFT_SAMPLE = 4  # number of micro-batches to encode again for the drift
 def read_log(run: Path) -> list[dict[str, Any]]:
     """Return the content of a run's log: one dict for each logged step, skipped step and evaluation.
 
-    Lines that a kill or a power failure truncated are skipped. Fields that had another name in an older version get their new
-    name. Raises InputError if a newer version of contaccum wrote the log.
+    Lines that a kill or a power failure truncated are skipped. Fields with a name of an older version get their current name.
+    Raises InputError if a newer version of contaccum wrote the log.
     """
     path = run / LOG_FILE
     content = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
@@ -84,7 +84,7 @@ class RunLog:
             self._write(values)
 
     def skipped(self, step: int, sentence: str, count: int) -> None:
-        """Record that a step was skipped. sentence: the reason. count: number of skipped steps of this run, with this one."""
+        """Record that a step was skipped. sentence: the reason. count: number of skipped steps, including this step."""
         if self.active:
             self.bar.update()
             self.say(f"{sentence}; the step was skipped (skipped steps of this run: {count})")
@@ -139,7 +139,7 @@ def mean_losses(losses: list[LossValue], micro_batches: list[MicroBatch], step: 
     loss, mean, negatives, weight = (columns[name] for name in ("value", "mean", "negatives", "row_weight"))
     replayed = losses[0].replayed  # only two-pass methods set this field, and they return one loss
     return {
-        "loss": sum(mean) / len(table),  # the losses already contain their weights
+        "loss": sum(mean) / len(table),  # each loss already contains the weight of its micro-batch
         **({"differentiated_loss": sum(loss) / len(table)} if loss != mean else {}),
         **({"distillation": sum(columns["distilled"]) / len(table)} if "distilled" in columns else {}),
         "negatives": sum(share * number for share, number in zip(shares, negatives, strict=True)),

@@ -65,7 +65,7 @@ def train(config: TrainConfig) -> Path:
 
 
 class Training:
-    """One training run. It starts at the newest checkpoint if ``resume`` is set and there is one, else at step 0."""
+    """One training run. It starts at the newest checkpoint if ``resume`` is set and a checkpoint exists, else at step 0."""
 
     def __init__(self, config: TrainConfig, engine: Engine) -> None:
         self.config, self.engine = config, engine
@@ -121,7 +121,8 @@ class Training:
     def _resume(self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, changed: list[str]) -> None:
         """Continue from a checkpoint.
 
-        changed: names of encoder settings that have a new value. With them, the embeddings in the bank are invalid.
+        changed: names of encoder settings whose value differs from the checkpoint. If there are any, the stored embeddings are
+        invalid, and the bank starts empty.
         """
         state = checkpoint.state
         where = f"{checkpoint.folder}: the conditions of training changed"
@@ -250,7 +251,7 @@ class Training:
         self.log.step(values, self._due(self.config.run.log_steps))
 
     def skip_step(self, error: NotFiniteError) -> None:
-        """Undo a step with NaN or infinity, and count it as skipped. Raise InputError if no other step may be skipped."""
+        """Undo a step with NaN or infinity, and count it as skipped. Raise InputError if no more steps may be skipped."""
         self.engine.drop_step()
         self.bank.rollback()
         if self.skipped == self.config.run.skips():

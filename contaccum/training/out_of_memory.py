@@ -83,7 +83,7 @@ class MicroBatchSize:
         return self.sizes[self.level]
 
     def shrink(self, step: int) -> bool:
-        """Switch to the next smaller size after ``step`` steps. Return False if there is no smaller size."""
+        """Switch to the next smaller size. Return False if there is none. step: number of finished optimizer steps."""
         if self.level + 1 == len(self.sizes):
             return False
         self.earlier.append((step, self.now))
@@ -140,7 +140,7 @@ def shrink(size: MicroBatchSize, config: TrainConfig, step: int, last_good: Call
     where = f"step {step + 1}: out of memory with {size}"
     if config.spec.whole:
         problem = f"{config.method} cannot split its step into micro-batches"
-        advice = "Use grad_cache: the same gradients in the memory of one micro-batch."
+        advice = "Use grad_cache, which computes the same gradients in the memory of one micro-batch."
     elif config.batch.on_out_of_memory == "stop":
         problem = "batch.on_out_of_memory is stop"
         advice = "To continue with smaller micro-batches, add --resume --batch.on_out_of_memory shrink."
@@ -159,7 +159,7 @@ def undo_failed_step(engine: Engine, method: Method, micro_batches: list[MicroBa
     """Undo the step if memory ran out in any process. Return whether the step was undone.
 
     failed: whether memory ran out in this process. All processes must call this function in each step, after the backward pass,
-    to exchange this value. The run ends if memory runs out later, in the optimizer or in an evaluation, or if the failed process
+    to exchange ``failed``. The run ends if memory runs out later, in the optimizer or in an evaluation, or if the failed process
     cannot send zeros to the other processes.
     """
     if failed and engine.world > 1:
@@ -192,7 +192,11 @@ class DummyEngine:
         yield from micro_batches
 
     def encode(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Gather zeros instead of embeddings. Return queries (b, d) and passages (b, 1 + H, d) of all processes."""
+        """Take part in the gathers of a micro-batch, with zeros instead of the embeddings of this process.
+
+        Return the gathered queries (W * b, d) and passages (W * b, 1 + H, d): b pairs of each of W processes. For a gather that
+        this process finished before the error, return only zeros.
+        """
         b, dim = len(batch.query_ids), self.engine.encoder.dim
         return self._gather(b, dim), self._gather(b, len(batch.passages.input_ids) // b, dim)
 

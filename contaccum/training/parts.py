@@ -39,7 +39,7 @@ from contaccum.runtime.processes import torch_dtype
 
 _TOWER_SETTINGS = ("passage_name", "tie_towers", "append_eos")
 PREFETCHED_STEPS = 4
-"""Number of steps of a stream to keep in memory besides those in the bank: the current step and the prefetched steps."""
+"""Number of steps of a stream to keep in memory in addition to the steps in the bank: current and prefetched steps."""
 
 
 def build_encoder(
@@ -80,14 +80,14 @@ def _with_mixture_prefixes(config: TrainConfig, settings: EncoderSettings) -> En
         if len(used) == 1 and chosen is None:
             settings = replace(settings, **{name: used[0]})
         elif used != [own] and (chosen is None or chosen not in used):
-            found = f"data.mixture: the sets are trained with {name} {', '.join(map(repr, used))}"
+            found = f"data.mixture: the sets are trained with the {name} {', '.join(map(repr, used))}"
             saved = f"but the model is saved with {own!r}, which evaluation and search use"
-            warnings.warn(f"{found}, {saved}. Set model.{name} to the prefix for search.", stacklevel=2)
+            warnings.warn(f"{found}, {saved}. Set model.{name} to the prefix that search uses.", stacklevel=2)
     return settings
 
 
 def saved_encoder(config: TrainConfig, checkpoint: Path, device: torch.device | str) -> tuple[DualEncoder, list[str]]:
-    """Load the encoder in the folder ``checkpoint``. Also return the names of settings that changed since it was saved."""
+    """Load the encoder in the folder ``checkpoint``. Also return the names of settings whose value has changed."""
     encoder = _load_encoder(config, checkpoint, device)
     saved = read_json(checkpoint / SETTINGS_FILE, dict[str, Any])  # an older version saved fewer settings
     names = [name for name in ENCODER_SETTINGS if name in saved and saved[name] != getattr(encoder.settings, name)]
@@ -100,7 +100,9 @@ def _load_encoder(config: TrainConfig, name: str | Path, device: torch.device | 
         torch.manual_seed(config.seed)  # a new adapter has random weights
         encoder = DualEncoder.load(name, device=device, **options)
     if encoder.adapted and not config.lora.rank:
-        raise InputError(f"{name}: has an adapter, but lora.rank is 0. Set lora.rank, or merge with contaccum merge.")
+        raise InputError(
+            f"{name}: has an adapter, but lora.rank is 0. Set lora.rank, or merge the adapter with contaccum merge."
+        )
     return encoder
 
 
@@ -283,7 +285,7 @@ def make_optimizer(encoder: DualEncoder, config: OptimConfig) -> torch.optim.Opt
         return torch.optim.AdamW(groups, **settings, fused=True)
     if importlib.util.find_spec("bitsandbytes") is None:
         raise InputError(
-            f"optim.name: {config.name}: bitsandbytes is missing. Run pip install 'contaccum[bitsandbytes]'."
+            f"optim.name is {config.name}, but package bitsandbytes is missing. Run pip install 'contaccum[bitsandbytes]'."
         )
     from bitsandbytes.optim import AdamW8bit
 

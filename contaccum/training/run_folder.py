@@ -59,7 +59,7 @@ def claimed_folder(config: TrainConfig) -> Iterator[None]:
     for path in (run, *(run / name for name in LINKS)):
         if path.is_symlink() and not path.is_dir():
             raise InputError(
-                f"{path}: this link points to {os.readlink(path)}, where no folder exists. Create one, or remove the link."
+                f"{path}: this link points to {os.readlink(path)}, where no folder exists. Create the folder, or remove the link."
             )
     if run.exists() and not run.is_dir():
         raise InputError(f"{where}: this is a file. Choose a folder.")
@@ -125,7 +125,7 @@ def refuse_other_checkpoint(config: TrainConfig) -> None:
     if changes := [change for name, change in changed.items() if name in fixed]:
         raise InputError(
             f"output_dir {config.output_dir}: the checkpoints need these settings unchanged: {'; '.join(changes)}. Undo the "
-            "changes, or start a new run; --allow_changes does not allow them."
+            "changes, or start a new run; --allow_changes does not allow these changes."
         )
 
 
@@ -242,7 +242,7 @@ class Checkpoint(NamedTuple):
 
 
 def newest_checkpoint(run: Path) -> Checkpoint | None:
-    """Return the newest complete and undamaged checkpoint of a run, or None. Print which ones are ignored and why."""
+    """Return the newest complete and undamaged checkpoint of a run, or None. Print which checkpoints are ignored, and why."""
     folders = all_checkpoints(run)
     for path in sorted((run / "checkpoints").glob("*")) if is_main() else ():
         if path not in folders:
