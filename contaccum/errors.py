@@ -1,4 +1,4 @@
-"""Errors that a command reports in one sentence, each with its exit code, and checks that raise them."""
+"""Errors that a command reports in one sentence, each with its exit code, and checks that raise such errors."""
 
 import os
 from collections.abc import Iterator
@@ -100,7 +100,7 @@ _INPUT_FILES = (
 
 
 def refuse_input_as_output(output: str | Path | None, *inputs: object) -> None:
-    """Raise InputError if ``output`` is one of ``inputs``, or a file that commands read from a folder in ``inputs``.
+    """Raise InputError if ``output`` is one of ``inputs``, or a file that commands read from a folder among ``inputs``.
 
     Symbolic links are followed. Inputs that are not existing paths, such as names of data sets, are not checked.
     """

@@ -360,7 +360,7 @@ def test_help_says_meaning_and_default_of_every_field(capsys):
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "Number of past pairs kept in the bank (M). Each entry also has the hard negatives of its query" in text
+    assert "Number of past pairs kept in the bank (M). If `bank.hard_negatives` is true, the bank also stores" in text
     assert (
         "Number of pairs in one optimizer step, over all processes (N). Range: at least 1. (type: int, default: 128)"
         in text

@@ -186,9 +186,12 @@ SEPARATE = {
         ({"run.bank_check_steps": -1}, "run.bank_check_steps is -1, expected at least 0"),
         (
             {"loss.matryoshka_dims": [8, 8]},
-            r"loss.matryoshka_dims is \[8, 8\], expected different numbers of at least 1",
+            r"loss.matryoshka_dims is \[8, 8\], expected integers of at least 1, each only once",
         ),
-        ({"loss.matryoshka_dims": [0]}, r"loss.matryoshka_dims is \[0\], expected different numbers of at least 1"),
+        (
+            {"loss.matryoshka_dims": [0]},
+            r"loss.matryoshka_dims is \[0\], expected integers of at least 1, each only once",
+        ),
         (
             {"loss.matryoshka_dims": [8], "loss.matryoshka_weights": [1.0, 2.0]},
             "loss.matryoshka_weights has 2 numbers, expected 1: one per width in matryoshka_dims",

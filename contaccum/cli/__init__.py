@@ -25,7 +25,7 @@ DISK_ERRORS = {
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENAMETOOLONG,
     errno.ENOTDIR, errno.EISDIR,
 }  # fmt: skip
-"""Error numbers of a full, read-only or failing disk, or of an invalid path. They are shown without traceback."""
+"""Error numbers of a full, read-only or failing disk, or of an invalid path. Such an error is shown without traceback."""
 BROKEN_PIPE = 128 + signal.SIGPIPE
 
 
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command and return the exit code.
 
     0: done. 1: failed check or unexpected error. 2: bad input or disk error. 130: Ctrl-C. 143: SIGTERM. 141: the program that
-    reads stdout closed it. With `--debug`, an error also prints its traceback.
+    reads stdout closed the pipe. With `--debug`, an error also prints its traceback.
     """
     _prepare_streams()
     warnings.showwarning = _show_warning

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 def _call(target: str, *more: Any, spread: bool = False, configured: bool = False) -> Callable[..., object]:
-    """Return a function that imports ``target`` (module:function) and passes its arguments and then ``more`` to it.
+    """Return a function that calls ``target`` (module:function) with the same arguments, followed by ``more``.
 
-    spread: pass the fields of the only argument, an option dataclass, one by one. configured: instead of the options of a
-    command and a config, pass a function that changes the config (see ``_configure``), and then the options.
+    The module is imported at the call. spread: the only argument is an option dataclass; pass its fields one by one. configured:
+    the arguments are options and a config; pass a function that changes the config (see ``_configure``), and then the options.
     """
 
     def call(*parts: Any) -> object:
@@ -122,7 +122,7 @@ def _mine(
 def _configure(config: TrainConfig) -> Configure:
     """Return a function that returns a copy of ``config`` with changed settings.
 
-    Its argument maps names of settings to values as text. The types of the values are checked.
+    The returned function gets a mapping: name of a setting -> value as text. It checks the types of the values.
     """
     train = COMMANDS["train"]
     parser = command_parser("train", train, documented=False)
@@ -198,8 +198,9 @@ COMMANDS = {
     "explore": Command(
         _call("contaccum.explore.app:explore"),
         "compare in a browser what retrievers find",
-        "Serve a web page for one or two models: the passages they find for a query, and the judged queries, beginning with "
-        "those where the first model does worst. Vectors are cached. Needs the extra `explore`.",
+        "Serve a web page that shows the passages that one model finds for a query, or two models side by side. The page also "
+        "lists the judged queries, sorted by the metric of the first model (with two models: minus the metric of the second), "
+        "lowest first. Vectors are cached. Needs the extra `explore`.",
         "%(prog)s --models DIR [DIR|bm25 ...] --data BEIR_DIR [--split test] [--port N] [options]",
         "ExploreConfig EncoderConfig SearchConfig DataPolicy",
         skip=("model", "timeout_minutes", "index_dir", "strict"),
@@ -207,16 +208,17 @@ COMMANDS = {
     "evaluate": Command(
         _evaluate,
         "evaluate a retriever, or a run file",
-        "Evaluate a run file or a retriever: on a data set (ndcg, map, recall, precision, mrr), or on a DPR question file (top-k "
-        "answer accuracy). Several data sets (beir, nanobeir, or A,B) give a table with their mean.",
+        "Evaluate a retriever on a data set (ndcg, map, recall, precision, mrr) or on a DPR question file (top-k answer "
+        "accuracy), or evaluate a run file. For several data sets (beir, nanobeir, or A,B), print a table with their mean.",
         "%(prog)s (--model DIR (--data DIR_OR_NAME | --questions FILE --passages FILE) | --run FILE --qrels FILE) [options]",
         "EvaluateConfig EncoderConfig SearchConfig DataPolicy",
     ),
     "mine": Command(
         _mine,
         "write training data with mined hard negatives",
-        "Search with BM25 or an encoder for every training query, and write the training data with the hard negatives found and "
-        "their scores. Passages known to be relevant, by id or text, are never used. A restart mines only the missing queries.",
+        "Search passages for every training query, with BM25 or an encoder. Write the training data with the hard negatives and "
+        "their scores. Passages known to be relevant, by id or text, are never used as negatives. A restart mines "
+        "only the missing queries.",
         "%(prog)s --model DIR|bm25 --data DATA --output FILE [--range_min N] [--relative_margin X] [options]",
         "MineFilesConfig MineConfig EncoderConfig SearchConfig DataPolicy",
     ),
@@ -224,8 +226,8 @@ COMMANDS = {
         _call("contaccum.experiments.rounds:run_rounds"),
         "train, mine with the model, train again",
         "Train a model on data.train. Then, rounds.count times, mine hard negatives with the newest model and train again. "
-        "output_dir contains round-0/ (a run), mined-1.jsonl, round-1/ and so on; model/ of the last round is the result. A "
-        "second call continues, and rounds.count may then be larger. Accepts every setting of `contaccum train`.",
+        "output_dir contains round-0/ (a run), mined-1.jsonl, round-1/ and so on; the result is the folder model/ of the last "
+        "round. A second call continues; its rounds.count may be larger. Accepts every setting of `contaccum train`.",
         "%(prog)s --config FILE --output_dir DIR [--rounds.count N] [--mine.FIELD VALUE ...] [--GROUP.FIELD VALUE ...]",
         "TrainConfig mine:MineConfig rounds:RoundsConfig",
         skip=("resume", "allow_changes"),
@@ -233,10 +235,11 @@ COMMANDS = {
     "compare": Command(
         _call("contaccum.experiments.compare:compare", configured=True),
         "train methods, settings and seeds, and compare them",
-        "Train every combination of methods, varied settings and seeds, each in its own process and folder (output_dir/runs). "
+        "Train every combination of methods, varied settings and seeds, each in its own process and its own folder in "
+        "output_dir/runs. "
         "Evaluate all runs on the same test data, and write report.html, report.md, compare.json, runs.csv, tests.csv and "
         "plots/ to output_dir. With --budget, every run gets as many steps as the budget allows. With --tune, each method uses "
-        "the values that are best on dev. A second call does only what is missing. Accepts every setting of `contaccum train`.",
+        "the values that are best on dev. A second call runs only what is missing. Accepts every setting of `contaccum train`.",
         "%(prog)s --config FILE --methods a,b,c [--budget 200000f] [--tune GROUP.FIELD=v1,v2 ...] --output_dir DIR [options]",
         "CompareConfig TrainConfig",
         hidden=("resume",),
@@ -244,10 +247,10 @@ COMMANDS = {
     "auto": Command(
         _call("contaccum.experiments.auto:run_auto", configured=True),
         "tune, train and evaluate within a time limit",
-        "Check the data, and hold out dev queries if there is no dev split. Find the micro-batch size that fits. Tune method, "
-        "batch size, bank size and learning rate on dev in at most a fifth of the time. Train in the rest of the time, evaluate "
-        "on the test data, and say whether the model has improved. A second call continues. Accepts every setting of "
-        "`contaccum train`.",
+        "Check the data, and hold out dev queries if there is no dev split. Find the largest micro-batch size that fits into "
+        "--memory. Tune method, batch size, bank size and learning rate on dev in at most a fifth of the time. Train in the rest "
+        "of the time, evaluate on the test data, and say whether the trained model is better than the untrained one. A second "
+        "call continues. Accepts every setting of `contaccum train`.",
         "%(prog)s --data.train DATA --model.name MODEL --memory 8GB --time 30m --output_dir DIR [--dry_run] [options]",
         "AutoConfig TrainConfig",
         skip=("resume", "allow_changes"),
@@ -255,9 +258,9 @@ COMMANDS = {
     "plan": Command(
         _call("contaccum.experiments.plan:run_plan"),
         "predict memory, step times, and the cost of encoding a corpus",
-        "Run a few training steps with each method, and predict the largest micro-batch and bank that fit into a memory budget, "
-        "the peak memory and the time. With --corpus_size, also predict the cost of encoding and searching a corpus; with "
-        "--processes, also plan run.sharding and LoRA. Accepts every setting of `contaccum train`.",
+        "Run a few training steps with each method. Predict the largest micro-batch and the largest bank within a memory budget, "
+        "the peak memory, and the time of a step. With --corpus_size, also predict the cost of encoding and searching a corpus. "
+        "With --processes, also plan run.sharding and LoRA. Accepts every setting of `contaccum train`.",
         "%(prog)s --config FILE --memory 11GB [--methods NAME,...] [--corpus_size N] [--GROUP.FIELD VALUE ...]",
         "PlanConfig TrainConfig",
         skip=("resume",),
@@ -265,8 +268,8 @@ COMMANDS = {
     "verify": Command(
         _call("contaccum.experiments.verify:verify", print),
         "check that equivalent methods agree on your model, data and device",
-        "Run a few small steps with your model and data, and check that settings that should give the same result do so: for "
-        "example grad_cache and in_batch, or one process and two. Prints a table of the largest differences; exit code 1 if a "
+        "Run a few small steps with your model and data, and check that equivalent settings give equal results: for example "
+        "grad_cache and in_batch, or one process and two. Print a table of the largest differences. The exit code is 1 if a "
         "difference is too large.",
         "%(prog)s --config FILE [--method NAME] [--GROUP.FIELD VALUE ...]",
         "TrainConfig",
@@ -275,7 +278,7 @@ COMMANDS = {
     "report": Command(
         _call("contaccum.experiments.report:console_report", spread=True),
         "compare training runs: table, significance tests, HTML report",
-        "Print one row per run, best metric first: metric, step time, peak memory, gradient-norm ratio, negatives. "
+        "Print a table with one row per run, the best run first: metric, step time, peak memory, gradient-norm ratio, negatives. "
         "--against adds significance tests, --wide more columns.",
         "%(prog)s RUN [RUN ...] [--metric NAME] [--against RUN] [--html FILE] [--wide]",
         "ReportConfig",
@@ -283,7 +286,8 @@ COMMANDS = {
     "merge": Command(
         _call("contaccum.encoder:merge", spread=True),
         "merge the adapters of a LoRA model into its weights",
-        "Write a LoRA model without adapters. The vectors stay equal up to rounding. A 4- or 8-bit encoder becomes float32.",
+        "Merge the LoRA adapters of MODEL into its weights, and write the result as a model without adapters. The result "
+        "computes the same vectors, up to rounding. The weights of a 4- or 8-bit encoder become float32.",
         "%(prog)s MODEL OUTPUT",
         "MergeConfig",
     ),
@@ -291,7 +295,7 @@ COMMANDS = {
         _call("contaccum.integrations.push:push", spread=True),
         "write a model card and upload the model to the Hugging Face Hub",
         "Write a trained model's card (README.md in its folder) and upload the folder to the Hugging Face Hub. An existing card "
-        "is kept, so you can edit it after a dry run. Set the token in HF_TOKEN, or run `hf auth login`.",
+        "is kept, so you can edit the card after a dry run. Set the token in HF_TOKEN, or run `hf auth login`.",
         "%(prog)s MODEL_OR_RUN OWNER/NAME [--private] [--licence NAME] [--dry_run]",
         "PushConfig",
     ),
@@ -319,7 +323,7 @@ COMMANDS = {
     "data fetch": Command(
         _fetch,
         "download a data set by its name",
-        "Download a data set into the cache, unless it is there, and print its path. Other commands accept the same names.",
+        "Download a data set, unless the cache has it, and print the path. Other commands accept the name of a data set too.",
         "%(prog)s NAME [--split NAME]",
         "FetchConfig",
     ),

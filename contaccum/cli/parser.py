@@ -38,8 +38,8 @@ class Command:
     """
 
     run: Callable[..., Any]
-    """Function of the command. It is called with an instance of each dataclass in ``options``, in order, and its result is
-    printed."""
+    """Function of the command. It is called with an instance of each dataclass in ``options``, in order. The value that it
+    returns is printed."""
     summary: str
     """Short text for `contaccum --help`."""
     description: str
@@ -50,7 +50,7 @@ class Command:
     skip: tuple[str, ...] = ()
     """Fields that this command does not accept as options."""
     hidden: tuple[str, ...] = ()
-    """Options that the help does not show. The command accepts them only because every config.yaml contains them."""
+    """Options that the help does not show. The command accepts these options because every config.yaml contains them."""
 
     @property
     def trains(self) -> bool:
@@ -109,7 +109,7 @@ def new_parser(
 def command_parser(name: str, command: Command, documented: bool = True) -> ArgumentParser:
     """Return the parser of a command.
 
-    documented: add help texts to the options. Without them this is faster.
+    documented: False leaves out the help texts of the options, which is faster.
     """
     from contaccum.config.declare import spec_of
 
@@ -145,7 +145,7 @@ def command_parser(name: str, command: Command, documented: bool = True) -> Argu
 
 
 def _add_special(parser: ArgumentParser, option: Field, spec: "SettingSpec") -> bool:
-    """Add an option that is a flag, positional or required, or that takes several values. Return whether it was added."""
+    """Add the option only if it is a flag, positional or required, or takes several values. Return whether it was added."""
     if spec.flag:
         parser.add_argument(f"--{option.name}", action="store_true")
     elif spec.positional or spec.required or spec.several:
@@ -259,7 +259,7 @@ def check_arguments(commands: Mapping[str, Command], arguments: list[str]) -> No
 
 
 def explain(commands: Mapping[str, Command], arguments: list[str], error: ArgumentError) -> str:
-    """Return an error of jsonargparse in plain words, with the missing options or the values that a setting allows."""
+    """Return the message of an error of jsonargparse in plain words, with the missing options or the allowed values."""
     from contaccum.config.declare import describe, spec_of
     from contaccum.config.file import closest
 

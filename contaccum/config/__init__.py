@@ -1,4 +1,4 @@
-"""Settings of all commands. Each is declared once: type, default, help text, unit, range, and the methods that use it.
+"""Settings of all commands. A setting is declared once: type, default, help text, unit, range, and methods that use it.
 
 This module declares the config of a training run, checks it, and writes it as YAML. It does not import torch.
 """
@@ -90,7 +90,7 @@ class TrainConfig:
 
     @property
     def bank_rows(self) -> int:
-        """`bank.size`, or its default (`batch.global_batch_size`). Unlike ``bank_size()``, it is the same for all methods."""
+        """`bank.size`, or its default (`batch.global_batch_size`). Unlike ``bank_size()``, it does not depend on the method."""
         return self.batch.global_batch_size if self.bank.size is None else self.bank.size
 
     def bank_size(self) -> int:

@@ -34,7 +34,7 @@ class SearchConfig:
     backend: Literal["auto", "faiss", "torch"] = "auto"
     """Library for exact search. `auto` chooses by the device and the installed libraries."""
     search_params: str = ""
-    """Search parameters of an approximate index, such as nprobe=16 or efSearch=128. They trade speed for recall."""
+    """Search parameters of an approximate index, such as nprobe=16 or efSearch=128. These parameters trade speed for recall."""
     seed: int = setting(0, at_least=0)
     """Random seed for choosing the vectors that train an approximate index."""
 
@@ -96,8 +96,8 @@ class EvaluateConfig:
     model: str | None = setting(None, unused_with=("run",))
     """Retriever: the folder of a run, of a trained model or of another encoder; a name on the Hub; or `bm25`."""
     data: str | None = None
-    """Data to evaluate on: BEIR folder, name of a data set, or file of training examples. You can give several, separated by
-    commas. `beir` stands for 15 data sets, `nanobeir` for 13."""
+    """Data to evaluate on: BEIR folder, name of a data set, or file of training examples. You can give several data sets,
+    separated by commas. `beir` stands for 15 data sets, `nanobeir` for 13."""
     split: str = setting("test", unused_with=("run", "questions"))
     """Split whose relevance judgements (qrels) are used. In the beir benchmark, msmarco always uses dev, as in the literature."""
     relevance_level: int = setting(1, unused_with=("questions",))
@@ -125,7 +125,7 @@ class EvaluateConfig:
     k: int = setting(100, at_least=1, unit="passages", unused_with=("run",))
     """Number of passages to find for each query."""
     output: str | None = None
-    """JSON file to write (metrics.json), with the metrics and the values of every query. With several data sets: a folder
+    """JSON file to write (metrics.json), with the mean metrics and the metrics of every query. With several data sets: a folder
     that keeps the results of finished data sets."""
 
     def check_call(self) -> None:
@@ -165,21 +165,21 @@ class MineConfig:
     """How to choose hard negatives from the passages found for a query.
 
     The candidates are the best `range_max` passages for a query. Filters remove known positives, passages with the same text as a
-    positive or the query, and duplicates. Then the best `range_min` candidates are skipped. The options have the same names as in
-    mine_hard_negatives of sentence-transformers.
+    positive or the query, and duplicate passages. Then the best `range_min` candidates are skipped. The options have the same
+    names as in mine_hard_negatives of sentence-transformers.
     """
 
     num_negatives: int = setting(5, at_least=1, unit="passages")
     """Number of hard negatives for each query. A query gets fewer if too few candidates pass the filters."""
     range_min: int = setting(0, at_least=0, unit="passages")
-    """Number of the best candidates that are skipped after the filters."""
+    """Number of candidates to skip after the filters, beginning with the best."""
     range_max: int = setting(100, unit="passages")
     """Number of candidates for each query."""
     relative_margin: float | None = setting(None, at_least=0, at_most=1)
-    """A negative must score at least this share below the lowest score of a positive. With 0.05, it may have at most 95 % of that
-    score. Default: no limit."""
+    """A negative must score at least this share below the lowest score of the query's positives. With 0.05, a negative may have
+    at most 95 % of that lowest score. Default: no limit."""
     absolute_margin: float | None = None
-    """A negative must score at least this much below the lowest score of a positive. Default: no limit."""
+    """A negative must score at least this much below the lowest score of the query's positives. Default: no limit."""
     max_score: float | None = None
     """Maximum score of a negative. Default: no limit."""
     min_score: float | None = None
@@ -194,7 +194,7 @@ class MineConfig:
     seed: int = setting(0, at_least=0)
     """Random seed for `sampling_strategy: random`, and for choosing the vectors that train an approximate index."""
     block_size: int = setting(16_384, at_least=1, unit="queries")
-    """Number of queries searched at once. More queries need more memory. A killed run loses at most one block of queries."""
+    """Number of queries searched at once. More queries need more memory. A killed run loses the results of at most one block."""
 
     def check(self) -> None:
         """Raise InputError if a setting is out of range or if two settings contradict each other."""
@@ -221,8 +221,8 @@ class ExploreConfig:
     k: int = setting(100, at_least=1, unit="passages")
     """Number of passages in the ranking of a judged query. Metrics and ranks are computed from this ranking."""
     embeddings: tuple[str, ...] = setting((), several=True, metavar="DIR")
-    """Folders that `contaccum encode` wrote. Each folder is used for the model that encoded it. Without a folder, the vectors
-    of a model are computed and cached."""
+    """Folders that `contaccum encode` wrote. Each folder is used for the model that computed its vectors. The vectors of a model
+    without a folder are computed and cached."""
     host: str = "127.0.0.1"
     """Address on which the server listens. The default accepts connections from this machine only. There is no password."""
     port: int = 7860
@@ -278,7 +278,7 @@ class ConvertConfig:
     to: Literal["beir", "dpr", "jsonl", "tevatron"] = setting()
     """Format to write."""
     split: str = "train"
-    """Split of a BEIR folder, for reading or for writing."""
+    """Split to read from a BEIR folder, or to write into one."""
 
 
 @dataclass(eq=False, repr=False)

@@ -1,4 +1,4 @@
-"""Declare settings: default, range, unit, methods that read a setting, and whether a resumed run may change it.
+"""Declare settings: default, range, unit, methods that read the setting, and whether a resumed run may change the setting.
 
 This module does not import torch.
 """
@@ -55,7 +55,7 @@ _BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "below": ("less than", operator.lt),
     "multiple_of": ("a multiple of", lambda value, bound: value % bound == 0),
 }
-"""For each field of SettingSpec that limits a number: its words in a message, and the comparison."""
+"""Field of SettingSpec that limits a number -> phrase for the limit in messages, and function that checks a value."""
 
 
 class SettingSpec(NamedTuple):
@@ -79,8 +79,8 @@ class SettingSpec(NamedTuple):
     training_only: bool = False
     """Whether a model setting is used only in training. The vectors of the untrained encoder do not depend on such a setting."""
     initial_encoder: bool = False
-    """Whether a model setting says how to build the encoder `model.name`. If `model.name` is the folder of a trained model, the
-    setting must keep its default."""
+    """Whether a model setting is used only to build the initial encoder. `contaccum rounds` uses the default of such a setting to
+    continue from a trained model."""
     flag: bool = False
     """Whether the option is a switch without a value. Settings in a group, such as ``data.strict``, always take a value."""
     positional: bool = False

@@ -47,7 +47,7 @@ class ProcessConfig:
 
     device: Literal["auto", "cpu"] = setting("auto", used_with="cross_encoder")
     """Device to compute on. `auto` uses CUDA if it is available, else MPS, else the CPU."""
-    # ``used_with`` names the setting itself, so no command reports it as unused
+    # ``used_with`` names the setting itself, so no command reports this setting as unused
     timeout_minutes: float = setting(30.0, above=0, unit="minutes", resume="free", used_with="timeout_minutes")
     """Maximum number of minutes that a process waits for the other processes. Then the process stops."""
 
@@ -99,7 +99,7 @@ class ModelConfig(EncodingConfig):
     """Implementation of attention. `auto` lets transformers choose. `flash_attention_2` needs the package flash-attn, CUDA, and
     bf16 or fp16."""
     unpad: bool = False
-    """Skip padding tokens. The texts of a micro-batch are concatenated, and attention stays within each text. Works
+    """Skip padding tokens. The texts of a micro-batch are concatenated, and attention stays within each text. This works
     with BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT and ELECTRA. The dev set is encoded in the same way."""
     append_eos: bool | None = setting(None, resume="never", unused_with=("model.name tiny",))
     """End every text with the end-of-text token, if the tokenizer does not do so. Truncated texts end with this token too.
@@ -116,14 +116,14 @@ class ModelConfig(EncodingConfig):
 
     def broken(self, config: "TrainConfig", world: int) -> Iterator[str]:
         if self.tie_towers and self.passage_name:
-            yield f"model.passage_name is {self.passage_name!r}, but model.tie_towers is true; use only one of them"
+            yield f"model.passage_name is {self.passage_name!r}, but model.tie_towers is true; leave out one of the two settings"
         if self.attention == "flash_attention_2" and config.run.precision == "fp32":
             yield "model.attention is flash_attention_2, but run.precision is fp32; set run.precision to bf16 or fp16"
         compiled = f"run.compile is {config.run.compile}, but model."
         if self.unpad and config.run.compile != "off":
-            yield f"{compiled}unpad is true; use only one of them: unpadded batches change in size at every step"
+            yield f"{compiled}unpad is true; change one of them, because unpadded batches change in size at every step"
         if self.quantize != "none" and config.run.compile != "off":
-            yield f"{compiled}quantize is {self.quantize}; use only one of them"
+            yield f"{compiled}quantize is {self.quantize}; set run.compile to off, or model.quantize to none"
         if self.quantize != "none" and not config.lora.rank:
             yield f"model.quantize is {self.quantize}, but lora.rank is 0; set lora.rank, because only adapters can be trained"
 
@@ -132,7 +132,7 @@ class ModelConfig(EncodingConfig):
 class AdapterConfig:
     """Low-rank adapters (LoRA). Only small matrices next to the linear layers are trained; the encoders stay frozen.
 
-    Tied towers have one adapter. Two towers from the same encoder share the frozen weights, but each has its own adapter.
+    Tied towers have one adapter. Two towers from the same encoder share the frozen weights, but each tower has its own adapter.
     Adapters need the extra `lora`.
     """
 

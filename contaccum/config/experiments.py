@@ -26,10 +26,10 @@ class CompareConfig:
     methods: str = ""
     """Training methods to compare, separated by commas. Default: `method` of the config."""
     seeds: int = setting(3, at_least=1, unit="seeds")
-    """Number of runs for each combination of settings, one for each seed. Seeds are consecutive numbers and start at `seed` of
-    the config."""
+    """Number of runs for each combination of settings, one for each seed. The seeds are consecutive numbers, beginning with
+    `seed` of the config."""
     vary: tuple[str, ...] = setting((), several=True, metavar="GROUP.FIELD=v1,v2")
-    """Settings to vary, with values. Every combination of values runs with each method that reads these settings."""
+    """Settings to vary, with values. Each method runs with every combination of values of the settings that it reads."""
     test: str | None = None
     """Test data for all models: BEIR folder or name of a data set. Default: the data set named in `data.train`, with the split
     `test_split`."""
@@ -51,7 +51,7 @@ class CompareConfig:
     seed. Then it uses the combination that is best on `data.dev`. Combinations compete in rounds (successive halving): 30
     combinations cost at most 8 full runs."""
     rungs: int | None = setting(None, at_least=1)
-    """Number of rounds of tuning. The first round trains all combinations. Each later round trains only the best quarter, and 3
+    """Number of rounds of tuning. The first round trains all combinations. Each later round trains only the best quarter, for 3
     times as long as the round before. The last round trains with the full budget. With 1 round, every combination trains with the
     full budget. Default: the lowest number that leaves at most 3 combinations for the last round."""
     settings: str | None = setting(None, metavar="FILE")

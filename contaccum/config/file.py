@@ -1,7 +1,7 @@
 """Find and check YAML files of settings, and give hints for names that are not valid.
 
-Files that are too large or contain anything but settings are refused. Hints are for removed settings, settings of other trainers,
-and misspelt names, also on the command line. This module does not import torch.
+Files that are too large or contain anything but settings are refused. There are hints for removed settings, settings of other
+trainers and misspelt names, in files and on the command line. This module does not import torch.
 """
 
 import difflib
@@ -84,8 +84,9 @@ encoded_save_path = output {}
 top_k, depth = k {}
 no_cuda, use_cpu = run.device|device cpu
 """
-"""Settings of other trainers (transformers, sentence-transformers, Tevatron, Axolotl). Each line has their names, `` = ``, our
-setting, a space, and the value to give it. ``|`` separates the names that our setting has in training and in other commands.
+"""Settings of other trainers (transformers, sentence-transformers, Tevatron, Axolotl). Each line has the names that other
+trainers use, `` = ``, our setting, a space, and the value for our setting. ``|`` separates the names that our setting has in
+training and in other commands.
 ``{}`` stands for the value that the user gave, and ``{in_memory}`` for a hint at batch.micro_batch_size."""
 
 
@@ -216,7 +217,7 @@ def _error(path: str | Path, node: yaml.Node, sentence: str) -> InputError:
 def closest(name: str, known: Collection[str], prefix: str = "") -> str:
     """Return ``; did you mean a or b?`` with the known settings that are most similar to ``name``.
 
-    Return an empty string if none is similar.
+    Return an empty string if no setting is similar.
     """
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
     if not near:

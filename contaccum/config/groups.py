@@ -23,8 +23,8 @@ class DataPolicy:
     strict: bool = setting(False, flag=True, unused_with=("questions",))
     """Stop with an error if a query has no positive. Without this option, such queries are skipped with a warning."""
     repair: bool = setting(False, flag=True, unused_with=("run", "data.streaming"), used_with="data.dev")
-    """Accept empty passages and duplicate ids. Of several records with the same id, the last is used. A warning says how
-    many were found."""
+    """Accept empty passages and duplicate ids. Of several records with the same id, the last is used. A warning counts
+    the empty passages and the duplicate ids."""
     max_bad_records: int = setting(0, at_least=0, unit="records")
     """Maximum number of invalid records to skip in each file. A warning names the file that lists them. With more invalid
     records, the command stops."""
@@ -49,8 +49,9 @@ class MixtureConfig:
     passage_prefix: str | None = None
     """Text that is put before the passages of this data set in training. Default: `model.passage_prefix`."""
     in_batch_negatives: bool = True
-    """Whether passages of other examples are negatives for the queries of this data set. Use false for classification or
-    duplicates: each query, current or banked, is then compared only with its own positive and hard negatives."""
+    """Whether passages of other examples are negatives for the queries of this data set. Use false if the positive
+    of one query often answers other queries, as in classification or duplicate questions. Each query of the batch and of the bank
+    is then compared only with its own positive and hard negatives."""
 
 
 @dataclass
@@ -84,7 +85,7 @@ class DataConfig(DataPolicy):
     """Number of hard negatives for each query (H). `fill_negatives` decides what happens to queries that have fewer."""
     fill_negatives: Literal["random", "none"] = setting("random", unused_with=("data.hard_negatives 0",))
     """What to do if a query has fewer than H hard negatives: add random passages (random), or nothing (none). With `none`, the
-    loss masks the missing columns. A missing passage is encoded as a text of one token; with `model.unpad`, it has no
+    loss masks the missing columns. A missing passage is encoded as a text of one token; with `model.unpad`, this text has no
     padding."""
 
     @property
@@ -102,7 +103,7 @@ class DataConfig(DataPolicy):
         if len({each.weight is None for each in self.mixture}) > 1:
             yield "data.mixture: some sets have a weight and some do not; give a weight to all sets or to none"
         if self.streaming and config.optim.max_steps is None:
-            yield "data.streaming is true, but optim.max_steps is not set; it is needed, because a stream has no known length"
+            yield "data.streaming is true, but optim.max_steps is not set; set it, because a stream has no known length"
         if self.streaming and self.mixture:
             yield "data.streaming is true, but data.mixture is set too; a stream reads a single data set, data.train"
         yield from self._broken_separate(config)
@@ -141,7 +142,7 @@ class BatchConfig:
     )
     """Maximum number of padded tokens in one forward pass of one process, instead of `micro_batch_size`. The number of padded
     tokens is B x (tokens of the longest query + (1 + H) x tokens of the longest passage). The pairs of a step are sorted by
-    length and split into as few micro-batches as possible. This saves padding. Every pair has the same weight in the loss. With
+    length and split into as few micro-batches as possible, which saves padding. Every pair has the same weight in the loss. With
     `grad_cache` and `cont_cache`, the gradients are the same as with `micro_batch_size`. With one-pass methods, a query is
     compared with passages of similar length. Default: use `micro_batch_size`."""
     order: Literal["shuffled", "near", "file"] = "shuffled"
@@ -174,10 +175,11 @@ class BankConfig:
     """Memory bank of past embeddings, for methods that have a bank."""
 
     size: int | None = setting(None, at_least=0, unit="entries", methods="bank")
-    """Number of past pairs kept in the bank (M). Each entry also has the hard negatives of its query if `bank.hard_negatives` is
-    true. `passage_bank` stores no queries. 0 disables the bank. Default: the pairs of one step (`batch.global_batch_size`)."""
+    """Number of past pairs kept in the bank (M). If `bank.hard_negatives` is true, the bank also stores the hard negatives of
+    these pairs. The method `passage_bank` stores no queries. 0 disables the bank. Default: the pairs of one step
+    (`batch.global_batch_size`)."""
     row_weight: Literal["all", "current"] = setting("all", methods="bank")
-    """Denominator of the mean loss: the number of current and banked rows (all), or of current rows only (current)."""
+    """Denominator of the mean loss: the number of current and stored queries (all), or of current queries only (current)."""
     hard_negatives: bool = setting(True, methods="bank", unused_with=("data.hard_negatives 0",))
     """Store hard negatives in the bank too. They are additional columns of the loss."""
     keep: bool = setting(True, methods="bank")
@@ -201,11 +203,11 @@ class ReplayConfig:
 
     share: float = setting(1.0, above=0, at_most=1, methods="two_pass", unused_with=_ONE_PASS)
     """Share of the texts that the second pass encodes again (p). Texts with large gradients are preferred. The sampled gradients
-    are weighted, so that the expected gradient stays the same. A step costs 1 + 3p forward passes instead of 4. 1 gives the exact
-    gradient. Below 1, the first pass has no dropout."""
+    are weighted, so that the expected value of their sum is the exact gradient. A step costs 1 + 3p forward passes instead of 4.
+    With p = 1, the gradient is exact. Below 1, the first pass has no dropout."""
     balance: bool = setting(False, methods="two_pass", unused_with=(*_ONE_PASS, "replay.share 1"))
-    """Correct the gradients of the sampled texts, so that their sum equals the sum over all texts. This gives less variance and a
-    small bias."""
+    """Correct the gradients of the sampled texts, so that their sum equals the sum over all texts. The correction reduces the
+    variance of the gradients and adds a small bias."""
 
     def broken(self, config: "TrainConfig", world: int) -> Iterator[str]:
         if config.replay_share < 1 and config.run.compile == "cuda_graphs":
@@ -220,12 +222,13 @@ class LossConfig:
     """Negatives of the loss, and additional training targets."""
 
     mask_false_negatives: bool = True
-    """Mask negatives that are known, by their passage id, to be relevant for the query. This applies to current and to banked
-    negatives."""
+    """Mask negatives that are known, by their passage id, to be relevant for the query. This applies to the negatives of the
+    batch and of the bank."""
     guide: str | None = None
-    """Encoder that finds false negatives: a folder or a name on the Hub, which may be `model.name`. An in-batch, hard or banked
-    negative is masked if the guide's score of it is above the score of the query's positive minus `guide_margin`. The guide's
-    vectors of all training queries and passages are computed once and kept in the cache, in float16. Default: no guide."""
+    """Encoder that finds false negatives: a folder or a name on the Hub, which may be `model.name`. A negative
+    (in-batch, hard, or from the bank) is masked if its score by the guide is above the positive's score by the guide minus
+    `guide_margin`. The guide encodes all training queries and passages once. Its vectors are kept in the cache, in float16.
+    Default: no guide."""
     guide_margin: float = setting(0.0, needs="loss.guide")
     """Margin for `guide`, see `margin_strategy`. A larger margin masks more negatives."""
     false_negative_margin: float | None = None
@@ -238,13 +241,14 @@ class LossConfig:
     score (relative, from 0 to 1)."""
     hardness: float = setting(0.0, at_least=0)
     """Weight the negatives by exp(hardness x similarity), so that negatives similar to the query count more. The weight has no
-    gradient. It applies to current and to banked negatives. The similarity is not divided by the temperature."""
+    gradient. Negatives of the batch and of the bank are weighted. The similarity is not divided by the temperature."""
     symmetric: bool = False
-    """Also compare each positive with all queries, current and banked. The loss is the mean of both directions. Hard negatives
-    are compared only in the direction from query to passage. `passage_bank` has no banked queries."""
+    """Also compare each positive with all queries of the batch and of the bank. The loss is the mean of the two directions, from
+    query to passage and from passage to query. Hard negatives are compared only in the direction from query to passage. The
+    method `passage_bank` stores no queries."""
     matryoshka_dims: list[int] = setting(factory=list, unit="dimensions")
-    """Widths at which truncated vectors must be useful too, such as [256, 128, 64]. The loss at each width is added to the loss
-    of the full vectors. With cosine, truncated vectors are scaled to length 1 again. Each width has its own bank."""
+    """Widths to which vectors may be truncated after training, such as [256, 128, 64]. The loss at each width is added to the
+    loss of the full vectors. With cosine, truncated vectors are scaled to length 1 again. Each width has its own bank."""
     matryoshka_weights: list[float] = setting(factory=list)
     """Weight of the loss at each width of `matryoshka_dims`. The loss of the full vectors has weight 1. Default: 1 for each
     width."""
@@ -260,7 +264,7 @@ class LossConfig:
     def broken(self, config: "TrainConfig", world: int) -> Iterator[str]:
         widths, weights = self.matryoshka_dims, self.matryoshka_weights
         if any(width < 1 for width in widths) or len(set(widths)) < len(widths):
-            yield f"loss.matryoshka_dims is {widths}, expected different numbers of at least 1"
+            yield f"loss.matryoshka_dims is {widths}, expected integers of at least 1, each only once"
         if weights and len(weights) != len(widths):
             yield f"loss.matryoshka_weights has {len(weights)} numbers, expected {len(widths)}: one per width in matryoshka_dims"
         if not all(0 < weight < math.inf for weight in weights):

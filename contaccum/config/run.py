@@ -116,7 +116,10 @@ class RunConfig(ProcessConfig):
 
     def _broken_sharding(self, config: "TrainConfig", world: int) -> Iterator[str]:
         if world == 1:
-            yield "run.sharding is fsdp, but there is only one process; start several with torchrun, or set run.sharding to none"
+            yield (
+                "run.sharding is fsdp, but there is only one process; start several processes with torchrun, or set run.sharding "
+                "to none"
+            )
         needed = {
             "run.precision": "fp32 or bf16",
             "run.compile": "off",

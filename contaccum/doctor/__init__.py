@@ -42,7 +42,7 @@ class Diagnosis:
     state: Literal["ok", "note", "broken"]  # note: the installation works with a limitation; broken: a command fails
     subject: str  # checked part of the installation
     found: str  # text for the user
-    advice: str = ""  # how to fix the problem; empty if there is none
+    advice: str = ""  # how to fix the problem; empty if there is no advice
 
 
 def doctor(say: Callable[[str], None]) -> None:
@@ -73,7 +73,7 @@ def diagnose() -> Iterator[Diagnosis]:
 
 
 def run_trials(names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """Run the named trials in parallel processes; return the result of each trial. A failed trial has {"error": reason}."""
+    """Run the named trials in parallel processes; return the result of each trial. After a failure, it is {"error": reason}."""
     call = [sys.executable, "-W", "ignore", "-m", "contaccum.doctor.trials"]
     with ThreadPoolExecutor() as pool:
         return dict(zip(names, pool.map(lambda name: _result([*call, name]), names), strict=True))
@@ -119,7 +119,7 @@ def packages(requirements: list[str]) -> Diagnosis:
 
 
 def extras(requirements: list[str]) -> Diagnosis:
-    """Check whether the packages of each extra except NO_OPTIONS are installed. An extra is a group of optional packages."""
+    """Check whether the packages of all extras outside NO_OPTIONS are installed. An extra is a group of optional packages."""
     needed: dict[str, list[str]] = {}
     for need in map(Requirement, requirements):
         for extra in re.findall(r"""extra == ["']([\w-]+)""", str(need.marker or "")):
@@ -184,7 +184,10 @@ def flash_attention(found: dict[str, Any]) -> Diagnosis:
 
 
 def faiss(torch_first: dict[str, Any], faiss_first: dict[str, Any]) -> Iterator[Diagnosis]:
-    """Check faiss's searches and both orders of import. Arguments: results of the trial that imported torch or faiss first."""
+    """Check searches with faiss, and both orders of importing torch and faiss.
+
+    torch_first: result of the trial that imported torch before faiss. faiss_first: result of the other trial.
+    """
     if find_spec("faiss") is None:
         advice = "pip install 'contaccum[cpu]', or on a GPU faiss-gpu-cu12; exact search works without it"
         yield Diagnosis("note", "faiss", "not installed; exact search uses torch, and --factory does not work", advice)
@@ -221,7 +224,7 @@ def threads() -> Diagnosis:
 
 
 def memory() -> Diagnosis:
-    """Report the free memory of the machine, or of the control group (container) if that has less."""
+    """Report the free memory of the machine, or of the control group (container) if the group has less."""
     machine = psutil.virtual_memory()
     sizes = [(machine.available, machine.total, "machine")]
     with suppress(OSError, ValueError):  # errors if the machine has no control groups (version 2), or no memory limit

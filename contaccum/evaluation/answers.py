@@ -2,8 +2,8 @@
 
 A passage contains an answer if its text (not its title) contains the tokens of the answer, one directly after the other. For this
 test, the text and the answer are normalized (Unicode NFD), split into words and single symbols, and lower-cased. In some data
-sets, such as CuratedTREC, an answer is a regular expression. A passage contains such an answer if the expression matches its
-text. Source: Karpukhin et al. 2020, "Dense Passage Retrieval", section 5, and the code of that paper.
+sets, such as CuratedTREC, an answer is a regular expression. A passage contains such an answer if the expression matches the
+text of the passage. Source: Karpukhin et al. 2020, "Dense Passage Retrieval", section 5, and the code of that paper.
 """
 
 import time
@@ -33,7 +33,7 @@ MATCHES = ("string", "regex")
 SECONDS_PER_MATCH = 1.0  # maximum time of a pattern on one passage; some patterns would never end
 SECONDS_PER_PATTERN = 10.0  # maximum time of a pattern on all passages of its question
 LONGEST_PATTERN = 2000  # maximum number of characters of a pattern
-LARGEST_PATTERN = 100_000  # maximum number after repetitions are written out (a{3} is aaa); each character takes memory
+LARGEST_PATTERN = 100_000  # maximum number of characters with repetitions written out (a{3} as aaa)
 
 _BATCH = 64  # number of questions that a process gets at a time
 _TOKEN = regex.compile(r"[\p{L}\p{N}\p{M}]+|[^\p{Z}\p{C}]")
@@ -43,7 +43,7 @@ _FLAGS = regex.IGNORECASE | regex.UNICODE | regex.MULTILINE
 
 
 class Batch(NamedTuple):
-    """Some questions, and the passages of the run for them."""
+    """Some questions, and the passages that the run has for these questions."""
 
     questions: list[tuple[str, Question]]  # query id and question
     hits: list[list[int]]  # for each question, the indices of its passages in ``texts``, best passage first
@@ -52,7 +52,7 @@ class Batch(NamedTuple):
 
 
 def token_string(text: str) -> str:
-    """Return the lower-cased tokens of a text, with a space before, between and after them. Return "" without tokens.
+    """Return the lower-cased tokens of a text, with a space before, between and after them. Return "" if there are none.
 
     A substring search for an answer then matches whole tokens only.
     """
@@ -138,7 +138,8 @@ def _matches(
         except TimeoutError as error:
             raise InputError(
                 f"question {question_id}: its answer pattern {pattern.pattern!r} took more than {SECONDS_PER_MATCH:g} s on one "
-                f"passage, or {SECONDS_PER_PATTERN:g} s on all passages. Simplify nested repetitions such as (a+)+."
+                f"passage, or {SECONDS_PER_PATTERN:g} s on all passages of the question. Simplify nested repetitions such as "
+                "(a+)+."
             ) from error
         spent[pattern] = min(spent[pattern] + time.monotonic() - start, SECONDS_PER_PATTERN - 0.001)
     return False
@@ -155,7 +156,7 @@ def answer_accuracy(
 ) -> Metrics:
     """Compute the answer accuracy of a run: ``top5`` is the share of questions whose answer occurs in the first 5 passages.
 
-    run: its query ids are the positions of the questions in ``questions``, from 0. A question without passages counts as 0.
+    run: its query ids are the positions of the questions in ``questions``, from 0. A question without passages counts as wrong.
     match: ``string``, or ``regex`` if the answers are regular expressions. cutoffs: numbers of passages; 5 gives ``top5``.
     processes: number of processes that test passages in parallel. Raises InputError if the corpus lacks a passage of the run, if
     no query id of the run is the position of a question, or if a pattern needs too much time or memory.
@@ -195,7 +196,7 @@ def _batches(
 
 
 def _each(batches: Iterator[Batch], processes: int) -> Iterator[tuple[list[int | None], int]]:
-    """Yield the result of ``first_hits`` for each batch, in order. At most two batches per process are in memory."""
+    """Yield the result of ``first_hits`` for each batch, in the given order. At most two batches per process are in memory."""
     if processes == 1:
         yield from map(first_hits, batches)
         return

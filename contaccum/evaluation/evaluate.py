@@ -162,9 +162,10 @@ def evaluate_run_file(
 ) -> Metrics:
     """Compute the metrics of a TREC run file. qrels: file of relevance judgements.
 
-    Cutoffs up to 10 are always used. A larger cutoff is used if a query has at least that many passages. If a query has fewer
-    passages than a cutoff, the missing passages count as not relevant, as in trec_eval. Queries without a relevant passage in
-    ``qrels`` are left out with a warning; if ``policy`` is strict, they are an error. output: file to write the metrics to.
+    Cutoffs up to 10 are always used. A larger cutoff is used if the run has at least that many passages for at least one query.
+    If another query has fewer passages than the cutoff, the missing passages count as not relevant, as in trec_eval. Queries
+    without a relevant passage in ``qrels`` are left out with a warning; if ``policy`` is strict, such a query is an error.
+    output: file to write the metrics to.
     """
     refuse_input_as_output(output, run, qrels)
     hits = read_run(run)
@@ -180,7 +181,7 @@ class BenchmarkSet(NamedTuple):
     data: str  # name or path of the data set
     split: str
     row: str
-    """Name of its row in the table. The 12 forums of cqadupstack share one row, which shows their mean."""
+    """Name of the row in the table. The 12 forums of cqadupstack share one row, which shows their mean."""
 
 
 def is_benchmark(data: str) -> bool:
@@ -223,8 +224,8 @@ def evaluate_benchmark(
     """Evaluate a retriever on several data sets; return the content of benchmark.json.
 
     data: ``beir``, ``nanobeir``, or names separated by commas. output: folder for one file of metrics per data set, and for
-    benchmark.json. A data set whose file exists is not evaluated again. Raises InputError if the file has other settings. Each
-    data set gets its own folder in ``settings.embeddings`` and ``settings.index_dir``. Other arguments: see ``evaluate``.
+    benchmark.json. A data set whose file exists is not evaluated again. Raises InputError if this file has other settings.
+    Each data set gets its own folder in ``settings.embeddings`` and ``settings.index_dir``. Other arguments: see ``evaluate``.
     """
     if output is not None and output.lower().endswith(".json"):
         raise InputError(f"--output is {output}; give a folder, because several data sets are written to several files")
@@ -273,7 +274,7 @@ def data_digest(part: BenchmarkSet) -> str | None:
 def benchmark_means(finished: Mapping[str, list[Metrics]]) -> dict[str, Any]:
     """Compute the rows of the benchmark table, and the means over all rows, with and without MS MARCO.
 
-    finished: row -> metrics of its data sets. A row with several data sets (cqadupstack) shows their means.
+    finished: row -> metrics of its data sets. A row of several data sets (cqadupstack) shows the means over them.
     """
     names = list(next(iter(finished.values()))[0]["mean"])
     rows: dict[str, dict[str, float]] = {
@@ -290,9 +291,9 @@ def benchmark_means(finished: Mapping[str, list[Metrics]]) -> dict[str, Any]:
 
 
 def _finished(file: Path | None, scored_with: Mapping[str, Any]) -> Any:
-    """Return the metrics that an earlier call wrote, or None if ``file`` is None or does not exist.
+    """Return the metrics that an earlier call wrote to ``file``. Return None if ``file`` is None or does not exist.
 
-    scored_with: name -> value of everything that changes the metrics. Raises InputError if ``file`` has another value.
+    scored_with: name -> value of everything that changes the metrics. Raises InputError if a value in ``file`` differs.
     """
     if file is None or not file.is_file():
         return None

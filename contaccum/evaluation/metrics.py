@@ -87,7 +87,7 @@ def evaluate_run(
 def _reciprocal_ranks(
     grades: Mapping[str, int], hits: list[tuple[str, float]], cutoffs: Sequence[int], least: int
 ) -> dict[str, float]:
-    """Return 1 / rank of the first relevant passage for each cutoff. If the rank is larger than the cutoff, the value is 0."""
+    """Return for each cutoff 1 / rank of the first relevant passage, or 0 if no passage up to the cutoff is relevant."""
     rank = next((rank for rank, (passage_id, _) in enumerate(hits, 1) if grades.get(passage_id, 0) >= least), None)
     return {f"mrr@{cutoff}": 1 / rank if rank is not None and rank <= cutoff else 0.0 for cutoff in cutoffs}
 
@@ -100,7 +100,7 @@ def metrics_of(per_query: dict[str, dict[str, float]]) -> Metrics:
 
 
 def cutoffs_within(cutoffs: Sequence[int], k: int) -> list[int]:
-    """Return the cutoffs that are not larger than k."""
+    """Return the cutoffs that are not larger than k. Raise InputError if k is below 1."""
     if k < 1:
         raise InputError(f"k is {k}; expected at least 1")
     return [cutoff for cutoff in cutoffs if cutoff <= k]

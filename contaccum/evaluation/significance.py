@@ -1,8 +1,8 @@
 """Test whether two systems differ significantly on the same queries: paired tests, effect size, and Holm's correction.
 
 A system may be trained with several random seeds. The values of one query with different seeds are not independent, so they are
-averaged first. ``permutation_test`` and ``t_test`` then get one difference per query: they test whether the difference between
-these trained models holds for other queries. ``p_both`` tests whether it holds for other queries and other seeds.
+averaged first. ``permutation_test`` and ``t_test`` then get one difference per query. The two tests show whether the difference
+between these trained models holds for other queries. ``p_both`` shows whether it holds for other queries and other seeds.
 """
 
 import warnings
@@ -100,7 +100,7 @@ def over_both(differences: ArrayLike) -> float:
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """Correct the p values of several tests by Holm's step-down method (Holm 1979). Return them in the order of ``values``."""
+    """Correct the p values of several tests by Holm's step-down method (Holm 1979). Keep the order of ``values``."""
     order = np.argsort(values, kind="stable")
     adjusted, highest = [0.0] * len(values), 0.0
     for rank, index in enumerate(order):
@@ -169,7 +169,7 @@ def _values(scores: QueryScores, measure: str) -> dict[str, float]:
 
 
 def _pairs(one: dict[int, np.ndarray], two: dict[int, np.ndarray]) -> list[np.ndarray]:
-    """Return the differences (queries,) for each common seed. A system without seeds is paired with every seed."""
+    """Return one array of differences (queries,) for each common seed. A system without seeds is paired with every seed."""
     if len(one) == 1 and len(two) > 1:
         one = dict.fromkeys(two, next(iter(one.values())))
     elif len(two) == 1 and len(one) > 1:

@@ -119,7 +119,7 @@ class Auto:
         return self._verdict()
 
     def config(self, folder: str, changes: dict[str, str]) -> TrainConfig:
-        """Return the config of a run in ``folder``, with ``changes``, the divided data and the measured micro-batch size."""
+        """Return the config of a run in ``folder``: with ``changes``, the data of ``_divide``, and the measured B."""
         pairs = int(changes.get("batch.global_batch_size", 1))
         if size := self.state.sizes.get(changes.get("method", "")):
             changes = {**changes, "batch.micro_batch_size": str(gcd(size, pairs))}
@@ -141,7 +141,7 @@ class Auto:
             write_dev_set(open_dataset(*self.dev_source, policy).retrieval_set, folder / "dev", *most, self.base.seed)
 
     def _evaluate(self, kind: str, folder: str, data: dict[str, str]) -> None:
-        """Evaluate a baseline and save its time, unless an earlier call did both. kind: ``untrained`` or ``bm25``."""
+        """Evaluate a baseline and save the duration, unless an earlier call did both. kind: ``untrained`` or ``bm25``."""
         if folder not in self.state.seconds or not (self.output / folder / METRICS_FILE).is_file():
             began = time.monotonic()
             run_job(kind, self.config(folder, {}), data)
@@ -172,7 +172,7 @@ class Auto:
     def _trial(self, recipe: dict[str, str]) -> float:
         """Train for a few steps and return the median seconds per pair.
 
-        The global batch size is the smallest one that tuning tries, because it takes the most time per pair. Also update
+        The global batch size is the smallest that tuning tries, because the smallest takes the most time per pair. Also update
         ``state.seconds["run"]``: the longest time that a trial took outside its steps.
         """
         name = f"measure/{recipe['method']}"
@@ -330,10 +330,10 @@ def described(values: Values) -> str:
 
 
 def verdict(found: Comparison, metric: str) -> str:
-    """Return a text that says whether to use the trained model. ``found`` compares this model with the untrained one."""
+    """Return a text that says whether to use the trained model. found: trained model compared with the untrained model."""
     interval = f"{metric} {found.difference:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
     if found.low > 0:
-        return f"{interval} over the untrained model: keep it"
+        return f"{interval} against the untrained model: better, use the trained model"
     if found.high < 0:
-        return f"{interval} against the untrained model: worse, do not use it"
+        return f"{interval} against the untrained model: worse, do not use the trained model"
     return f"{interval} against the untrained model: no difference shown"

@@ -18,7 +18,7 @@ class State:
 
     settings: dict[str, Any]
     spent: float = 0.0
-    """Seconds of all calls so far."""
+    """Total seconds of all calls so far."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Name -> measured seconds.
 
@@ -28,7 +28,7 @@ class State:
     sizes: dict[str, int] = field(default_factory=dict)
     """Method -> largest micro-batch size that fits into the memory."""
     tuning: float = 0.0
-    """Seconds of all tuning runs so far."""
+    """Total seconds of all tuning runs so far."""
     chosen: dict[str, str] = field(default_factory=dict)  # setting -> chosen value; empty before the end of tuning
     steps: int = 0
     """Number of optimizer steps of the final run. 0: not planned yet."""
@@ -44,7 +44,7 @@ class State:
         saved = read_json(file, cls, version=1)
         if changes := "; ".join(config_differences(saved.settings, settings)):
             raise InputError(
-                f"{file.parent}: contains results of other settings ({changes}). Use the same settings or another folder."
+                f"{file.parent}: contains results with other settings ({changes}). Use the same settings or another folder."
             )
         return replace(saved, file=file, began=time.monotonic())
 

@@ -100,7 +100,7 @@ class Study:
         self.rungs, tuned = read_tune(options)
         varied = read_values("--vary", options.vary)
         if both := varied.keys() & tuned.keys():
-            raise InputError(f"{min(both)}: given to --vary and --tune; use only one of them")
+            raise InputError(f"{min(both)}: set by both --vary and --tune; use only one of these options")
         if options.settings is None:
             methods = read_names("--methods", options.methods, METHOD_SPECS) or [self.base.method]
             self.variants = variants(methods, varied, tuned)
@@ -181,7 +181,7 @@ class Study:
             self._check_folder(run)
 
     def _every_run(self) -> Iterable[PlannedRun]:
-        """Yield all training runs that may be needed. Tuning chooses from them later."""
+        """Yield all training runs that may be needed. Tuning later chooses from these runs."""
         for variant in self.variants:
             for candidate in variant.candidates:
                 yield from (self._planned_run(variant, candidate, seed) for seed in self.seeds)
@@ -227,7 +227,7 @@ class Study:
         )
 
     def _planned_baselines(self, kinds: list[str], varied: Mapping[str, list[str]]) -> list[PlannedRun]:
-        """Plan one evaluation of BM25, and one of the untrained encoder for each combination of values that changes it."""
+        """Plan to evaluate BM25 once, and the untrained encoder with each combination of values that changes this encoder."""
         return [
             self._planned(named(kind, values), kind, self.configure(dict(values)))
             for kind in kinds

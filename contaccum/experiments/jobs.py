@@ -188,10 +188,10 @@ def delete_weights(run: Path) -> None:
 
 
 def baseline_identity(kind: str, config: TrainConfig) -> dict[str, Any]:
-    """Return the settings that affect the metrics of the untrained encoder.
+    """Return the settings that affect the metrics of the untrained encoder. They are stored with the metrics.
 
-    They are stored with the metrics, to check later whether the metrics belong to the same settings. The result is empty for the
-    kind ``run``, because the folder of a run contains its config, and for ``bm25``, which has no settings.
+    A later call can then check that the stored settings equal its own. The result is empty for the kind ``run``, because the
+    folder of a run contains its config, and for ``bm25``, which has no settings.
     """
     if kind != "untrained":
         return {}

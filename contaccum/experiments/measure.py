@@ -34,7 +34,7 @@ from contaccum.training import parts
 from contaccum.training.log import mean_losses
 from contaccum.training.out_of_memory import out_of_memory
 
-PEAK_STEPS = 4  # steps of which the peak memory is measured; on a CPU it grows until the third step
+PEAK_STEPS = 4  # steps whose peak memory is measured; on a CPU, the peak grows until the third step
 MICRO_BATCHES = 2  # micro-batches of a measured step; the second one also needs memory for the gradients of the first
 TIMED_MICRO_BATCHES = 8  # maximum number of micro-batches in a timed step; the time of more is extrapolated
 SAMPLE = 256  # number of passages that are encoded to measure the speed of encoding
@@ -187,7 +187,7 @@ class Probe:
 
 
 def _longest(train_set: TrainSet, most: int, searched: int = 100_000) -> np.ndarray:
-    """Return the indices of ``most`` pairs among the first ``searched``: those with the longest queries or positives, in turn.
+    """Return the indices of ``most`` of the first ``searched`` pairs, taking in turn the longest query and longest positive.
 
     A micro-batch is padded to its longest query and to its longest passage, which seldom belong to the same pair. Lengths are
     numbers of characters.
@@ -243,7 +243,7 @@ def fitting_size(probe: Probe, budget: float, processes: int = 1) -> FittingSize
     found = {size: probe.peak(size, rows) for size in (first // 4, first // 2, first)}
     peaks = {size: peak for size, peak in found.items() if peak is not None}
     if len(peaks) < 2:
-        # sizes 1, 2 and 4 are measured even if batch.micro_batch_size is smaller
+        # if ``first`` is 4, a smaller batch.micro_batch_size would not change the measured sizes
         smaller = "batch.micro_batch_size" if first > 4 else "model.max_passage_length"
         raise InputError(
             f"{config.method}: at most one of the micro-batch sizes {first // 4}, {first // 2} and {first} fits into the memory "
@@ -277,7 +277,8 @@ def measure(probe: Probe, budget: float) -> Measurement:
     """Measure the memory and the speed of the configured method.
 
     Two sizes are searched within ``budget`` bytes: the largest micro-batch with the configured bank, and the largest bank with
-    the configured micro-batch size. Raises InputError if fewer than two small micro-batch sizes fit into this device's memory.
+    the configured micro-batch size. Raises InputError if fewer than two of three small micro-batch sizes
+    fit into this device's memory, because a prediction needs two measured sizes.
     """
     config = probe.config
     rows, n = config.bank_size(), config.batch.global_batch_size

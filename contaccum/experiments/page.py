@@ -273,7 +273,7 @@ def bank_size(group: RunGroup) -> int:
 
 
 def _bank_age(axes: "Axes", groups: list[RunGroup], looks: Looks, metric: str) -> None:
-    """Plot the age of the bank's rows. If it is always the same, the report has a sentence instead (``constant_age``)."""
+    """Plot the age of the bank's rows. If this age never changes, the report has a sentence instead (``constant_age``)."""
     if len({age for group in groups for name in AGES for age in curves(group, name)[1:].flat}) > 1:
         _over_steps(*AGES)(axes, groups, looks, metric)
 

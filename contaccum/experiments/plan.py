@@ -91,7 +91,7 @@ def fitting_size(config: TrainConfig, budget: int) -> FittingSize:
 
 
 def ask(config: TrainConfig, function: str, **arguments: Any) -> Any:
-    """Call a function of ``measure.REQUESTS`` in a new process, and return its result. Raise InputError if it fails."""
+    """Call a function of ``measure.REQUESTS`` in a new process, and return its result. Raise InputError if the call fails."""
     command = [sys.executable, "-m", "contaccum.experiments.measure"]
     text = json.dumps({"config": asdict(config), "function": function, "arguments": arguments})
     done = subprocess.run(command, input=text, stdout=subprocess.PIPE, text=True, encoding="utf-8", check=False)
@@ -172,8 +172,8 @@ def render_sharding(plans: list[ShardingPlan], budget: int, processes: int) -> s
     lines = [
         table.markdown(),
         f"The memory budget is {gigabytes(budget)} for each of W = {processes} processes. Memory was measured in one process "
-        "without sharding. The peak with fsdp is computed from it: 1/W of the weights, gradients and optimizer state, plus the "
-        "layers that are gathered at the same time.",
+        "without sharding. The peak with fsdp is computed from this memory: 1/W of the weights, gradients and optimizer state, "
+        "plus the layers that are gathered at the same time.",
     ]
     lines += [
         f"{each.method}, trained weights {each.weights}: not measured. {each.problem}" for each in plans if each.problem

@@ -23,7 +23,7 @@ from contaccum.runtime.files import write_text
 
 WIDE_ONLY = ("N", "B", "bank", "pairs/s", "wait %")  # columns that the console shows only with --wide
 SIGNIFICANT = 0.05  # largest p value of a significant difference
-SAME_MEMORY = 0.05  # peaks count as equal if they exceed the smallest peak by at most this share
+SAME_MEMORY = 0.05  # peaks count as equal if each exceeds the smallest of them by at most this share
 
 
 def console_report(
@@ -51,7 +51,7 @@ def _reference_run(runs: Sequence[RunRecord], groups: Sequence[RunGroup], folder
     named = next((run for run in runs if run.folder.resolve() == Path(folder).resolve()), None)
     if named is None:
         known = ", ".join(str(run.folder) for run in runs)
-        raise InputError(f"--against is {folder}, which is not one of the runs: {known}")
+        raise InputError(f"--against is {folder}; it must be one of the runs {known}")
     if not named.per_query:
         raise InputError(f"{folder}: has no metrics per query; evaluate the run on the test data first")
     return lambda _: next(group for group in groups if named in group.runs)
@@ -204,7 +204,7 @@ def _time_section(groups: list[RunGroup], metric: str) -> Section:
 
 
 def equal_time(groups: list[RunGroup], metric: str) -> tuple[float, Table] | None:
-    """Return the training seconds of the fastest group, and a table of the dev scores of all groups at this time.
+    """Return the training seconds of the fastest group, and a table of the dev scores of all groups after as many seconds.
 
     Return None if no run has dev scores.
     """

@@ -105,7 +105,7 @@ class RunRecord:
         return mean[metric]
 
     def median(self, name: str) -> float | None:
-        """Return the median of the logged value ``name``. The first step is not counted, because it is slower."""
+        """Return the median of the logged value ``name`` over the steps. The first step is not counted, because it is slower."""
         values = [line[name] for line in self.steps[1:] or self.steps if line.get(name) is not None]
         return statistics.median(values) if values else None
 
@@ -146,7 +146,7 @@ def load_run_record(folder: str | Path) -> RunRecord:
         return RunRecord(path, {}, [], [], metrics, {})
     config, lines = flat(read_config(path)), read_log(path)
     with name_unusable_file(path / CONFIG_FILE):
-        numbers = ("seed", "batch.global_batch_size", "batch.micro_batch_size")  # reports sort and group runs by them
+        numbers = ("seed", "batch.global_batch_size", "batch.micro_batch_size")  # reports sort and group runs by these
         _ = METHOD_SPECS[config["method"]], (config["bank.size"] or 0) + sum(config[name] for name in numbers)
     with name_unusable_file(path / LOG_FILE):
         for line in lines:
@@ -155,11 +155,11 @@ def load_run_record(folder: str | Path) -> RunRecord:
     return RunRecord(path, with_defaults(config), steps, evaluations, metrics, read_environment(path))
 
 
-AGES = ("bank_age_mean", "bank_age_max")  # logged ages of the bank's rows
+AGES = ("bank_age_mean", "bank_age_max")  # names in the log of the mean and the maximum age of the bank's rows
 
 
 def _check_values(line: dict[str, Any]) -> None:
-    """Compute with the values of a log line: a value of a wrong type raises an error here, not in a report."""
+    """Calculate with the values of a log line, so that a value of a wrong type raises an error here, not in a report."""
     sum(line.get("dev", {}).values())
     if "loss" in line:
         _ = line["waited"] / line["seconds"], line["peak_memory"] + line["bank_fill"]
@@ -206,7 +206,7 @@ class RunGroup:
         return mean_std(getattr(run, name) for run in self.runs)[0]
 
     def median(self, name: str) -> float | None:
-        """Return the median over runs of each run's median of the logged value ``name``."""
+        """Take the median of the logged value ``name`` in each run. Return the median of these medians, None without values."""
         values = [value for run in self.runs if (value := run.median(name)) is not None]
         return statistics.median(values) if values else None
 

@@ -22,9 +22,10 @@ Values = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Variant:
-    """One entry of a comparison: a method with fixed values, and the combinations of values to tune.
+    """One entry of a comparison: a method, fixed values of settings, and candidates.
 
-    Tuning chooses one of these combinations, called candidates. A single candidate needs no tuning.
+    A candidate is a combination of values of the settings to tune. Tuning chooses one candidate. A single candidate needs no
+    tuning.
     """
 
     label: str
@@ -48,7 +49,7 @@ def comma_list(text: str) -> list[str]:
 
 
 def read_names(option: str, text: str, known: Iterable[str]) -> list[str]:
-    """Return the names in a comma-separated text. Raise InputError for a name that is not in ``known``."""
+    """Return the names in a comma-separated text. Raise InputError for a name that ``known`` lacks."""
     names = list(dict.fromkeys(comma_list(text)))
     for name in names:
         if name not in known:
@@ -57,7 +58,7 @@ def read_names(option: str, text: str, known: Iterable[str]) -> list[str]:
 
 
 def read_values(option: str, entries: tuple[str, ...]) -> dict[str, list[str]]:
-    """Read entries of the form ``GROUP.FIELD=v1,v2``. Return the values: setting -> values."""
+    """Read entries of the form ``GROUP.FIELD=v1,v2``. Return a dictionary: setting -> values."""
     found: dict[str, list[str]] = {}
     for entry in entries:
         name, _, values = entry.partition("=")
@@ -86,7 +87,7 @@ def read_tune(options: CompareConfig) -> tuple[int | None, dict[str, list[str]]]
     rate = "optim.learning_rate"
     warnings.warn(f"--tune_learning_rate is deprecated; use --tune {rate}=v1,v2 --rungs 1", stacklevel=2)
     if rate in tuned:
-        raise InputError(f"{rate}: given to --tune and --tune_learning_rate; use --tune")
+        raise InputError(f"{rate}: set by both --tune and --tune_learning_rate; use only --tune")
     return options.rungs or 1, tuned | read_values("--tune", (f"{rate}={options.tune_learning_rate}",))
 
 
@@ -114,9 +115,9 @@ def combinations(values: Mapping[str, list[str]], method: str | None) -> tuple[V
 def read_settings(path: str, tuned: Mapping[str, list[str]]) -> list[Variant]:
     """Read the entries of a comparison from a YAML file that maps names to settings.
 
-    The settings of an entry are fixed values. Its key ``method`` is the method (default: the name of the entry), and its key
-    ``tune`` contains values to try. tuned: setting -> values to try in entries without ``tune``, unless the entry fixes the
-    setting.
+    In an entry, the key ``method`` is the method (default: the name of the entry), and the key ``tune`` contains values to try.
+    The other keys are settings with fixed values. tuned: setting -> values to try in an entry without ``tune``, unless the entry
+    fixes the setting.
     """
     path = config_path(path)
     text = read_text(path, "a YAML file with settings", MAX_BYTES)

@@ -1,4 +1,4 @@
-"""Write the report of ``contaccum compare``. Besides the tables of report.py, it shows the tuning and the budget."""
+"""Write the report of ``contaccum compare``. Besides the tables of report.py, the report shows tuning and budget."""
 
 import csv
 import io

@@ -1,10 +1,10 @@
 """Decide how many steps each run of a comparison takes, and choose values of settings by their dev metric.
 
-A budget gives all methods the same cost. Tuning by successive halving is cheaper than training all combinations fully: it has
-several rounds, called rungs. In the first rung, all combinations train for a short time. In each later rung, the best quarter of
-the combinations trains again from the start, LONGER times as long. In the last rung, the remaining combinations train with the
-full budget. By default, at most FINALISTS combinations remain. The learning rate schedule of each run ends with that run. All
-runs use the first seed. Source: Jamieson, Talwalkar 2016, arXiv 1502.07943.
+With a budget, all runs have the same maximum cost. Tuning by successive halving is cheaper than training all combinations fully.
+It has several rounds, called rungs. In the first rung, all combinations train for a short time. In each later rung, the best
+quarter of the combinations trains again from the start, LONGER times as long. In the last rung, the remaining combinations
+train with the full budget; by default, at most FINALISTS combinations remain. The learning rate schedule of each run ends with
+that run. All runs use the first seed. Source: Jamieson, Talwalkar 2016, arXiv 1502.07943.
 """
 
 import re
@@ -60,7 +60,7 @@ class Budget(NamedTuple):
 
 
 def parse_budget(text: str) -> Budget:
-    """Convert a text such as 200000f to a budget. Raise InputError for any other text."""
+    """Convert a number with a letter from UNITS to a budget: 200000f is 200000 forward passes. Raise InputError otherwise."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([fpus])", text.strip())
     if not found or not float(found[1]):
         units = ", ".join(f"{letter} ({name})" for letter, name in UNITS.items())

@@ -148,7 +148,7 @@ def largest_difference(one: list[Gradients], other: list[Gradients]) -> float:
     """Return the relative difference of two lists of gradients: the maximum over steps of max |one - other| / max |one|.
 
     In each step, both maxima are over all elements of all parameters. The result is infinite if a gradient is NaN or infinite, if
-    all gradients of a step are 0, or if ``one`` and ``other`` have different parameters.
+    all gradients of ``one`` are 0 in a step, or if ``one`` and ``other`` have different parameters.
     """
     largest = 0.0
     for left, right in zip(one, other, strict=True):
@@ -163,7 +163,7 @@ def largest_difference(one: list[Gradients], other: list[Gradients]) -> float:
 
 
 def _maximum(values: Iterable[float]) -> float:
-    """Return the maximum, or infinity if a value is NaN. Python's ``max`` would ignore a NaN that is not the first value."""
+    """Return the maximum, or infinity if a value is NaN or infinite. ``max`` would ignore a NaN that is not the first value."""
     found = list(values)
     return max(found) if all(map(isfinite, found)) else inf
 

@@ -100,7 +100,7 @@ def serve(explorer: Explorer, host: str, port: int) -> None:
 def build(explorer: Explorer) -> Any:
     """Build and return the page (``gradio.Blocks``).
 
-    It has menus at the top, a tab for typed queries, and a tab for the judged queries of the split.
+    The page has menus at the top, a tab for typed queries, and a tab for the judged queries of the split.
     """
     gr = load_gradio()
     labels = [system.name for system in explorer.systems]
@@ -189,7 +189,10 @@ class Gate:
         """
         host = headers.get(b"host", b"").decode("latin-1").lower()
         if not self.is_our_name(host):
-            return 421, f"This server has no name {host!r}. Use its address, or start it with --host NAME."
+            return (
+                421,
+                f"{host!r} is not a name of this server. Use its IP address, or start the server with --host NAME.",
+            )
         origin = headers.get(b"origin", b"").decode("latin-1").lower()
         site = headers.get(b"sec-fetch-site", b"none").decode("latin-1")
         if (origin and urlsplit(origin).netloc != host) or (method == "POST" and site not in ("same-origin", "none")):
@@ -258,7 +261,7 @@ def typed() -> Iterator[str]:
 
 
 def render_answer(query: str, hits: list[RankedPassage], judged: RetrievalSet, width: int | None) -> str:
-    """Format the passages as text. For a judged query, add how many of its relevant passages are among them."""
+    """Format the passages as text. For a judged query, add how many relevant passages were found."""
     grades = grades_of_text(query, judged.queries, judged.qrels)
     lines = [render_passages(hits, grades, width) if hits else "no passage was found"]
     if grades:

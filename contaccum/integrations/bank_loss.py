@@ -2,7 +2,7 @@
 
 A bank stores vectors of earlier queries and passages. ``BankLoss`` gives the gradients of ``contaccum.methods.cont_accum`` if the
 training loop divides the loss by the number of micro-batches in a step. With n processes, the loss uses the vectors of all
-processes. DistributedDataParallel divides the gradients by n, so the loss multiplies its gradient by n.
+processes. DistributedDataParallel divides the gradients by n, so the loss multiplies its own gradient by n.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """Write the model card (README.md) of a model, and upload the model to the Hugging Face Hub.
 
-The card shows settings, training, scores and example code. They come from the model and from config.yaml, environment.json,
-log.jsonl and metrics.json of the run. The card shows only the last part of a local path. Messages and files never contain the
-access token.
+The card shows settings, training, scores and example code. Its content comes from the model and from config.yaml,
+environment.json, log.jsonl and metrics.json of the run. The card shows only the last part of a local path. Messages and files
+never contain the access token.
 """
 
 from pathlib import Path
@@ -120,7 +120,7 @@ def write_card(model: Path, run: Path | None, repository: str, licence: str | No
         towers="one encoder for queries and passages" if settings.tie_towers else "a query and a passage encoder",
         method=config.get("method"),
         summary=_summary(model, settings),
-        # whether to show the transformers example; it loads neither a Dense layer nor an adapter in a subfolder
+        # whether to show the transformers example, which loads neither a Dense layer nor an adapter in a subfolder
         plain=not list(model.glob("*/*_Dense")) and adapter_of(model) is None,
         pool=POOL[settings.pooling],
         settings=settings,

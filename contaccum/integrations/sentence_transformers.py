@@ -150,7 +150,7 @@ class ContAccumCallback(TrainerCallback):
         if args.world_size > 1 and routed and searches:
             raise InputError(
                 f"ddp_find_unused_parameters is {args.ddp_find_unused_parameters}, but the model has a Router and trains in "
-                "several processes; set it to False, or give the loss a mini_batch_size"
+                "several processes; set ddp_find_unused_parameters to False, or give the loss a mini_batch_size"
             )
         if args.world_size > 1 and not args.dataloader_drop_last:
             raise InputError(

@@ -36,8 +36,8 @@ def test_other_times_are_refused(text):
 @pytest.mark.parametrize(
     ("trained", "word"),
     [
-        ((0.9, 0.8, 0.9, 0.85), "keep it"),
-        ((0.1, 0.2, 0.1, 0.15), "worse, do not use it"),
+        ((0.9, 0.8, 0.9, 0.85), "better, use the trained model"),
+        ((0.1, 0.2, 0.1, 0.15), "worse, do not use the trained model"),
         ((0.9, 0.1, 0.5, 0.5), "no difference"),
     ],
 )
@@ -185,7 +185,7 @@ def test_a_call_that_is_killed_twice_ends_with_a_better_model(tmp_path):
         before = json.loads(state.read_text())
     done = subprocess.run(call, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "over the untrained model: keep it" in done.stdout
+    assert "against the untrained model: better, use the trained model" in done.stdout
     after = json.loads(state.read_text())
     assert (after["chosen"], after["steps"]) == (before["chosen"], before["steps"])
     assert (tmp_path / "auto" / "report.html").is_file()

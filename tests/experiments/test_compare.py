@@ -167,7 +167,7 @@ def test_folder_with_other_settings_is_refused(study_folder, capsys):
         (["--baselines", "bm26"], "--baselines: 'bm26' is unknown"),
         (["--against", "in_batch"], "--against is 'in_batch'; choose from cont_accum"),
         (["--test_split", "final"], "final"),
-        (["--tune", "optim.learning_rate=1e-3", "--vary", "optim.learning_rate=1e-3"], "given to --vary and --tune"),
+        (["--tune", "optim.learning_rate=1e-3", "--vary", "optim.learning_rate=1e-3"], "set by both --vary and --tune"),
         (["--tune", "optim.learning_rate=1e-3,2e-3", "--test_split", "dev"], "data.dev is the test data"),
         (["--tune", "optim.learning_rate=1e-3,2e-3", "--data.dev", FILE, "--test", FILE], "data.dev is the test data"),
         (
@@ -547,4 +547,4 @@ def test_report_tests_runs_against_a_reference_run(study_folder, tmp_path, capsy
     files = [str(Path(run) / "metrics.json") for run in runs[:2]]
     assert main(["report", *files, "--against", files[1]]) == 0
     assert main(["report", *runs, "--against", str(tmp_path)]) == 2
-    assert "which is not one of the runs" in capsys.readouterr().err
+    assert "it must be one of the runs" in capsys.readouterr().err

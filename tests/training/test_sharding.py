@@ -238,7 +238,7 @@ def test_units_are_the_layers_and_names_are_those_that_transformers_saves(family
 @pytest.mark.parametrize(
     ("changes", "world", "words"),
     [
-        ({}, 1, "run.sharding is fsdp, but there is only one process; start several with torchrun"),
+        ({}, 1, "run.sharding is fsdp, but there is only one process; start several processes with torchrun"),
         ({"run.sharding": "none", "run.cpu_offload": True}, 2, "run.cpu_offload is true, but run.sharding is none"),
         ({"run.precision": "fp16"}, 2, "run.precision is fp16, but run.sharding is fsdp, which needs fp32 or bf16"),
         ({"run.compile": "default"}, 2, "run.compile is default, but run.sharding is fsdp, which needs off"),
