@@ -1,4 +1,4 @@
-"""Micro-batches of token ids and passage ids, batches with a maximum number of tokens, and prefetching."""
+"""Micro-batches (token ids of queries and passages, and passage ids), batches with a maximum number of tokens, prefetching."""
 
 import time
 from collections import deque
@@ -14,7 +14,7 @@ from torch import Tensor
 NO_PASSAGE = -1
 """Padding value in RowIds.positives. No passage has this id."""
 MISSING = -2
-"""Id of an empty column: the query has fewer than H hard negatives. No passage has this id."""
+"""Id of an empty column, for a query that has fewer hard negatives than other queries. No passage has this id."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Tokens:
         )
 
     def pinned(self) -> "Tokens":
-        """Return the texts in page-locked memory, so that copying to a GPU does not block. Pinned tensors are not copied."""
+        """Return the texts in page-locked memory, so that copying to a GPU does not block. Does not copy pinned tensors."""
         return Tokens(self.input_ids.pin_memory(), self.attention_mask.pin_memory())
 
     @staticmethod
@@ -117,13 +117,13 @@ def concatenate(parts: Sequence[Rows]) -> Rows:
 class MicroBatch:
     """Input of one forward pass of one process: B queries with 1 + H passages each.
 
-    ``ids`` covers the rows of all W processes in rank order (b = W * B). Each process computes from (seed, step) which examples
-    the full step contains, so processes need not exchange ``ids``. ``query_ids`` are the ids of this process's queries, for error
+    ``ids`` has the ids of the b = W * B pairs of all W processes, in rank order. Each process derives from (seed, step) which
+    pairs the step uses, so processes need not exchange ``ids``. ``query_ids`` are the ids of the queries of this process, for
     messages.
     """
 
     queries: Tokens  # (B, length)
-    passages: Tokens  # (B * (1 + H), length): for each query, its positive and then its hard negatives
+    passages: Tokens  # (B * (1 + H), length), pair by pair, the positive first
     ids: RowIds  # (W * B, ...)
     query_ids: list[str]
 

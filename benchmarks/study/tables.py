@@ -265,10 +265,17 @@ def longer_reference(studies: Studies, name: str) -> Table:
     return with_cost(found | {"grad_cache": chosen_on_dev(studies[name])["grad_cache"]}, ("updates",))
 
 
+LONGER = {"52s": "75s", "4096f": "7168f"}
+"""Budget of the methods -> the larger budget of the reference."""
+
+
 def less_time(studies: Studies, name: str) -> Table:
-    """Compare methods after 52 seconds of training with the reference after 75."""
+    """Compare methods after two thirds of the reference's training time with the reference."""
+    own, budget = name.rsplit("-", 1)
     short = {setting: group for setting, group in chosen_on_dev(studies[name]).items() if group.method}
-    return with_cost(short | {"grad_cache": chosen_on_dev(studies[name.replace("52s", "75s")])["grad_cache"]})
+    reference = chosen_on_dev(studies[f"{own}-{LONGER[budget]}"])["grad_cache"]
+    shown = ("updates", "seconds", "peak MiB") if budget.endswith("s") else ("updates",)
+    return with_cost(short | {"grad_cache": reference}, shown)
 
 
 def with_cost(found: dict[str, RunGroup], shown: Sequence[str] = ("updates", "seconds", "peak MiB")) -> Table:
@@ -395,6 +402,7 @@ TABLES: dict[str, tuple[Callable[[Studies, str], Table], str]] = {
     "medquad-guide": (equal_cost, "medquad-guide"),
     **{f"{study}-options": (options, f"{study}-options") for study in ("medquad", "scifact")},
     **{f"{study}-52s": (less_time, f"{study}-52s") for study in ("medquad", "scifact")},
+    **{f"{study}-4096f": (less_time, f"{study}-4096f") for study in ("medquad", "scifact", "xquad")},
     "cache-aged": (hybrid, "cache-aged"),
     **{
         f"{study}-{name}": (make, study)

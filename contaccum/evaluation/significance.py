@@ -124,7 +124,8 @@ def compare(
         if sorted(values) != names:
             other = next(iter(set(values) ^ set(names)))
             raise InputError(
-                f"the runs were evaluated on different queries ({len(names)} and {len(values)}): only one run has query {other!r}"
+                f"the runs were evaluated on different queries (one on {len(names)}, another on {len(values)}): only one of "
+                f"them has query {other!r}"
             )
     one, two = (
         {number: np.array([values[n] for n in names]) for number, values in each.items()} for each in (first, second)

@@ -76,7 +76,7 @@ def _check(config: TrainConfig, mining: MineConfig, options: RoundsConfig) -> No
 
 
 def _claim(output: Path, config: TrainConfig, mining: MineConfig, options: RoundsConfig) -> None:
-    """Write the settings to ``output``. Raise InputError if this folder contains other settings or other files."""
+    """Raise InputError if ``output`` has other settings or other files. Otherwise write the settings to it."""
     settings = {**asdict(config), "mine": asdict(mining), "rounds": asdict(options)}
     file = output / SETTINGS_FILE
     if file.is_file():
@@ -102,7 +102,7 @@ class _Rounds:
         return self.output / f"round-{number}" / "model"
 
     def mine(self, number: int) -> None:
-        """Mine the hard negatives of round ``number``, unless their file exists. Then delete the corpus vectors of this round.
+        """Mine the hard negatives of round ``number``, unless they exist. Then delete the vectors of this round.
 
         In round 0, negatives are mined only if ``rounds.first`` is bm25.
         """

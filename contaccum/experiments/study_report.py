@@ -73,8 +73,8 @@ def write_report(output: Path, folders: Sequence[Path], result: StudyResult) -> 
 def _budget_section(groups: list[RunGroup], metric: str, found: list[Difference], budget: Budget) -> Section:
     title = "At equal training time" if budget.unit == "s" else "At equal budget"
     note = (
-        f"Each run has as many steps as the budget, {budget}, pays for. A pair costs 3 forward passes with one-pass methods and "
-        "1 + 3 * replay.share with grad_cache and cont_cache."
+        f"Each run has as many steps as the budget of {budget} allows. The unit of cost is one forward pass of one pair; a "
+        "backward pass costs 2. So a pair costs 1 + 3 * replay.share with grad_cache and cont_cache, and 3 with other methods."
     )
     if found:
         note += " The p values are those of the significance tests in the Quality section."

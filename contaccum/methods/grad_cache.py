@@ -119,7 +119,7 @@ def _backward(engine: StepEngine, queries: Tensor, passages: Tensor, gradients: 
 
 
 def replay_sample(engine: StepEngine, micro_batches: list[MicroBatch], cache: Cache) -> tuple[float, float]:
-    """Encode a sample of the texts with graph, and backpropagate their weighted cached gradients: the second pass.
+    """Make the second pass: encode a sample of the texts with a graph, and backpropagate their weighted cached gradients.
 
     Returns the share of the texts that were encoded, and the relative variance: the variance that the sampling added, divided by
     the sum of the squared gradient norms.

@@ -114,7 +114,7 @@ class Similarity:
 
     @property
     def positive_share(self) -> float:
-        """Factor that removes the hardness weight from the logit of a row's own positive."""
+        """Factor of the logit of the own positive, which has no hardness weight: scale * s * positive_share = s / temperature."""
         return 1 / (1 + self.hardness * self.temperature)
 
     @property

@@ -226,7 +226,7 @@ def _is_finished(folder: Path, number: int, job: EncodingJob, dimension: int) ->
 def make_estimate(rows: int, dim: int, dtype: str, sampled: int, seconds: float) -> tuple[float, str]:
     """Return the estimated seconds to encode ``rows`` texts, and a sentence with this estimate.
 
-    sampled: number of texts in the sample. seconds: time that their encoding took.
+    sampled: number of texts in the sample. seconds: time to encode this sample.
     """
     rate, megabytes = sampled / seconds, rows * dim * np.dtype(dtype).itemsize / 1e6
     hours, minutes = divmod(round(rows / rate / 60), 60)

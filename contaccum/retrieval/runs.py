@@ -1,8 +1,8 @@
 """Sort, write, read and print runs. A run contains the ranked passages of each query.
 
 Passages are sorted by score, highest first. Passages with equal scores are sorted by id (as UTF-8 bytes), greatest first.
-trec_eval uses the same order, so metrics use the order of the run. A run with a larger k begins with the same passages as a run
-with a smaller k.
+This is also the order of trec_eval, so every metric ranks the passages in the order of the run. A run with a larger k begins
+with the same passages as a run with a smaller k.
 """
 
 import math

@@ -88,7 +88,7 @@ _SHARDING = {
 
 
 def refuse_other_sharding() -> None:
-    """Raise InputError if accelerate launch was called for a sharding library, because only `run.sharding` shards a model."""
+    """Raise InputError if accelerate launch was configured for a sharding library. Only ``run.sharding`` shards a model."""
     for variable, name in _SHARDING.items():
         if os.environ.get(variable, "false").lower() == "true":
             raise InputError(

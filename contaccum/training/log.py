@@ -72,7 +72,7 @@ class RunLog:
         self.bar = tqdm(total=total, initial=resumed_at, unit="step", disable=None, file=sys.stderr, dynamic_ncols=True)
 
     def step(self, values: dict[str, Any], write: bool) -> None:
-        """Show one optimizer step in the progress bar. If ``write`` is true, also add ``values`` to the log and the trackers."""
+        """Advance the progress bar by one optimizer step, and show its values. If ``write`` is true, add them to the log."""
         if not self.active:
             return
         self.bar.update()

@@ -35,7 +35,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def between_processes(error: BaseException) -> bool:
-    """Return whether NCCL had too little memory for its buffers. It then closes the group, so the step cannot be repeated."""
+    """Return whether NCCL had too little memory for its buffers. The step cannot be retried, as NCCL closes its process group."""
     return isinstance(error, RuntimeError) and "NCCL" in str(error) and "out of memory" in str(error)
 
 

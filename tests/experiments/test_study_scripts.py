@@ -124,7 +124,8 @@ def test_reduced_set_of_dpr_files_has_their_questions(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "budget"), [("methods", "6144f"), ("methods-demo", "80000f"), ("methods-options", "4096f")]
+    ("name", "budget"),
+    [("methods", "6144f"), ("methods-demo", "80000f"), ("methods-options", "4096f"), ("methods-less-time", "4096f")],
 )
 def test_study_settings_can_be_trained_in_every_rung(name, budget):
     for row in read_settings(str(ROOT / f"configs/study/{name}.yaml"), {}):
