@@ -10,6 +10,7 @@ import copy
 import hashlib
 import importlib.util
 import logging
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -150,6 +151,8 @@ def load_adapter(backbone: Any, folder: str, subfolder: str) -> None:
     if cached_file(folder, ADAPTER_WEIGHTS, subfolder=subfolder, _raise_exceptions_for_missing_entries=False) is None:
         where = f"{folder}/{subfolder}".rstrip("/")  # transformers would unpickle adapter_model.bin instead
         raise InputError(f"{where}: {ADAPTER_WEIGHTS} is missing; pickled adapter weights (.bin) are never loaded")
+    if os.path.isdir(folder):  # transformers below 5.23 ignores the subfolder of a local folder
+        folder, subfolder = os.path.join(folder, subfolder), ""
     conversions = getattr(backbone, "_weight_conversions", None)
     info = backbone.load_adapter(
         folder, adapter_kwargs={"subfolder": subfolder}, is_trainable=True, ignore_mismatched_sizes=True
