@@ -14,7 +14,7 @@ from contaccum.formats.json_records import refuse_lone_surrogates
 Element = TypeVar("Element")
 
 _CORPUS_ROW = "three columns separated by tabs: id, text, title"
-_HEADER = ["id", "text", "title"]
+HEADER = ["id", "text", "title"]
 _HEADER_WORDS = {
     "_id", "id", "docid", "doc_id", "doc-id", "pid", "passage_id", "passage-id", "corpus-id", "corpus_id", "query-id", "query_id",
     "title", "text", "contents", "content", "passage", "document", "doc", "body", "sentence", "abstract", "url", "score", "grade",
@@ -43,10 +43,10 @@ def _passage(row: list[str], location: SourceLocation) -> Passage:
 def _is_header(row: list[str], location: SourceLocation) -> bool:
     cells = [cell.strip().lower() for cell in row]
     named = set(cells[1:]) <= _HEADER_WORDS and not cells[0].isdecimal()  # a number in the first cell is an id
-    if len(row) != 3 or not (cells[0] == _HEADER[0] or named):
+    if len(row) != 3 or not (cells[0] == HEADER[0] or named):
         return False
-    if cells != _HEADER:
-        raise location.error(f"the header is {', '.join(map(repr, row))}; it must be {', '.join(_HEADER)}")
+    if cells != HEADER:
+        raise location.error(f"the header is {', '.join(map(repr, row))}; it must be {', '.join(HEADER)}")
     return True
 
 

@@ -26,7 +26,7 @@ from contaccum.formats import (
     first_character,
     numbered_lines,
 )
-from contaccum.formats.dpr import dpr_corpus, id_text_lines
+from contaccum.formats.dpr import HEADER, dpr_corpus, id_text_lines
 from contaccum.formats.json_records import (
     Record,
     id_field,
@@ -213,8 +213,14 @@ def _kind_of_table(path: Path, max_bad_records: int) -> Kind:
 
 
 def _columns(path: Path, max_bad_records: int) -> int | None:
-    """Return the most common number of columns in the first lines, 2 or 3. Return None if no line has 2 or 3 columns."""
-    counts = [line.count("\t") + 1 for _, line in _first_lines(path, max_bad_records)]
+    """Return the number of columns, 2 or 3. The header of a DPR file decides, then the most common number in the first lines.
+
+    Return None if no line has 2 or 3 columns.
+    """
+    rows = [line.split("\t") for _, line in _first_lines(path, max_bad_records)]
+    if rows and [cell.strip().lower() for cell in rows[0]] == HEADER:
+        return 3  # a cell in quotes can have several lines, each with fewer columns
+    counts = [len(row) for row in rows]
     return _most_common([count for count in counts if count in (2, 3)])
 
 
