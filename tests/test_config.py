@@ -214,7 +214,7 @@ SEPARATE = {
             "loss.guide and loss.false_negative_margin are both set",
         ),
         ({"loss.guide": "g", "data.streaming": True}, "loss.guide is set, but data.streaming is true"),
-        ({"loss.guide": "bm25"}, "loss.guide is 'bm25', it computes no vectors; give an encoder"),
+        ({"loss.guide": "bm25"}, "loss.guide is 'bm25', which computes no vectors; give an encoder"),
         ({"loss.guide": ""}, "loss.guide is '', expected a folder or a name on the Hub"),
         ({"loss.guide": "g", "loss.guide_margin": float("inf")}, "loss.guide_margin is inf, expected a finite number"),
         (

@@ -399,7 +399,7 @@ TABLES: dict[str, tuple[Callable[[Studies, str], Table], str]] = {
     **{f"{study}-75s": (equal_time, f"{study}-75s") for study in ("medquad", "scifact")},
     **{f"{study}-6144f": (equal_cost, f"{study}-6144f") for study in ("medquad", "scifact", "xquad")},
     **{f"{study}-7168f": (longer_reference, f"{study}-7168f") for study in ("medquad", "scifact", "xquad")},
-    "medquad-guide": (equal_cost, "medquad-guide"),
+    **{name: (equal_cost, name) for name in ("medquad-24576f", "medquad-guide")},
     **{f"{study}-options": (options, f"{study}-options") for study in ("medquad", "scifact")},
     **{f"{study}-52s": (less_time, f"{study}-52s") for study in ("medquad", "scifact")},
     **{f"{study}-4096f": (less_time, f"{study}-4096f") for study in ("medquad", "scifact", "xquad")},
@@ -415,8 +415,8 @@ TABLES: dict[str, tuple[Callable[[Studies, str], Table], str]] = {
 }  # fmt: skip
 
 
-MARKED = re.compile(r"(?<=<!-- table: )(\S+)( -->\n\n)(.*?)(?=\n\n|\n?\Z)", flags=re.DOTALL)
-"""A table in a page: its name, what stands between, its lines."""
+MARKED = re.compile(r"(?<=<!-- table: )(\S+)( -->\n\n)((?:\|[^\n]*\n)*)")
+"""A table in a page: its name, what stands between, its lines. A new table has no lines."""
 
 
 def main() -> None:
@@ -432,8 +432,9 @@ def main() -> None:
         return make(studies, study).markdown()
 
     if chosen.page is not None:
-        text = MARKED.sub(lambda found: found[1] + found[2] + made(found[1]), chosen.page.read_text(encoding="utf-8"))
-        chosen.page.write_text(text, encoding="utf-8")
+        new = chosen.page.read_text(encoding="utf-8")
+        new = MARKED.sub(lambda found: found[1] + found[2] + made(found[1]) + ("\n" if found[3] else "\n\n"), new)
+        chosen.page.write_text(new, encoding="utf-8")
         return
     for name in chosen.tables or [name for name, (_, study) in TABLES.items() if study in studies]:
         print(f"### {name}\n\n{made(name)}\n")

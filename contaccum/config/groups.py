@@ -281,8 +281,8 @@ class LossConfig:
 
     def _broken_margins(self, config: "TrainConfig") -> Iterator[str]:
         obstacles = {
-            "an encoder of random weights finds no false negatives; give a trained encoder": self.guide == "tiny",
-            "it computes no vectors; give an encoder": self.guide == "bm25",
+            "which has random weights and cannot detect false negatives; give a trained encoder": self.guide == "tiny",
+            "which computes no vectors; give an encoder": self.guide == "bm25",
             "expected a folder or a name on the Hub": self.guide == "",
         }
         yield from (f"loss.guide is {self.guide!r}, {why}" for why, found in obstacles.items() if found)

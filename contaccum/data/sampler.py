@@ -230,7 +230,7 @@ class MixtureSampler:
 
 
 def _shifted(rows: StepRows, queries: int, passages: int) -> StepRows:
-    """Add ``queries`` to the row numbers of queries, and ``passages`` to the row numbers of passages."""
+    """Shift the row numbers: those of queries by the offset ``queries``, those of passages by the offset ``passages``."""
     known = np.where(rows.positives == NO_PASSAGE, NO_PASSAGE, rows.positives + passages)
     columns = np.where(rows.passages == MISSING, MISSING, rows.passages + passages)
     return StepRows(rows.queries + queries, columns, known, rows.teacher)

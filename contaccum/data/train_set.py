@@ -155,7 +155,7 @@ def from_examples(examples: ExampleTable, hard_negatives: int) -> TrainSet:
 def _train_set(
     source: ExampleTable | TrainSet, rows: np.ndarray, lists: tuple[Ragged, Ragged], teacher: FlatTeacherScores | None
 ) -> TrainSet:
-    """Make a training set of the queries of ``source`` at ``rows``.
+    """Make a training set from the rows ``rows`` of the queries in ``source``.
 
     ``lists`` are the positives and the negatives of these queries, as row numbers of passages in ``source``. Passages that are in
     no list are dropped, so the row numbers change. The fingerprint is computed from the new content.

@@ -176,7 +176,7 @@ class Study:
             if names.setdefault(run.folder, run.name) != run.name:
                 raise InputError(
                     f"{run.folder}: two runs would use this folder: {run.name} and {names[run.folder]}. In folder names, all "
-                    "characters except letters, digits and ._=+- become underscores; use labels and values that still differ."
+                    "characters except letters, digits and ._=+- become underscores; use labels and values that differ then."
                 )
             self._check_folder(run)
 

@@ -178,7 +178,7 @@ def _memory_section(groups: list[RunGroup], metric: str) -> Section:
 
 
 def equal_memory(groups: list[RunGroup], metric: str) -> Table:
-    """Return a table of the trained groups in classes of equal peak memory. In each class, the best metric comes first."""
+    """Return a table of the groups of runs with a measured peak memory, in classes of about equal peak; best metric first."""
     peaks = {group.label: peak for group in groups if (peak := group.mean("peak_mib")) is not None}
     left = sorted((group for group in groups if group.label in peaks), key=lambda group: peaks[group.label])
     rows = []

@@ -218,8 +218,8 @@ def _number(text: str | None) -> float | None:
 def tune(tuned: list[Tuned], train: Callable[[list[tuple[Variant, Values, Fraction]]], list[float | None]]) -> None:
     """Run all rungs of all variants. Save the dev metrics in ``tuned``.
 
-    train: function that trains candidates with shares of the budget. It returns the dev metric of each run, or None for a failed
-    run. The same rung of all variants is trained in one call, so that several devices have enough work.
+    train: function that trains candidates of the variants, each for its share of the budget. It returns the dev metric of each
+    run, or None for a failed run. The same rung of all variants is trained in one call, so that several devices have enough work.
     """
     for number in range(max((len(each.shares) for each in tuned), default=0)):
         current = [each for each in tuned if len(each.shares) > number]

@@ -193,7 +193,7 @@ def _kind_of_table(path: Path, max_bad_records: int) -> Kind:
     """Detect the format of a file with columns. A file with three columns is a DPR corpus.
 
     A file with two columns has DPR questions and answers if it is a .csv file, or if most of the first lines look like them:
-    the second column starts with a list, or the first column cannot be an id (it is empty or contains white space). Other files
+    the second cell starts with a list, or the first cell cannot be an id (it is empty or contains white space). Other files
     with two columns have ids and texts (MS MARCO): ``queries`` if the file name contains ``quer``, otherwise ``corpus``.
     """
     rows = [line.split("\t") for _, line in _first_lines(path, max_bad_records)]

@@ -107,8 +107,8 @@ def adapter_of(model: Path) -> AdapterFile | None:
 def write_card(model: Path, run: Path | None, repository: str, licence: str | None) -> str:
     """Return the text of the model card: Markdown, with metadata for the Hub at the top.
 
-    run: folder of the run that trained the model. None: the card has no training and no scores. repository: owner/name on the
-    Hub. licence: licence to state, or None to state none.
+    run: folder of the run that trained the model. None: the card shows neither training settings nor scores. repository:
+    owner/name on the Hub. licence: licence to state, or None to state none.
     """
     settings = make_settings(read_encoder(str(model)).settings, str(model))
     config = {} if run is None else flat(read_config(run))

@@ -99,7 +99,7 @@ def tiles(count: int, height: int) -> list[slice]:
 
 @dataclass(frozen=True)
 class Similarity:
-    """Settings of the logits. The loss and the bank use the same settings."""
+    """Settings that turn similarities into logits. The loss and the bank use the same settings."""
 
     temperature: float
     """Number that divides every similarity."""

@@ -103,7 +103,7 @@ def _search_again(queries: np.ndarray, shards: Shards, k: int, at_least: np.ndar
 
 
 def _products(queries: np.ndarray, block: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield, for each query, its position and its float32 products with all rows of a block, (rows,)."""
+    """Yield the position of each query, and its float32 inner products (rows,) with all rows of a block."""
     step = max(1, _CELLS // len(block))
     for first in range(0, len(queries), step):
         with np.errstate(over="ignore", invalid="ignore"):

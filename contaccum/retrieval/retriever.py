@@ -153,7 +153,7 @@ class BM25(Retriever):
     """
 
     def __init__(self, corpus: Dataset, extra: Dataset | None = None) -> None:
-        """extra: passages that can be scored as positives but are never returned. The word statistics include them."""
+        """extra: passages that can be scored as positives but are never returned. They count in BM25's document frequencies."""
         import bm25s  # the import takes a quarter of a second
 
         self.fingerprint, self.index_settings = BM25_NAME, {}

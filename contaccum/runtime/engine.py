@@ -168,7 +168,7 @@ class Engine(Processes):
         return queries, passages
 
     def _first_pass_dropout(self) -> contextlib.AbstractContextManager[None]:
-        """Disable dropout in partial replay: the second pass has other batches, so it cannot repeat the dropout noise."""
+        """Disable dropout in partial replay: its second pass has different batches and cannot repeat the dropout."""
         return contextlib.nullcontext() if self.replay_share == 1 else self.encoder.without_dropout()
 
     def encode_texts(self, side: int, texts: Tokens, index: int) -> Tensor:

@@ -57,7 +57,7 @@ _NCCL_OUT_OF_MEMORY = (
 
 
 def advice(error: BaseException, config: TrainConfig) -> str:
-    """Return a sentence for an out-of-memory error that ends the run. The result is empty for other errors."""
+    """Return what the user can do about an out-of-memory error that ended the run, or an empty text for another error."""
     if between_processes(error):
         return _NCCL_OUT_OF_MEMORY
     if not out_of_memory(error):
@@ -100,8 +100,8 @@ class MicroBatchSize:
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore the state that a checkpoint contains.
 
-        If memory had run out before the checkpoint, continue with the largest size that is not above the saved size. Otherwise,
-        continue with the configured size.
+        If memory ran out before the checkpoint, continue with the largest of ``sizes`` that does not exceed the saved
+        micro-batch size, or with the smallest if all exceed it. Otherwise, continue with the configured size.
         """
         if not state:
             return

@@ -80,7 +80,7 @@ def _with_mixture_prefixes(config: TrainConfig, settings: EncoderSettings) -> En
         if len(used) == 1 and chosen is None:
             settings = replace(settings, **{name: used[0]})
         elif used != [own] and (chosen is None or chosen not in used):
-            found = f"data.mixture: the sets are trained with the {name} {', '.join(map(repr, used))}"
+            found = f"data.mixture: training uses these values of {name}: {', '.join(map(repr, used))}"
             saved = f"but the model is saved with {own!r}, which evaluation and search use"
             warnings.warn(f"{found}, {saved}. Set model.{name} to the prefix that search uses.", stacklevel=2)
     return settings
@@ -126,7 +126,7 @@ def apply_switches(encoder: DualEncoder, config: TrainConfig) -> None:
 def build_batches(
     config: TrainConfig, engine: Engine, encoder: DualEncoder, train_set: TrainSet | StreamSet
 ) -> Batches:
-    """Build the source of the training batches. A data set is tokenized here, a stream while training reads it."""
+    """Build the source of the training batches. A data set is tokenized here. A stream is tokenized while training reads it."""
     data, settings = config.data, encoder.settings
     size, rank, world = config.batch.global_batch_size, engine.rank, engine.world
     query, passage = encoder.query_tower, encoder.passage_tower
@@ -198,7 +198,10 @@ def build_rules(config: TrainConfig, engine: Engine, train_set: TrainSet | Strea
 
 
 def _rules_without_data(config: TrainConfig) -> PairRules:
-    """Return the rules that need no training data: empty columns, and the similarity rule with the model's own scores."""
+    """Return the masking rules that need no training data.
+
+    These rules mask the columns of missing hard negatives, and false negatives by the model's own scores.
+    """
     loss = config.loss
     missing, relative = config.data.fill_negatives == "none", loss.margin_strategy == "relative"
     rules = PairRules(bool(config.data.hard_negatives) and missing, relative=relative)

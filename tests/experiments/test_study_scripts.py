@@ -125,7 +125,13 @@ def test_reduced_set_of_dpr_files_has_their_questions(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "budget"),
-    [("methods", "6144f"), ("methods-demo", "80000f"), ("methods-options", "4096f"), ("methods-less-time", "4096f")],
+    [
+        ("methods", "6144f"),
+        ("methods-demo", "80000f"),
+        ("methods-options", "4096f"),
+        ("methods-less-time", "4096f"),
+        ("methods-longer", "24576f"),
+    ],
 )
 def test_study_settings_can_be_trained_in_every_rung(name, budget):
     for row in read_settings(str(ROOT / f"configs/study/{name}.yaml"), {}):
@@ -184,7 +190,19 @@ def test_tables_of_the_page_equal_those_of_the_packed_runs():
     assert len(named) > 5
     for name, _, shown in named:
         make, study = tables.TABLES[name]
-        assert make(studies, study).markdown() == shown, name
+        assert make(studies, study).markdown() == shown.rstrip("\n"), name
+
+
+def test_a_new_table_keeps_the_text_behind_it(tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    page.write_text("Before:\n\n<!-- table: tied -->\n\nBehind.\n")
+    pack = ROOT / "docs" / "results" / "study.jsonl.gz"
+    call(monkeypatch, tables.main, pack, "--page", page)
+    made = page.read_text()
+    assert made.startswith("Before:\n\n<!-- table: tied -->\n\n| setting")
+    assert made.endswith("|\n\nBehind.\n")
+    call(monkeypatch, tables.main, pack, "--page", page)
+    assert page.read_text() == made
 
 
 def test_pack_contains_settings_log_and_scores_of_every_run():

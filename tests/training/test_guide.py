@@ -166,7 +166,7 @@ MISSING = "loss.guide: no/such/guide: no such folder; expected the folder of a m
     [
         (["--loss.guide", "no/such/guide"], MISSING),
         (["--loss.guide", "data/corpus.jsonl"], "loss.guide: data/corpus.jsonl: this is not a folder"),
-        (["--loss.guide", "tiny"], "loss.guide is 'tiny', an encoder of random weights finds no false negatives"),
+        (["--loss.guide", "tiny"], "loss.guide is 'tiny', which has random weights and cannot detect false negatives"),
     ],
 )
 def test_unusable_guide_is_refused_before_anything_is_loaded(options, sentence, folder, capsys, monkeypatch):
