@@ -36,7 +36,7 @@ def test_model_has_the_prefix_of_its_mixture(of_sets, of_model, saved, warned, s
         train(train_config(data, tmp_path / "run", **changes))
     assert json.loads((tmp_path / "run" / "model" / "contaccum.json").read_text())[name] == saved
     assert getattr(DualEncoder.load(tmp_path / "run").settings, name) == saved
-    said = [str(each.message) for each in caught if "data.mixture: the sets are trained with" in str(each.message)]
+    said = [str(each.message) for each in caught if "data.mixture: training uses these values of" in str(each.message)]
     assert len(said) == (warned is not None), said
     if warned:
         assert f"{name} {warned}, but the model is saved with {saved!r}" in said[0]
