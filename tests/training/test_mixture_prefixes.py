@@ -39,7 +39,7 @@ def test_model_has_the_prefix_of_its_mixture(of_sets, of_model, saved, warned, s
     said = [str(each.message) for each in caught if "data.mixture: training uses these values of" in str(each.message)]
     assert len(said) == (warned is not None), said
     if warned:
-        assert f"{name} {warned}, but the model is saved with {saved!r}" in said[0]
+        assert f"{name}: {warned}, but the model is saved with {saved!r}" in said[0]
 
 
 def test_resumed_run_keeps_the_prefix(tmp_path):
