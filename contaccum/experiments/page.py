@@ -6,7 +6,6 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from html import escape
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -96,8 +95,7 @@ class Section(NamedTuple):
 
 def html(title: str, sections: Sequence[Section], plots: Sequence[Plot], legend: Sequence[tuple[str, str]]) -> str:
     """Return a report as an HTML page that loads no other file. ``legend`` contains the label and color of each group."""
-    environment = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    environment.filters["e"] = escape
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     page = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     return page.render(title=title, sections=sections, plots=plots, legend=legend)
 
