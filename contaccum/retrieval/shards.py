@@ -306,11 +306,10 @@ class ShardFolder(Sequence[Shard]):
         self._numbers = range(rank, len(self._records), world)
         self._checked: set[int] = set()
         for name, expected in (("encoder", encoder), ("source", source)):
-            if expected is not None and getattr(self.job, name) != expected:
+            if expected is not None and (found := getattr(self.job, name)) != expected:
                 what = "by a different encoder" if name == "encoder" else "from different data"
-                raise InputError(
-                    f"{path}: embeddings made {what} ({name} {getattr(self.job, name)!r}, not {expected!r}). Use another folder."
-                )
+                says = f"these embeddings were made {what} ({name} {found!r}, not {expected!r}). Use another folder."
+                raise InputError(f"{path}: {says}")
 
     def __len__(self) -> int:
         return len(self._numbers)

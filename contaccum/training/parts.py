@@ -147,8 +147,8 @@ def build_batches(
     order, fill, tokens = config.batch.order, data.fill_negatives, config.run.eval_batch_tokens
     vectors = None
     if order == "near":
-        encoder = _untrained_encoder(config, engine)
-        vectors = np.concatenate(training_vectors(encoder, train_set, "query", engine, tokens).shards)
+        untrained = _untrained_encoder(config, engine)
+        vectors = np.concatenate(training_vectors(untrained, train_set, "query", engine, tokens).shards)
     form_of_step = size, data.hard_negatives, data.mixture_batches, fill, order, vectors
     sampler = make_sampler(train_set, config.seed, *form_of_step)
     return BatchSource(train_set, sampler, query_tokens, passage_tokens, form)
