@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModel
 
 from contaccum.encoder import wordpiece_tokenizer
-from contaccum.formats import write_beir_folder
+from contaccum.formats.records import write_beir_folder
 from contaccum.runtime.files import whole_folder
 
 DEMO = Path(__file__).resolve().parent.parent / "data" / "demo"

@@ -1,10 +1,7 @@
-"""Errors that a command reports in one sentence, each with its exit code, and checks that raise such errors."""
+"""Errors that a command reports in one sentence, each with its exit code."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 
 class InputError(ValueError):
@@ -58,59 +55,3 @@ class Failed(Exception):
     """A check failed, or runs of a comparison failed. The message names the check or the runs."""
 
     exit_code = 1
-
-
-def require_utf8(text: str, where: str) -> str:
-    """Return ``text`` if it can be encoded as UTF-8, else raise InputError.
-
-    where: name of the text in the error message. Python turns a byte of the command line that is not UTF-8 into half a character
-    (a lone surrogate), which UTF-8 cannot encode.
-    """
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        code = ord(text[error.start])
-        is_byte = 0xDC80 <= code <= 0xDCFF
-        found = f"byte 0x{code - 0xDC00:02x} is not UTF-8" if is_byte else "found half a character (a lone surrogate)"
-        raise InputError(f"{where}: {found}; the text must be valid UTF-8") from error
-    return text
-
-
-def require_known_ids(largest: int, vocabulary: int | None, tokenizer: Any) -> None:
-    """Raise InputError if ``largest``, the largest token id in some texts, has no word embedding.
-
-    vocabulary: number of word embeddings. If it is None (unknown), nothing is checked. Some published tokenizers have added
-    tokens without an embedding, so the ids of the texts are checked, not the vocabulary of the tokenizer.
-    """
-    if vocabulary is not None and largest >= vocabulary:
-        token = tokenizer.convert_ids_to_tokens(largest)
-        name = "no token" if token is None else ascii(token)
-        raise InputError(
-            f"{tokenizer.name_or_path}: the tokenizer gives the token id {largest} ({name}), but the encoder has {vocabulary} "
-            f"word embeddings; expected ids below {vocabulary}. Copy the files of the tokenizer again, or remove this token from "
-            "the texts."
-        )
-
-
-_INPUT_FILES = (
-    "corpus.jsonl*", "queries.jsonl*", "collection.tsv*", "queries.tsv*", "qrels/*", "*config*.json", "*.safetensors",
-    "*tokenizer*", "modules.json", "contaccum.json", "manifest.json", "*.npy", "*.ids.json", "*.parquet",
-)  # fmt: skip
-"""Patterns for the names of files that commands read from the folder of a data set, a model or vectors."""
-
-
-def refuse_input_as_output(output: str | Path | None, *inputs: object) -> None:
-    """Raise InputError if ``output`` is one of ``inputs``, or a file that commands read from a folder among ``inputs``.
-
-    Symbolic links are followed. Inputs that are not existing paths, such as names of data sets, are not checked.
-    """
-    if output is None or not os.path.exists(output):
-        return
-    for each in inputs:
-        if not isinstance(each, str | Path) or not os.path.exists(each):
-            continue
-        depths = ("", "*/", "*/*/") if os.path.isdir(each) else ()
-        files = (path for name in _INPUT_FILES for depth in depths for path in Path(each).glob(depth + name))
-        for path in (Path(each), *files):
-            if os.path.exists(path) and os.path.samefile(path, output):
-                raise InputError(f"{output}: is an input of this call ({path}); choose another output")

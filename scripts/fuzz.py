@@ -25,9 +25,9 @@ from contaccum.catalog.download import unpack
 from contaccum.config import train_settings
 from contaccum.config.file import check_config_file
 from contaccum.errors import InputError
-from contaccum.formats import STRICT, RejectedRecords
 from contaccum.formats.dpr import read_questions
 from contaccum.formats.readers import kind_of_data, numbered_corpus, numbered_examples, numbered_queries, read_qrels
+from contaccum.formats.records import STRICT, RejectedRecords
 from contaccum.retrieval.runs import read_run
 from contaccum.retrieval.shards import ShardFolder
 from contaccum.runtime.files import read_json, read_text

@@ -11,8 +11,8 @@ from contaccum.data.dataset import open_dataset
 from contaccum.data.examples import ExampleTable
 from contaccum.data.retrieval_set import JudgedSplit, RetrievalSet
 from contaccum.data.train_set import TrainSet
-from contaccum.formats import Example, Passage, Query
 from contaccum.formats.readers import numbered_corpus, numbered_examples, numbered_queries
+from contaccum.formats.records import Example, Passage, Query
 
 
 def open_train_set(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from contaccum.cli import main
-from contaccum.formats import MAX_LINE
+from contaccum.formats.records import MAX_LINE
 
 
 def lines(*records: object) -> str:

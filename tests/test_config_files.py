@@ -10,7 +10,8 @@ from contaccum.cli import main
 from contaccum.cli.commands import COMMANDS
 from contaccum.config import GROUPS, TrainConfig, check_values, train_settings
 from contaccum.config.declare import LIMITS, describe, leaves
-from contaccum.config.file import _OTHER_TRAINERS, MAX_BYTES, MAX_NODES
+from contaccum.config.file import MAX_BYTES, MAX_NODES
+from contaccum.config.spellings import _OTHER_TRAINERS
 from contaccum.errors import InputError
 
 SOUND = "output_dir: out\ndata: {train: nowhere, hard_negatives: 1}\n"

@@ -31,7 +31,7 @@ from contaccum.config import to_yaml
 from contaccum.data.commands import convert
 from contaccum.errors import InputError
 from contaccum.evaluation.answers import answer_accuracy
-from contaccum.formats import Question, write_beir_folder
+from contaccum.formats.records import Question, write_beir_folder
 from contaccum.retrieval.index import Index
 from contaccum.retrieval.shards import Shard, ShardFolder
 from contaccum.runtime.files import write_json

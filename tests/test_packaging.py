@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import contaccum
-from contaccum.config.file import REMOVED, REMOVED_VALUES
+from contaccum.config.spellings import REMOVED, REMOVED_VALUES
 
 ROOT = Path(__file__).parent.parent
 

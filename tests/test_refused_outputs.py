@@ -12,8 +12,9 @@ from tiny_families import family_folder
 from contaccum import DualEncoder
 from contaccum.cli import main
 from contaccum.data.tables import TextTokens
-from contaccum.errors import InputError, refuse_input_as_output, require_utf8
+from contaccum.errors import InputError
 from contaccum.retrieval.retriever import Retriever, look
+from contaccum.runtime.checks import refuse_input_as_output, require_utf8
 
 BM25 = "--model bm25 --data d"
 

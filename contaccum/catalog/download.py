@@ -24,7 +24,7 @@ from urllib3.exceptions import HTTPError
 
 from contaccum.catalog import table
 from contaccum.errors import InputError
-from contaccum.formats import MAX_RATIO
+from contaccum.formats.records import MAX_RATIO
 from contaccum.runtime.files import cache_folder, sweep, whole_folder
 from contaccum.runtime.locks import waiting_lock
 

@@ -29,7 +29,9 @@ from yaml import YAMLError
 
 from contaccum.catalog import HUB_PREFIX
 from contaccum.errors import InputError, in_one_line, library_errors
-from contaccum.formats import (
+from contaccum.formats.json_records import Record, id_field, json_stream, known_fields, string_field, title_field
+from contaccum.formats.readers import grade_of, kind_of_record
+from contaccum.formats.records import (
     RejectedRecords,
     SourceLocation,
     decoded,
@@ -37,8 +39,6 @@ from contaccum.formats import (
     unpacked_limit,
     write_beir_folder,
 )
-from contaccum.formats.json_records import Record, id_field, json_stream, known_fields, string_field, title_field
-from contaccum.formats.readers import grade_of, kind_of_record
 from contaccum.runtime.hub import hub_errors
 from contaccum.runtime.locks import cached_folder, file_key
 

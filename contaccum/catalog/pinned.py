@@ -19,9 +19,9 @@ from huggingface_hub import metadata_load, snapshot_download
 from contaccum.catalog import table
 from contaccum.catalog.hub_sets import FAILURES, HubName, Rows, beir_from_rows, files_by_split, retrieval_parts
 from contaccum.errors import InputError, library_errors
-from contaccum.formats import SourceLocation, numbered_lines, write_beir_folder
 from contaccum.formats.json_records import Record, id_field, json_lines, string_field, title_field
 from contaccum.formats.readers import read_qrels
+from contaccum.formats.records import SourceLocation, numbered_lines, write_beir_folder
 from contaccum.runtime.files import read_json, read_text, write_json
 from contaccum.runtime.hub import hub_errors
 from contaccum.runtime.locks import cached_folder

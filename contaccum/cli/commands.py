@@ -12,7 +12,8 @@ from operator import getitem
 from typing import TYPE_CHECKING, Any
 
 from contaccum.cli.parser import Command, command_parser, explain, instances
-from contaccum.errors import InputError, refuse_input_as_output
+from contaccum.errors import InputError
+from contaccum.runtime.checks import refuse_input_as_output
 from contaccum.runtime.launch import is_main, process_place
 
 if TYPE_CHECKING:

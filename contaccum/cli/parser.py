@@ -237,7 +237,7 @@ def check_arguments(commands: Mapping[str, Command], arguments: list[str]) -> No
         raise InputError(f"contaccum {name}: no such command; {hint}")
     from contaccum.config import GROUPS
     from contaccum.config.declare import MAX_DIGITS, describe
-    from contaccum.config.file import refuse_removed, unknown
+    from contaccum.config.spellings import refuse_removed, unknown
 
     options = {option: each for option, _, each in command.declared()}
     known = {*options, "help", "print_completion", *(("config", "print_config") if command.trains else ())}
@@ -261,7 +261,7 @@ def check_arguments(commands: Mapping[str, Command], arguments: list[str]) -> No
 def explain(commands: Mapping[str, Command], arguments: list[str], error: ArgumentError) -> str:
     """Return the message of an error of jsonargparse in plain words, with the missing options or the allowed values."""
     from contaccum.config.declare import describe, spec_of
-    from contaccum.config.file import closest
+    from contaccum.config.spellings import closest
 
     sentence = " ".join(str(error).split())
     name, command = command_in(commands, arguments)

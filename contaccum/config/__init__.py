@@ -24,17 +24,18 @@ from contaccum.config.declare import (
     unused_options,
 )
 from contaccum.config.encoder import ENCODER_SETTINGS, AdapterConfig, EncoderConfig, ModelConfig
-from contaccum.config.file import without_removed
 from contaccum.config.groups import (
     BankConfig,
     BatchConfig,
     DataConfig,
     DataPolicy,
-    LossConfig,
     MixtureConfig,
+    OptimConfig,
     ReplayConfig,
 )
-from contaccum.config.run import METRIC_CUTS, METRIC_MEASURES, OptimConfig, RunConfig
+from contaccum.config.loss import LossConfig
+from contaccum.config.run import METRIC_CUTS, METRIC_MEASURES, RunConfig
+from contaccum.config.spellings import without_removed
 from contaccum.errors import InputError
 
 __all__ = [

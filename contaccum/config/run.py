@@ -1,4 +1,4 @@
-"""Option groups `optim` and `run` of a training run. Each group checks its own rules.
+"""Option group `run` of the training config, and checks of its values.
 
 This module does not import torch.
 """
@@ -17,46 +17,6 @@ if TYPE_CHECKING:
 
 METRIC_MEASURES = ("ndcg", "map", "recall", "precision", "mrr")
 METRIC_CUTS = (1, 3, 5, 10, 20, 100)
-
-
-@dataclass
-class OptimConfig:
-    """AdamW, learning rate schedule, and length of the run."""
-
-    name: Literal["adamw", "adamw_8bit"] = setting("adamw", resume="never")
-    """Optimizer. `adamw_8bit` stores both moments in 8 bits, which takes a quarter of the memory. It needs the extra
-    `bitsandbytes`."""
-    learning_rate: float = setting(2e-5, at_least=0)
-    """Maximum learning rate, reached at the end of the warm-up."""
-    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """How the learning rate grows with the ratio `batch.global_batch_size` / `optim.reference_batch_size`: not at all (none), in
-    proportion (linear), or with the square root (sqrt)."""
-    reference_batch_size: int = setting(128, at_least=1, unit="pairs", unused_with=("optim.lr_scaling none",))
-    """Number of pairs in a step for which `learning_rate` was chosen."""
-    epochs: float = setting(1.0, above=0, unit="epochs", unused_with=("optim.max_steps",))
-    """Number of passes over the training queries. If `max_steps` is given, this setting is ignored."""
-    max_steps: int | None = setting(None, at_least=1, unit="steps")
-    """Total number of optimizer steps. Default: as many as `epochs` needs."""
-    warmup_steps: int | None = setting(None, at_least=0, unit="steps")
-    """Number of steps in which the learning rate rises from 0 to its maximum. Default: computed from `warmup_ratio`, else 0."""
-    warmup_ratio: float | None = setting(None, at_least=0, at_most=1)
-    """Share of all steps in which the learning rate rises from 0 to its maximum. Default: use `warmup_steps`."""
-    schedule: Literal["linear", "cosine", "constant"] = "linear"
-    """Learning rate after the warm-up: it falls to 0 (linear, cosine), or stays at its maximum (constant)."""
-    max_grad_norm: float = setting(2.0, above=0)
-    """Maximum L2 norm of the gradients of both towers together. Larger gradients are clipped."""
-    weight_decay: float = setting(0.0, at_least=0)
-    """Weight decay of all weights except biases and normalization weights."""
-    adam_beta1: float = setting(0.9, at_least=0, below=1)
-    """Decay rate of the first moment of AdamW."""
-    adam_beta2: float = setting(0.999, at_least=0, below=1)
-    """Decay rate of the second moment of AdamW."""
-    adam_eps: float = setting(1e-8, above=0)
-    """Epsilon of AdamW."""
-
-    def broken(self, config: "TrainConfig", world: int) -> Iterator[str]:
-        if self.warmup_steps is not None and self.warmup_ratio is not None:
-            yield "optim.warmup_steps and optim.warmup_ratio are both given; use only one of them"
 
 
 @dataclass

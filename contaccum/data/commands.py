@@ -1,4 +1,4 @@
-"""The commands ``data check``, ``data convert`` and ``data demo``, and dev sets for ``auto``.
+"""The commands ``data check``, ``data convert`` and ``data demo``.
 
 Conversion keeps the ids of queries and passages. If a format has no field for an id, conversion writes an extra field
 (``query_id``, ``pos_id`` or ``neg_id``). This package reads the extra fields; other tools ignore them. JSONL has no titles: the
@@ -7,16 +7,11 @@ title and the text of a passage become one string.
 The ``negative_ctxs`` of DPR are kept in DPR, become passages without a grade in BEIR, and are dropped in JSONL and Tevatron.
 Teacher scores are written only to JSONL and Tevatron: BEIR has no field for teacher scores, and in DPR the field ``score`` is a
 search score.
-
-A dev set is a BEIR folder with a sample of the judged queries, all judged passages of these queries, and a sample of the other
-passages. The corpus is small because training often computes the dev score, and encoding the passages takes most of that time. A
-score on a sampled corpus is higher than a score on the whole corpus, so compare only scores on the same corpus.
 """
 
 import gzip
-import random
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -30,26 +25,16 @@ from tqdm import tqdm
 
 from contaccum.config import DataPolicy
 from contaccum.data.corpus import beir_records, load_questions, open_corpus, open_queries
-from contaccum.data.dataset import DEFAULT_POLICY, RetrievalDataset, open_dataset
+from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.data.examples import ExampleTable, load_examples
-from contaccum.data.retrieval_set import (
-    JudgedSplit,
-    Qrels,
-    RetrievalSet,
-    judged_split,
-    keep_answerable,
-    qrels_file,
-    splits_of,
-)
+from contaccum.data.retrieval_set import JudgedSplit, judged_split, keep_answerable, qrels_file, splits_of
 from contaccum.data.tables import PASSAGE_COLUMNS, column_batches
 from contaccum.errors import InputError
-from contaccum.formats import Example, plain_id, plain_split, record_line, write_beir_folder
+from contaccum.formats.records import Example, plain_id, plain_split, record_line, write_beir_folder
 from contaccum.formats.training import Form, example_record, framed
 from contaccum.runtime.files import sweep, whole_file, whole_folder
 
 Stats = dict[str, Any]
-SHARE = 10
-"""``hold_out`` puts at most one tenth (1 / SHARE) of the training queries into the dev set."""
 
 
 def check(path: str | Path, split: str | None = None, policy: DataPolicy = DEFAULT_POLICY) -> Stats:
@@ -228,7 +213,7 @@ def convert(
         kept = found.queries.select(np.flatnonzero(found.positives.lengths))
         corpus, queries = map(_plain, beir_records(found.passages)), map(_plain, beir_records(kept))
         with whole_folder(target) as folder:
-            write_beir_folder(folder, corpus, queries, {split: _grades(examples)})
+            write_beir_folder(folder, corpus, queries, {split: grades_of(examples)})
     else:
         with whole_file(target) as file:
             file.writelines(framed((record_line(example_record(example, to)) for example in examples), to))
@@ -245,7 +230,8 @@ def _plain(record: dict[str, str]) -> dict[str, str]:
     return record
 
 
-def _grades(examples: Iterable[Example]) -> Iterator[tuple[str, str, int]]:
+def grades_of(examples: Iterable[Example]) -> Iterator[tuple[str, str, int]]:
+    """Yield (query id, passage id, grade): 1 for a positive, 0 for a hard negative."""
     for (key, _), positives, negatives, *_ in examples:
         for grade, passages in ((1, positives), (0, negatives)):
             yield from ((key, passage.id, grade) for passage in passages)
@@ -265,65 +251,3 @@ def write_demo(folder: str | Path) -> None:
         for name in ("corpus.jsonl", "queries.jsonl", *(f"qrels/{split}.tsv" for split in ("train", "dev", "test"))):
             packed = source.joinpath(f"{name}.gz").read_bytes()
             (part / name).write_bytes(gzip.decompress(packed))
-
-
-def write_dev_set(source: RetrievalSet, folder: Path, most_queries: int, most_passages: int, seed: int) -> None:
-    """Write a BEIR folder with the split ``dev``. Queries and passages are a sample of ``source``.
-
-    The dev set has at most ``most_queries`` queries, all their judged passages, and random other passages, until there are
-    ``most_passages`` passages.
-    """
-    names = sorted(source.queries)
-    kept = sorted(random.Random(seed).sample(names, min(most_queries, len(names))))
-    _write_dev(folder, source.corpus, {name: source.queries[name] for name in kept}, source.qrels, most_passages, seed)
-
-
-def hold_out(source: RetrievalDataset, folder: Path, most_queries: int, most_passages: int, seed: int) -> None:
-    """Divide training queries into a dev set, ``folder/dev``, and a training set, ``folder/train``.
-
-    The dev set has at most ``most_queries`` queries and at most a tenth of all queries. Its passages are a sample, as in
-    ``write_dev_set``. The training set has the other queries and all passages. Queries with the same text (except for case and
-    spaces) stay together. Raises InputError if the dev set would have no query.
-    """
-    examples = source.examples()
-    numbers = np.flatnonzero(examples.positives.lengths)
-    by_text: dict[str, list[int]] = defaultdict(list)
-    texts, ids = (examples.queries[column] for column in ("text", "id"))
-    for number in numbers.tolist():
-        by_text[" ".join(texts[number].lower().split())].append(number)
-    most = min(most_queries, len(numbers) // SHARE)
-    groups = list(by_text.values())
-    random.Random(seed).shuffle(groups)
-    held: list[int] = []
-    for group in groups:
-        if len(held) + len(group) <= most:
-            held += group
-    if not held:
-        raise InputError(
-            f"{source.path}: has {len(numbers)} training queries; holding out a dev set needs at least "
-            f"{SHARE} with different texts. Set data.dev."
-        )
-    held.sort()
-    passages: list[str] = examples.passages["id"]
-    positives = {ids[number]: {passages[row]: 1 for row in examples.positives.row(number)} for number in held}
-    queries = {ids[number]: texts[number] for number in held}
-    others = beir_records(examples.queries.select(sorted(set(numbers.tolist()) - set(held))))
-    grades = _grades(example for example in examples if example.query.id not in queries)
-    with whole_folder(folder) as part:
-        _write_dev(part / "dev", examples.passages, queries, positives, most_passages, seed)
-        (part / "train").mkdir()
-        write_beir_folder(part / "train", beir_records(examples.passages), others, {"train": grades})
-
-
-def _write_dev(
-    folder: Path, corpus: Dataset, queries: dict[str, str], qrels: Qrels, most_passages: int, seed: int
-) -> None:
-    names: list[str] = corpus["id"]
-    judged = {passage for query in queries for passage in qrels[query]}
-    rows = [row for row, name in enumerate(names) if name in judged]
-    others = [row for row, name in enumerate(names) if name not in judged]
-    rows += random.Random(seed).sample(others, max(0, min(len(others), most_passages - len(rows))))
-    grades = ((query, passage, grade) for query in queries for passage, grade in qrels[query].items())
-    with whole_folder(folder) as part:
-        records = ({"_id": key, "text": text} for key, text in queries.items())
-        write_beir_folder(part, beir_records(corpus.select(sorted(rows))), records, {"dev": grades})

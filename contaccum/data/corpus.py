@@ -30,9 +30,9 @@ from contaccum.data.tables import (
     write_rejected,
 )
 from contaccum.errors import InputError
-from contaccum.formats import Passage, Question, RejectedRecords, SourceLocation, is_blank
 from contaccum.formats.dpr import read_questions
 from contaccum.formats.readers import beir_file, numbered_corpus, numbered_queries
+from contaccum.formats.records import Passage, Question, RejectedRecords, SourceLocation, is_blank
 from contaccum.runtime.locks import cached_folder, file_key
 
 

@@ -26,8 +26,8 @@ from contaccum.data.stream import StreamSet, open_stream
 from contaccum.data.tables import Ragged, report_rejected
 from contaccum.data.train_set import Member, TrainSet, check_hard_negatives, check_scores, from_examples, mixture_of
 from contaccum.errors import InputError
-from contaccum.formats import Question
 from contaccum.formats.readers import Kind, kind_of_data
+from contaccum.formats.records import Question
 
 DEFAULT_POLICY = DataPolicy()
 

@@ -33,8 +33,8 @@ from contaccum.data.tables import (
     write_rejected,
 )
 from contaccum.errors import InputError
-from contaccum.formats import Example, Passage, Query, RejectedRecords, SourceLocation, TeacherScores, is_blank
 from contaccum.formats.readers import numbered_examples
+from contaccum.formats.records import Example, Passage, Query, RejectedRecords, SourceLocation, TeacherScores, is_blank
 from contaccum.runtime.locks import cached_folder, file_key
 
 _BATCH = 1000  # number of queries that are read at a time

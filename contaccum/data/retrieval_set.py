@@ -16,8 +16,8 @@ from contaccum.data.corpus import find_rows, open_corpus, open_queries
 from contaccum.data.examples import load_examples
 from contaccum.data.tables import report_rejected
 from contaccum.errors import InputError
-from contaccum.formats import Judgement, RejectedRecords, SourceLocation
 from contaccum.formats.readers import beir_file, read_qrels
+from contaccum.formats.records import Judgement, RejectedRecords, SourceLocation
 
 Qrels = dict[str, dict[str, int]]
 """Query id -> passage id -> grade."""

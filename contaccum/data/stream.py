@@ -27,8 +27,8 @@ from contaccum.data.examples import check_texts
 from contaccum.data.sampler import NEGATIVES, ORDER, POSITIVES, random_stream
 from contaccum.data.train_set import no_scores
 from contaccum.errors import InputError
-from contaccum.formats import Example, Passage, Query, RejectedRecords, SourceLocation, TeacherScores
 from contaccum.formats.readers import kind_of_data, kind_of_record, line_examples, numbered_examples
+from contaccum.formats.records import Example, Passage, Query, RejectedRecords, SourceLocation, TeacherScores
 from contaccum.runtime.files import sha256_of
 
 Reader = Callable[[RejectedRecords], Iterator[tuple[SourceLocation, Example]]]

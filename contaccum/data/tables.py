@@ -15,8 +15,9 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from datasets import Dataset
 from tqdm import tqdm
 
-from contaccum.errors import InputError, require_known_ids, require_utf8
-from contaccum.formats import RejectedRecords
+from contaccum.errors import InputError
+from contaccum.formats.records import RejectedRecords
+from contaccum.runtime.checks import require_known_ids, require_utf8
 from contaccum.runtime.files import read_json, remove_folder, sha256_of, write_json
 from contaccum.runtime.locks import cached_folder, file_key
 

@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 import msgspec
 
 from contaccum.encoder.kernels import decoder_only
-from contaccum.errors import InputError, require_utf8
+from contaccum.errors import InputError
+from contaccum.runtime.checks import require_utf8
 from contaccum.runtime.files import check_type, read_json, refuse_url
 from contaccum.runtime.hub import is_hub_name, optional_json
 

@@ -12,7 +12,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from contaccum.batch import Tokens, token_batches
 from contaccum.encoder.folders import ModelFile, TowerFiles
-from contaccum.errors import InputError, require_known_ids
+from contaccum.errors import InputError
+from contaccum.runtime.checks import require_known_ids
 from contaccum.runtime.hub import optional_json
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]

@@ -21,11 +21,12 @@ from tqdm.auto import tqdm
 
 from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
-from contaccum.errors import InputError, refuse_input_as_output
+from contaccum.errors import InputError
 from contaccum.evaluation.metrics import Metrics, cutoffs_within, metrics_of, save_metrics
-from contaccum.formats import Question
+from contaccum.formats.records import Question
 from contaccum.retrieval.retriever import DEFAULTS, Retriever
 from contaccum.retrieval.runs import Run, rows_of
+from contaccum.runtime.checks import refuse_input_as_output
 from contaccum.runtime.processes import ALONE, Processes
 
 CUTOFFS = (1, 5, 20, 100)

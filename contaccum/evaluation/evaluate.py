@@ -15,12 +15,13 @@ from contaccum.catalog.download import FORUMS
 from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.data.retrieval_set import RetrievalSet
-from contaccum.errors import InputError, library_errors, refuse_input_as_output
+from contaccum.errors import InputError, library_errors
 from contaccum.evaluation.metrics import CUTOFFS, Metrics, cutoffs_within, evaluate_run, read_metrics, save_metrics
-from contaccum.formats import Passage
+from contaccum.formats.records import Passage
 from contaccum.retrieval.retriever import BM25_NAME, DEFAULTS, Retriever, index_settings
 from contaccum.retrieval.runs import read_run
 from contaccum.retrieval.shards import saved_dtype
+from contaccum.runtime.checks import refuse_input_as_output
 from contaccum.runtime.files import sha256_of, write_json
 from contaccum.runtime.processes import ALONE, Processes
 

@@ -25,13 +25,14 @@ from pathlib import Path
 
 from contaccum.config import TrainConfig, parse_bytes, validate
 from contaccum.config.experiments import AutoConfig
-from contaccum.data.commands import hold_out, write_dev_set
 from contaccum.data.dataset import open_dataset
+from contaccum.data.dev_set import hold_out, write_dev_set
 from contaccum.data.retrieval_set import splits_of
 from contaccum.errors import InputError, Interrupted
 from contaccum.evaluation.metrics import read_metrics
 from contaccum.evaluation.significance import Comparison, compare
 from contaccum.experiments.auto_state import STATE_FILE, State
+from contaccum.experiments.budget import parse_time
 from contaccum.experiments.compare import Configure
 from contaccum.experiments.jobs import delete_weights, require_one_process, run_job
 from contaccum.experiments.page import duration, gigabytes
@@ -39,7 +40,7 @@ from contaccum.experiments.plan import fitting_size
 from contaccum.experiments.run_records import METRICS_FILE, TUNED_FILE, dev_score
 from contaccum.experiments.settings import Values, Variant, named
 from contaccum.experiments.study_report import StudyResult, write_report
-from contaccum.experiments.tuning import Tuned, parse_time, rung_shares, survivors, tune
+from contaccum.experiments.tuning import Tuned, rung_shares, survivors, tune
 from contaccum.runtime.files import remove_folder
 from contaccum.runtime.launch import StopSignals
 from contaccum.runtime.locks import LOCK_FILE, waiting_lock

@@ -20,7 +20,6 @@ import numpy as np
 import psutil
 import torch
 
-from contaccum.batch import Prefetch
 from contaccum.config import TrainConfig, from_mapping
 from contaccum.data.dataset import load_training
 from contaccum.data.train_set import TrainSet, subset
@@ -29,6 +28,7 @@ from contaccum.experiments.plan import FittingSize, Measurement
 from contaccum.methods import METHODS
 from contaccum.methods.bank import Bank
 from contaccum.runtime.engine import Engine
+from contaccum.runtime.prefetch import Prefetch
 from contaccum.runtime.sharding import saved_bytes
 from contaccum.training import parts
 from contaccum.training.log import mean_losses

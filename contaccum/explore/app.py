@@ -20,7 +20,7 @@ from contaccum.errors import InputError
 from contaccum.explore import html
 from contaccum.explore.explorer import MAX_QUERY, Explorer, open_systems
 from contaccum.explore.html import grades_of_text, relevant_among
-from contaccum.formats import not_utf8
+from contaccum.formats.records import not_utf8
 from contaccum.retrieval.retriever import DEFAULTS, Retriever
 from contaccum.retrieval.runs import RankedPassage, read_passages, render_passages, truncate_line
 from contaccum.runtime.launch import process_place

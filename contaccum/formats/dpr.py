@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from contaccum.errors import InputError
-from contaccum.formats import STRICT, Passage, Question, RejectedRecords, SourceLocation, numbered_lines
 from contaccum.formats.json_records import refuse_lone_surrogates
+from contaccum.formats.records import STRICT, Passage, Question, RejectedRecords, SourceLocation, numbered_lines
 
 Element = TypeVar("Element")
 

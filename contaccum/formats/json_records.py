@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from contaccum.errors import InputError
-from contaccum.formats import (
+from contaccum.formats.records import (
     CHUNK,
     MAX_LINE,
     STRICT,

@@ -15,17 +15,6 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from contaccum.errors import InputError
-from contaccum.formats import (
-    STRICT,
-    Example,
-    Judgement,
-    Passage,
-    Query,
-    RejectedRecords,
-    SourceLocation,
-    first_character,
-    numbered_lines,
-)
 from contaccum.formats.dpr import HEADER, dpr_corpus, id_text_lines
 from contaccum.formats.json_records import (
     Record,
@@ -35,6 +24,17 @@ from contaccum.formats.json_records import (
     json_objects,
     string_field,
     title_field,
+)
+from contaccum.formats.records import (
+    STRICT,
+    Example,
+    Judgement,
+    Passage,
+    Query,
+    RejectedRecords,
+    SourceLocation,
+    first_character,
+    numbered_lines,
 )
 from contaccum.formats.training import RECORDS, reader_of
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from contaccum.formats import Example, Passage, Query, SourceLocation, TeacherScores, content_id
 from contaccum.formats.json_records import (
     Read,
     Record,
@@ -15,6 +14,7 @@ from contaccum.formats.json_records import (
     string_field,
     title_field,
 )
+from contaccum.formats.records import Example, Passage, Query, SourceLocation, TeacherScores, content_id
 
 TrainingKind = Literal["dpr", "jsonl", "tevatron"]
 Form = Literal["beir", TrainingKind]

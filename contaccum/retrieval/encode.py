@@ -24,8 +24,7 @@ from tqdm.auto import tqdm
 from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.data.train_set import TrainSet
-from contaccum.errors import refuse_input_as_output
-from contaccum.formats import Passage
+from contaccum.formats.records import Passage
 from contaccum.retrieval.shards import (
     MANIFEST,
     EncodingJob,
@@ -39,6 +38,7 @@ from contaccum.retrieval.shards import (
     write_manifest,
     write_shard,
 )
+from contaccum.runtime.checks import refuse_input_as_output
 from contaccum.runtime.files import cache_folder, sweep
 from contaccum.runtime.locks import folder_lock, waiting_lock
 from contaccum.runtime.processes import ALONE, Processes, joined

@@ -22,12 +22,13 @@ from contaccum.config.commands import DataPolicy, EncoderConfig, MineConfig, Sea
 from contaccum.data.corpus import find_rows
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.data.tables import PASSAGE_COLUMNS
-from contaccum.errors import InputError, refuse_input_as_output
-from contaccum.formats import Example, Passage, TeacherScores, record_line
+from contaccum.errors import InputError
+from contaccum.formats.records import Example, Passage, TeacherScores, record_line
 from contaccum.formats.training import Form, example_record, framed
 from contaccum.retrieval.encode import Texts
 from contaccum.retrieval.negatives import CrossEncoder, MiningQueries, select_negatives
 from contaccum.retrieval.retriever import DEFAULTS, Retriever
+from contaccum.runtime.checks import refuse_input_as_output
 from contaccum.runtime.files import read_json, remove_folder, sha256_of, sweep, whole_file, write_json
 from contaccum.runtime.locks import folder_lock
 from contaccum.runtime.processes import ALONE, Processes, encoding_device

@@ -14,7 +14,7 @@ from contaccum.data.corpus import find_rows
 from contaccum.data.examples import ExampleTable
 from contaccum.data.tables import PASSAGE_COLUMNS, column_batches
 from contaccum.errors import InputError
-from contaccum.formats import Example, Passage, content_id
+from contaccum.formats.records import Example, Passage, content_id
 
 
 class MiningQueries:

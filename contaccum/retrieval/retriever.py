@@ -14,12 +14,13 @@ from tqdm.auto import tqdm
 
 from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
-from contaccum.errors import InputError, refuse_input_as_output, require_utf8
+from contaccum.errors import InputError
 from contaccum.retrieval.encode import Texts, encode_in_memory, passage_shards
 from contaccum.retrieval.exact import Ranker, exact_ranker, rescore
 from contaccum.retrieval.index import Index, Origin
 from contaccum.retrieval.runs import RankedPassage, Run, ranked, read_passages, refuse_unwritable_ids, write_run
 from contaccum.retrieval.shards import Shard, Shards, refuse_infinite
+from contaccum.runtime.checks import refuse_input_as_output, require_utf8
 from contaccum.runtime.processes import ALONE, Processes
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from datasets import Dataset
 from contaccum.data.corpus import find_rows
 from contaccum.data.tables import column_batches
 from contaccum.errors import InputError
-from contaccum.formats import SourceLocation, numbered_lines
+from contaccum.formats.records import SourceLocation, numbered_lines
 from contaccum.runtime.files import whole_file
 
 Run = dict[str, list[tuple[str, float]]]

@@ -17,7 +17,8 @@ from typing import Any, BinaryIO
 import psutil
 from safetensors import SafetensorError
 
-from contaccum.errors import InputError, require_utf8
+from contaccum.errors import InputError
+from contaccum.runtime.checks import require_utf8
 
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<host>[0-9a-f]{8})-(?P<pid>\d+)\.(?P<kind>part|old|gone)", re.DOTALL)
 # hub:/folder is a local data set in the format of the Hub

@@ -26,7 +26,8 @@ from typing import Any, NamedTuple, TypedDict
 import yaml
 
 from contaccum.config import ENCODER_SETTINGS, TrainConfig, settings_with
-from contaccum.config.file import CONFIG_VERSION, check_version, without_removed
+from contaccum.config.file import CONFIG_VERSION, check_version
+from contaccum.config.spellings import without_removed
 from contaccum.data.retrieval_set import RetrievalSet, same_content
 from contaccum.data.stream import StreamSet
 from contaccum.data.tables import tokenizer_hash

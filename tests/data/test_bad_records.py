@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from opened import judged_split, load_examples, open_corpus, open_queries, open_retrieval_set, open_train_set
 from tiny_data import beir, context, dpr, lines, write, write_gzip
 
-from contaccum import formats as lines_module
 from contaccum.cli import main
 from contaccum.config.commands import DataPolicy
 from contaccum.data.commands import convert
 from contaccum.errors import InputError
-from contaccum.formats import LONGEST, RejectedRecords
+from contaccum.formats import records as lines_module
 from contaccum.formats.dpr import read_questions
 from contaccum.formats.readers import numbered_corpus, numbered_examples, numbered_queries, read_qrels
+from contaccum.formats.records import LONGEST, RejectedRecords
 
 
 class Form(NamedTuple):

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from contaccum.data.commands import hold_out, write_dev_set
 from contaccum.data.dataset import open_dataset
+from contaccum.data.dev_set import hold_out, write_dev_set
 from contaccum.errors import InputError
 
 

@@ -12,10 +12,10 @@ from opened import read_corpus, read_examples, read_queries
 from tiny_data import context, dpr, lines, write, write_gzip
 
 from contaccum.errors import InputError
-from contaccum.formats import Passage, content_id
 from contaccum.formats.dpr import read_questions
 from contaccum.formats.json_records import json_list
 from contaccum.formats.readers import kind_of_data, read_qrels
+from contaccum.formats.records import Passage, content_id
 
 
 def refusal(read, path) -> str:

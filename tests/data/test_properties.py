@@ -13,9 +13,9 @@ from opened import open_retrieval_set, read_corpus, read_examples
 from tiny_data import lines, write
 
 from contaccum.data.commands import convert
-from contaccum.formats import Judgement, Passage
 from contaccum.formats.dpr import read_questions
 from contaccum.formats.readers import read_qrels
+from contaccum.formats.records import Judgement, Passage
 from contaccum.retrieval.runs import ranked, read_run, write_run
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "fuzz.py"

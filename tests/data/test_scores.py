@@ -13,8 +13,8 @@ from contaccum.data.dataset import load_training
 from contaccum.data.sampler import make_sampler
 from contaccum.data.train_set import subset
 from contaccum.errors import InputError
-from contaccum.formats import TeacherScores
 from contaccum.formats.readers import numbered_examples
+from contaccum.formats.records import TeacherScores
 
 
 def score(query: str, passage: str) -> float:

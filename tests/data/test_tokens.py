@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from contaccum.data import tables as tokens
 from contaccum.data.tables import build_token_table
 from contaccum.errors import InputError
-from contaccum.formats import Passage
+from contaccum.formats.records import Passage
 from contaccum.runtime.files import cache_folder
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "alpha", "beta", "gamma", "query", ":"]

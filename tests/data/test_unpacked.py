@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from helpers import write_beir
 
-from contaccum import formats
 from contaccum.cli import main
-from contaccum.formats import MAX_RATIO, numbered_lines, unpacked_limit
+from contaccum.formats import records
+from contaccum.formats.records import MAX_RATIO, numbered_lines, unpacked_limit
 
 PASSAGE = json.dumps({"_id": "p", "text": "word " * 40}) + "\n"
 EXAMPLE = json.dumps({"query": "q", "pos": ["word " * 40], "neg": []}) + "\n"
@@ -20,7 +20,7 @@ DPR = json.dumps({"question": "q", "positive_ctxs": [{"title": "", "text": "word
 def cache(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(formats, "MIN_UNPACKED", 100_000)  # 500 MB would take seconds for each case
+    monkeypatch.setattr(records, "MIN_UNPACKED", 100_000)  # 500 MB would take seconds for each case
 
 
 def bomb(path: str, line: str, copies: int = 40_000) -> None:
@@ -55,7 +55,7 @@ def test_a_file_that_unpacks_without_end_is_refused(case, capsys):
 
 
 def test_the_limit_can_be_raised_and_lowered(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(formats, "MIN_UNPACKED", 2_000_000)
+    monkeypatch.setattr(records, "MIN_UNPACKED", 2_000_000)
     bomb("qa.csv.gz", "who was it?\t['she']\n", copies=300_000)
     assert main(["data", "check", "qa.csv.gz"]) == 2
     assert main(["data", "check", "qa.csv.gz", "--max_unpacked", "0.01"]) == 0

@@ -8,7 +8,7 @@ from documented import ROOT
 
 from contaccum.cli.commands import COMMANDS
 from contaccum.config import METHOD_SPECS, TrainConfig
-from contaccum.config.file import unknown
+from contaccum.config.spellings import unknown
 
 PAGES = sorted((ROOT / "docs" / "how-to").glob("from-*.md"))
 GROUPS = {field.name: getattr(TrainConfig(), field.name) for field in fields(TrainConfig)}

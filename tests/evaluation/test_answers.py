@@ -11,7 +11,7 @@ from contaccum.config.commands import SearchConfig
 from contaccum.errors import InputError
 from contaccum.evaluation import answers
 from contaccum.evaluation.answers import Batch, answer_accuracy, first_hits
-from contaccum.formats import Question
+from contaccum.formats.records import Question
 from contaccum.retrieval.retriever import Retriever
 
 

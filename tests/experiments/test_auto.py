@@ -17,7 +17,8 @@ from contaccum.config.experiments import AutoConfig
 from contaccum.errors import InputError
 from contaccum.evaluation.significance import compare
 from contaccum.experiments import auto
-from contaccum.experiments.tuning import parse_time, rung_shares, survivors
+from contaccum.experiments.budget import parse_time
+from contaccum.experiments.tuning import rung_shares, survivors
 
 SECONDS = {"dev": 2.0, "run": 3.0, "cont_accum": 0.01, "cont_cache": 0.01, "grad_cache": 0.012}
 

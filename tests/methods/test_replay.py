@@ -2,7 +2,6 @@
 
 import shutil
 import statistics
-import sys
 
 import pytest
 import torch
@@ -19,9 +18,9 @@ from helpers import (
 )
 
 from contaccum.batch import Tokens, token_batches
-from contaccum.methods import METHODS
-from contaccum.methods.grad_cache import keep_probabilities, missing_gradient, sample_texts, systematic_sample
+from contaccum.methods import METHODS, replay
 from contaccum.methods.loss import InfoNCE
+from contaccum.methods.replay import keep_probabilities, missing_gradient, sample_texts, systematic_sample
 from contaccum.runtime.engine import Engine
 from contaccum.training.log import read_log
 from contaccum.training.loop import train
@@ -175,13 +174,13 @@ def test_mean_of_many_draws_equals_the_exact_gradient(method):
 
 def test_samples_without_weights_have_another_mean(monkeypatch):
     """Negative control: all kept texts have weight 1."""
-    original = sample_texts
+    original = replay.sample_texts
 
     def unweighted(*given):
         weights, *rest = original(*given)
         return (weights > 0).float(), *rest
 
-    monkeypatch.setattr(sys.modules["contaccum.methods.grad_cache"], "sample_texts", unweighted)
+    monkeypatch.setattr(replay, "sample_texts", unweighted)
     assert statistics.median(deviations("grad_cache", 0.4).values()) > 5
 
 

@@ -1,0 +1,86 @@
+"""Write small dev sets as BEIR folders.
+
+A dev set has a sample of the judged queries, all judged passages of these queries, and a sample of the other passages. The corpus
+is small because training often computes the dev score, and encoding the passages takes most of that time. A score on a sampled
+corpus is higher than a score on the whole corpus, so compare only scores on the same corpus.
+"""
+
+import random
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+from datasets import Dataset
+
+from contaccum.data.commands import grades_of
+from contaccum.data.corpus import beir_records
+from contaccum.data.dataset import RetrievalDataset
+from contaccum.data.retrieval_set import Qrels, RetrievalSet
+from contaccum.errors import InputError
+from contaccum.formats.records import write_beir_folder
+from contaccum.runtime.files import whole_folder
+
+SHARE = 10
+"""``hold_out`` puts at most one tenth (1 / SHARE) of the training queries into the dev set."""
+
+
+def write_dev_set(source: RetrievalSet, folder: Path, most_queries: int, most_passages: int, seed: int) -> None:
+    """Write a BEIR folder with the split ``dev``. Queries and passages are a sample of ``source``.
+
+    The dev set has at most ``most_queries`` queries, all their judged passages, and random other passages, until there are
+    ``most_passages`` passages.
+    """
+    names = sorted(source.queries)
+    kept = sorted(random.Random(seed).sample(names, min(most_queries, len(names))))
+    _write_dev(folder, source.corpus, {name: source.queries[name] for name in kept}, source.qrels, most_passages, seed)
+
+
+def hold_out(source: RetrievalDataset, folder: Path, most_queries: int, most_passages: int, seed: int) -> None:
+    """Divide training queries into a dev set, ``folder/dev``, and a training set, ``folder/train``.
+
+    The dev set has at most ``most_queries`` queries and at most a tenth of all queries. Its passages are a sample, as in
+    ``write_dev_set``. The training set has the other queries and all passages. Queries with the same text (except for case and
+    spaces) stay together. Raises InputError if the dev set would have no query.
+    """
+    examples = source.examples()
+    numbers = np.flatnonzero(examples.positives.lengths)
+    by_text: dict[str, list[int]] = defaultdict(list)
+    texts, ids = (examples.queries[column] for column in ("text", "id"))
+    for number in numbers.tolist():
+        by_text[" ".join(texts[number].lower().split())].append(number)
+    most = min(most_queries, len(numbers) // SHARE)
+    groups = list(by_text.values())
+    random.Random(seed).shuffle(groups)
+    held: list[int] = []
+    for group in groups:
+        if len(held) + len(group) <= most:
+            held += group
+    if not held:
+        raise InputError(
+            f"{source.path}: has {len(numbers)} training queries; holding out a dev set needs at least "
+            f"{SHARE} with different texts. Set data.dev."
+        )
+    held.sort()
+    passages: list[str] = examples.passages["id"]
+    positives = {ids[number]: {passages[row]: 1 for row in examples.positives.row(number)} for number in held}
+    queries = {ids[number]: texts[number] for number in held}
+    others = beir_records(examples.queries.select(sorted(set(numbers.tolist()) - set(held))))
+    grades = grades_of(example for example in examples if example.query.id not in queries)
+    with whole_folder(folder) as part:
+        _write_dev(part / "dev", examples.passages, queries, positives, most_passages, seed)
+        (part / "train").mkdir()
+        write_beir_folder(part / "train", beir_records(examples.passages), others, {"train": grades})
+
+
+def _write_dev(
+    folder: Path, corpus: Dataset, queries: dict[str, str], qrels: Qrels, most_passages: int, seed: int
+) -> None:
+    names: list[str] = corpus["id"]
+    judged = {passage for query in queries for passage in qrels[query]}
+    rows = [row for row, name in enumerate(names) if name in judged]
+    others = [row for row, name in enumerate(names) if name not in judged]
+    rows += random.Random(seed).sample(others, max(0, min(len(others), most_passages - len(rows))))
+    grades = ((query, passage, grade) for query in queries for passage, grade in qrels[query].items())
+    with whole_folder(folder) as part:
+        records = ({"_id": key, "text": text} for key, text in queries.items())
+        write_beir_folder(part, beir_records(corpus.select(sorted(rows))), records, {"dev": grades})

@@ -1,0 +1,114 @@
+"""Partial replay: the second pass of GradCache encodes only a random sample of the texts.
+
+A text with a large gradient is more likely to be in the sample. Text i has the cached gradient g_i and is kept with probability
+pi_i = min(1, c |g_i|). The number c is chosen so that the sum of all pi_i is share * n, where n is the number of texts. The
+gradient of a kept text is multiplied by 1 / pi_i, so that the expected gradient is the gradient of GradCache. The sampling adds
+the variance sum |g_i|^2 (1 / pi_i - 1). No other probabilities with the same sum add less variance.
+Sources: Horvitz and Thompson 1952 (weights 1 / pi); Madow 1949 (systematic sampling).
+"""
+
+import torch
+from torch import Tensor
+
+from contaccum.batch import MicroBatch, token_batches
+from contaccum.methods.objective import StepEngine
+
+Cache = list[tuple[Tensor, Tensor]]
+"""For each micro-batch: the gradients with respect to the embeddings of queries (b, d) and passages (b, 1 + H, d)."""
+HUGE = 1e300
+"""Replaces a gradient norm that is NaN or infinite. The text is then kept, and the training loop finds the bad gradient."""
+
+
+def replay_sample(engine: StepEngine, micro_batches: list[MicroBatch], cache: Cache) -> tuple[float, float]:
+    """Make the second pass: encode a sample of the texts with a graph, and backpropagate their weighted cached gradients.
+
+    Returns the share of the texts that were encoded, and the relative variance: the variance that the sampling added, divided by
+    the sum of the squared gradient norms.
+    """
+    step = engine.join(micro_batches)
+    # the number of tokens of the largest micro-batch, so that the graph needs no more memory than in other methods
+    budget = max(batch.queries.input_ids.numel() + batch.passages.input_ids.numel() for batch in micro_batches)
+    kept_texts, all_texts, noise, signal = 0, 0, 0.0, 0.0
+    for side, texts in enumerate((step.queries, step.passages)):
+        # one tensor per micro-batch, with the texts of all processes
+        parts = [gradients[side].flatten(0, -2) for gradients in cache]
+        gradients = torch.cat(parts)
+        weights, added, total = sample_texts(gradients, engine.replay_share, engine.uniform(side))
+        missing = missing_gradient(gradients, weights) if engine.replay_balance else 0.0
+        own_gradients = torch.cat([engine.own_rows(part) for part in parts])
+        own_weights = torch.cat([engine.own_rows(part) for part in weights.split([len(part) for part in parts])])
+        kept = own_weights.nonzero().flatten()
+        batches = token_batches(texts.attention_mask.sum(1)[kept].tolist(), budget)
+        for index, chosen in enumerate(engine.equalized(map(torch.tensor, batches))):
+            rows = kept[chosen]
+            embeddings = engine.encode_texts(side, texts.select(rows), index)  # (n, d)
+            weighted = own_gradients[rows.to(own_gradients.device)] * own_weights[rows].to(own_gradients).unsqueeze(1)
+            engine.backward((embeddings * (weighted + missing)).sum())
+        kept_texts, all_texts = kept_texts + int(weights.count_nonzero()), all_texts + len(weights)
+        noise, signal = noise + added, signal + total
+    return kept_texts / all_texts, noise / signal if signal else 0.0
+
+
+def sample_texts(gradients: Tensor, share: float, offset: float) -> tuple[Tensor, float, float]:
+    """Sample about share * n of n texts. A text with a larger gradient is more likely to be kept.
+
+    gradients: (n, d). offset: random number in [0, 1). Returns (weights, noise, signal). weights: 1 / pi for a kept text and 0
+    for other texts, (n,) on the CPU. noise: the added variance, sum |g|^2 (1 / pi - 1). signal: sum |g|^2.
+    """
+    norms = gradients.float().norm(dim=1).cpu().double()  # (n,); this copy waits for the device
+    probabilities = keep_probabilities(norms, share * len(norms))
+    kept = systematic_sample(probabilities, offset)
+    weights = torch.zeros_like(norms)
+    weights[kept] = 1 / probabilities[kept]
+    drawn = probabilities > 0  # the other texts have probability 0 and no gradient
+    noise = (norms[drawn].square() * (1 / probabilities[drawn] - 1)).sum()
+    return weights.float(), float(noise), float(norms.square().sum())
+
+
+def missing_gradient(gradients: Tensor, weights: Tensor) -> Tensor:
+    """Return the vector (d,) to add to the weighted gradient of each kept text.
+
+    With this correction, the gradients of the kept texts have the same sum as the gradients (n, d) of all texts. Reason: without
+    bank and masks, the gradients of all passages sum to 0. The sum over a sample is not 0, and would move all embeddings in one
+    direction. The correction has a bias of order 1 / (number of kept texts).
+    """
+    weights = weights.to(gradients)
+    return (gradients.sum(0) - weights @ gradients) / (weights > 0).sum().clamp(min=1)
+
+
+def keep_probabilities(norms: Tensor, expected: float) -> Tensor:
+    """Return the probability of keeping each text: min(1, c * norm), (n,) float64.
+
+    The number c is chosen so that the sum of the probabilities is ``expected``. An ``expected`` below 1 counts as 1. If fewer
+    than ``expected`` texts have a gradient norm above 0, the texts with norm 0 get equal shares of the rest of the sum.
+    """
+    norms = norms.double().nan_to_num(nan=HUGE, posinf=HUGE)
+    expected = min(max(expected, 1.0), float(len(norms)))
+    ordered, order = norms.sort(descending=True)
+    # for each norm, the sum of this norm and all smaller ones; small norms are added first
+    tails = ordered.flip(0).cumsum(0).flip(0)
+    certain = 0  # number of texts with probability 1; these texts have the largest norms
+    while certain < expected and ordered[certain] * (expected - certain) >= tails[certain] > 0:
+        certain += 1
+    probabilities = torch.ones_like(norms)
+    if certain < len(norms):
+        tail, total = ordered[certain:], tails[certain]
+        shares = tail / total if total > 0 else torch.full_like(tail, 1 / len(tail))
+        probabilities[order[certain:]] = (shares * (expected - certain)).clamp(max=1)
+    return probabilities
+
+
+def systematic_sample(probabilities: Tensor, offset: float) -> Tensor:
+    """Keep text i with probability ``probabilities[i]``. Return the indices of the kept texts in ascending order.
+
+    Each text has an interval whose length is its probability. The intervals follow each other on a line that starts at 0. A
+    text is kept if its interval contains one of the points offset, offset + 1, offset + 2 and so on. The number of kept texts is
+    therefore the sum of the probabilities, rounded up or down.
+    """
+    is_certain = probabilities > 1 - 1e-9  # kept in any case, because rounding could move the point out of the interval
+    certain, uncertain = is_certain.nonzero().flatten(), (~is_certain).nonzero().flatten()
+    ends = probabilities[uncertain].cumsum(0)
+    total = round(float(ends[-1]), 6) if len(ends) else 0.0
+    points = torch.arange(offset, total, 1.0, dtype=torch.float64) if offset < total else ends.new_zeros(0)
+    chosen = torch.searchsorted(ends, points, right=True).clamp(max=len(ends) - 1)
+    return torch.cat([certain, uncertain[chosen]]).sort().values
