@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
 import msgspec
+from transformers.models.auto import modeling_auto
 
-from contaccum.encoder.kernels import decoder_only
 from contaccum.errors import InputError
 from contaccum.runtime.checks import require_utf8
 from contaccum.runtime.files import check_type, read_json, refuse_url
@@ -312,6 +312,12 @@ def _base(name: str, subfolder: str) -> Base | None:
         raise InputError(f"{name}: the base of the adapter cannot be loaded: {error}") from error
     saved = optional_json(name, _join(subfolder, BASE_FILE), BaseFile) or {}
     return Base(base, saved.get("sha256"), saved.get("quantize", "none"))
+
+
+def decoder_only(family: str) -> bool:
+    """Return whether transformers has a causal language model of the type ``family``, but no masked language model."""
+    causal, masked = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    return family in causal and family not in masked
 
 
 def _max_length(name: str, subfolder: str, side: str) -> int | None:

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.models.auto import modeling_auto
 
 from contaccum.batch import Tokens
 
@@ -42,12 +41,6 @@ class UnpaddedTokens:
 def first_position(config: Any) -> int:
     """Return the position id that a model gives to the first token of each text. config: configuration of the model."""
     return config.pad_token_id + 1 if config.model_type in PADDING_FIRST else 0
-
-
-def decoder_only(family: str) -> bool:
-    """Return whether transformers has a causal language model of the type ``family``, but no masked language model."""
-    causal, masked = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    return family in causal and family not in masked
 
 
 def unpad(tokens: Tokens, first: int = 0) -> UnpaddedTokens:

@@ -17,8 +17,8 @@ from transformers.utils import logging as transformers_logging
 from contaccum.batch import Tokens
 from contaccum.encoder import adapters as lora
 from contaccum.encoder.adapters import WEIGHTS, Adapters
-from contaccum.encoder.folders import Base, ModelFile, Positive, TowerFiles
-from contaccum.encoder.kernels import UNPADDED_FAMILIES, attention_mask, decoder_only, first_position, token_states
+from contaccum.encoder.folders import Base, ModelFile, Positive, TowerFiles, decoder_only
+from contaccum.encoder.kernels import UNPADDED_FAMILIES, attention_mask, first_position, token_states
 from contaccum.encoder.tokenizer import append_eos, check_vocabulary, load_tokenizer, wordpiece_tokenizer
 from contaccum.errors import InputError, in_one_line, library_errors
 from contaccum.runtime.hub import loading, optional_json
