@@ -106,7 +106,7 @@ def judged_split(path: str | Path, split: str, policy: DataPolicy) -> JudgedSpli
         corpus.source.name: corpus.left_out,
         queries.source.name: queries.left_out,
         f"qrels/{source.name}": len(grades.rejected.entries),
-        "judgements of what is left out": grades.orphaned,
+        "judgements of skipped texts": grades.orphaned,
     }
     return JudgedSplit(
         corpus.table,

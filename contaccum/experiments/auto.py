@@ -34,7 +34,7 @@ from contaccum.evaluation.significance import Comparison, compare
 from contaccum.experiments.auto_state import STATE_FILE, State
 from contaccum.experiments.budget import parse_time
 from contaccum.experiments.compare import Configure
-from contaccum.experiments.jobs import delete_weights, require_one_process, run_job
+from contaccum.experiments.jobs import delete_weights, run_job
 from contaccum.experiments.page import duration, gigabytes
 from contaccum.experiments.plan import fitting_size
 from contaccum.experiments.run_records import METRICS_FILE, TUNED_FILE, dev_score
@@ -42,7 +42,7 @@ from contaccum.experiments.settings import Values, Variant, named
 from contaccum.experiments.study_report import StudyResult, write_report
 from contaccum.experiments.tuning import Tuned, rung_shares, survivors, tune
 from contaccum.runtime.files import remove_folder
-from contaccum.runtime.launch import StopSignals
+from contaccum.runtime.launch import StopSignals, require_one_process
 from contaccum.runtime.locks import LOCK_FILE, waiting_lock
 from contaccum.training.log import read_log
 

@@ -29,7 +29,6 @@ from contaccum.experiments.jobs import (
     baseline_identity,
     delete_weights,
     device_slots,
-    require_one_process,
     run_jobs,
 )  # fmt: skip
 from contaccum.experiments.page import require_matplotlib
@@ -48,7 +47,7 @@ from contaccum.experiments.settings import (
 from contaccum.experiments.study_report import StudyResult, write_report
 from contaccum.experiments.tuning import Tuned, run_name, rung_shares, tune
 from contaccum.runtime.files import write_json
-from contaccum.runtime.launch import StopSignals
+from contaccum.runtime.launch import StopSignals, require_one_process
 from contaccum.runtime.locks import LOCK_FILE, waiting_lock
 from contaccum.training.run_folder import CONFIG_FILE, config_differences, read_config
 

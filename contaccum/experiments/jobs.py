@@ -29,7 +29,7 @@ from contaccum.evaluation.metrics import read_metrics
 from contaccum.experiments.run_records import METRICS_FILE, TUNED_FILE
 from contaccum.retrieval.retriever import BM25_NAME
 from contaccum.runtime.files import read_json, remove_folder, write_json
-from contaccum.runtime.launch import StopSignals, process_place
+from contaccum.runtime.launch import StopSignals
 from contaccum.runtime.locks import waiting_lock
 from contaccum.runtime.processes import encoding_device
 from contaccum.training.loop import train
@@ -84,14 +84,6 @@ class Worker:
             self.process.stdin.close()
         lines = self.job.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return Outcome(self.job, code, time.monotonic() - self.began, lines[-1] if lines else "")
-
-
-def require_one_process(command: str) -> None:
-    """Raise InputError if a launcher such as torchrun started several processes."""
-    if (world := process_place()[1]) > 1:
-        raise InputError(
-            f"contaccum {command}: launched in {world} processes. Start one process; it starts others if it needs them."
-        )
 
 
 def device_slots(device: str, parallel: int | None) -> list[dict[str, str]]:

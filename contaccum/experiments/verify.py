@@ -25,12 +25,12 @@ from torch import Tensor
 from contaccum.config import TrainConfig, from_mapping, validate
 from contaccum.data.dataset import load_training
 from contaccum.errors import Failed
-from contaccum.experiments.jobs import require_one_process
 from contaccum.experiments.page import Table, number
 from contaccum.methods import METHODS
 from contaccum.methods.bank import Bank
 from contaccum.runtime.engine import Engine
 from contaccum.runtime.files import read_json, sha256_of, write_json
+from contaccum.runtime.launch import require_one_process
 from contaccum.training import parts
 from contaccum.training.loop import train
 from contaccum.training.parts import trained_parameters

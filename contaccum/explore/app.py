@@ -23,7 +23,7 @@ from contaccum.explore.html import grades_of_text, relevant_among
 from contaccum.formats.records import not_utf8
 from contaccum.retrieval.retriever import DEFAULTS, Retriever
 from contaccum.retrieval.runs import RankedPassage, read_passages, render_passages, truncate_line
-from contaccum.runtime.launch import process_place
+from contaccum.runtime.launch import require_one_process
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -64,7 +64,7 @@ def explore(
     choice: settings for loading every model. Raises InputError if gradio is missing, if the port is in use, or if data, models or
     search settings are invalid.
     """
-    _require_one_process("explore")
+    require_one_process("explore")
     try:
         with socket.create_server((options.host, options.port)):
             pass
@@ -232,18 +232,13 @@ def converse(
     An empty line or the end of the input stops the loop. Model, vectors and corpus are loaded once. If a query is in the split,
     its judged passages are marked. Raises InputError if data or settings are invalid, or if several processes were started.
     """
-    _require_one_process("--interactive")
+    require_one_process("--interactive")
     judged = open_dataset(data, split, policy).searchable_set
     retriever = Retriever.open(choice, judged.corpus, settings)
     for query in typed():
         hits = read_passages(judged.corpus, retriever.search({"query": query}, k)["query"])
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         print(render_answer(query, hits, judged, width), end="\n\n", flush=True)
-
-
-def _require_one_process(what: str) -> None:
-    if (world := process_place()[1]) > 1:
-        raise InputError(f"{what} runs in one process, but {world} were started; start only one")
 
 
 def typed() -> Iterator[str]:

@@ -43,6 +43,12 @@ def local_place() -> tuple[int, int]:
     return _variable("LOCAL_RANK", rank, 0, world - 1), here
 
 
+def require_one_process(command: str) -> None:
+    """Raise InputError if a launcher such as torchrun started several processes."""
+    if (world := process_place()[1]) > 1:
+        raise InputError(f"{command} needs one process, but {world} were started. Start only one.")
+
+
 def check_launch() -> int:
     """Return the number of processes. Raise InputError if a variable of the launcher is invalid or missing."""
     local_place()

@@ -246,7 +246,7 @@ def test_judgements_of_skipped_records_are_skipped(tmp_path):
     assert judged.qrels == {"q0": {"p0": 1, "p1": 0, "p2": 1}, "q1": {"p1": 1, "p2": 0}, "q2": {"p2": 1}}
     assert judged.queries.keys() == judged.qrels.keys()
     assert judged.left_out == {
-        "corpus.jsonl": 3, "queries.jsonl": 1, "qrels/train.tsv": 1, "judgements of what is left out": 3,
+        "corpus.jsonl": 3, "queries.jsonl": 1, "qrels/train.tsv": 1, "judgements of skipped texts": 3,
     }  # fmt: skip
     assert [sentence.split(", listed in")[0] for sentence in sentences] == [
         f"{folder / 'queries.jsonl'}: 1 invalid record is skipped",
@@ -358,7 +358,7 @@ def test_every_command_takes_max_bad_records(tmp_path, monkeypatch, capsys):
     for call in calls:
         assert main(call) == 0, call
         assert "skipped, listed in" in capsys.readouterr().err, call
-    counts = {"corpus.jsonl": 3, "queries.jsonl": 1, "qrels/train.tsv": 1, "judgements of what is left out": 3}
+    counts = {"corpus.jsonl": 3, "queries.jsonl": 1, "qrels/train.tsv": 1, "judgements of skipped texts": 3}
     assert json.loads(Path("metrics.json").read_text())["left_out"] == counts
     assert json.loads(Path("run/dev_metrics.json").read_text())["left_out"] == counts
     assert json.loads(Path("scored.json").read_text())["left_out"] == {"train.tsv": 1}

@@ -421,9 +421,9 @@ def test_launch_in_several_processes_is_refused(study_folder, tmp_path, capsys, 
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     code, said = call(capsys, study_folder, "--output_dir", tmp_path / "new")
-    assert (code, "compare: launched in 2 processes" in said) == (2, True)
+    assert (code, "compare needs one process, but 2 were started" in said) == (2, True)
     assert main(["verify", "--config", str(study_folder / "config.yaml")]) == 2
-    assert "verify: launched in 2 processes" in capsys.readouterr().err
+    assert "verify needs one process, but 2 were started" in capsys.readouterr().err
 
 
 def test_methods_vary_only_over_settings_that_they_use():

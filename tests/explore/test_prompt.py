@@ -68,7 +68,7 @@ def test_several_processes_have_no_prompt(data, monkeypatch, capsys):
     from contaccum.errors import InputError
     from contaccum.explore.app import converse
 
-    with pytest.raises(InputError, match="runs in one process, but 2 were started"):
+    with pytest.raises(InputError, match="needs one process, but 2 were started"):
         converse(EncoderConfig("bm25"), str(data))
 
 
