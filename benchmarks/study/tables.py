@@ -265,6 +265,23 @@ def longer_reference(studies: Studies, name: str) -> Table:
     return with_cost(found | {"grad_cache": chosen_on_dev(studies[name])["grad_cache"]}, ("updates",))
 
 
+SETS = {"medquad": "MedQuAD", "scifact": "SciFact", "xquad": "XQuAD"}
+
+
+def all_sets(studies: Studies, _: str) -> Table:
+    """Return the score of every method on every set after the same training time, and its difference from the reference."""
+    cells: dict[str, list[str]] = {}
+    for study in SETS:
+        table = longer_reference(studies, f"{study}-7168f")
+        for row in (dict(zip(table.heads, row, strict=True)) for row in table.rows):
+            tested = row["p both"] if row["p both"].startswith("<") else f"= {row['p both']}"
+            less = f", {row['less grad_cache']} (p {tested})" if row["less grad_cache"] else ""
+            cells.setdefault(row["setting"].removesuffix(" age_decay=1 row_weight=current"), []).append(
+                row[METRIC] + less
+            )
+    return Table(["setting", *SETS.values()], [[setting, *row] for setting, row in cells.items()])
+
+
 LONGER = {"52s": "75s", "4096f": "7168f"}
 """Budget of the methods -> the larger budget of the reference."""
 
@@ -399,6 +416,7 @@ TABLES: dict[str, tuple[Callable[[Studies, str], Table], str]] = {
     **{f"{study}-75s": (equal_time, f"{study}-75s") for study in ("medquad", "scifact")},
     **{f"{study}-6144f": (equal_cost, f"{study}-6144f") for study in ("medquad", "scifact", "xquad")},
     **{f"{study}-7168f": (longer_reference, f"{study}-7168f") for study in ("medquad", "scifact", "xquad")},
+    "7168f": (all_sets, "medquad-7168f"),
     **{name: (equal_cost, name) for name in ("medquad-24576f", "medquad-guide")},
     **{f"{study}-options": (options, f"{study}-options") for study in ("medquad", "scifact")},
     **{f"{study}-52s": (less_time, f"{study}-52s") for study in ("medquad", "scifact")},

@@ -10,6 +10,7 @@ import cut
 import heads
 import numpy as np
 import pack
+import plots
 import pytest
 import tables
 import torch
@@ -192,6 +193,21 @@ def test_tables_of_the_page_equal_those_of_the_packed_runs():
     for name, _, shown in named:
         make, study = tables.TABLES[name]
         assert make(studies, study).markdown() == shown.rstrip("\n"), name
+
+
+@pytest.mark.acceptance
+def test_plot_shows_the_scores_of_the_tables_over_the_measured_time(tmp_path, monkeypatch):
+    results = ROOT / "docs" / "results"
+    page, studies = (results / "study.md").read_text(), tables.read_pack(results / "study.jsonl.gz")
+    for name in plots.SETS:
+        for points in plots.points(studies, name).values():
+            assert points == sorted(points)
+            assert all(re.search(rf"\| {score:.4f} +\| {deviation:.4f} +\|", page) for _, score, deviation in points)
+    medquad = plots.points(studies, "medquad")["grad_cache"]
+    assert [seconds for seconds, _, _ in medquad] == pytest.approx([96 * 0.614, 112 * 0.614, 384 * 0.614])
+    call(monkeypatch, plots.main, results / "study.jsonl.gz", tmp_path / "plot.svg")
+    drawn = (tmp_path / "plot.svg").read_text()
+    assert all(f">{text}<" in drawn for text in (*plots.SETS.values(), *plots.LABELS.values(), "seconds of training"))
 
 
 def test_a_new_table_keeps_the_text_behind_it(tmp_path, monkeypatch):

@@ -1,0 +1,73 @@
+"""The plot of docs/results/study.md: quality against training time on one CPU core, made from the packed runs.
+
+    python benchmarks/study/plots.py docs/results/study.jsonl.gz docs/results/study_time.svg
+
+The time of a run is its number of pairs times the seconds per pair of its method, measured with nothing else in the run
+(``SECONDS``). Bars are standard deviations over seeds.
+"""
+
+import argparse
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+from tables import METRIC, SETS, SIZE, Studies, chosen_on_dev, read_pack
+
+from contaccum.experiments.page import COLORS, STYLE
+
+BUDGETS = ("4096f", "6144f", "7168f", "24576f")
+SECONDS = {
+    "medquad": {"replay": 0.435, "cont_accum": 0.538, "grad_cache": 0.614},
+    "scifact": {"replay": 0.445, "cont_accum": 0.588, "grad_cache": 0.650},
+    "xquad": {"replay": 0.569, "cont_accum": 0.720, "grad_cache": 0.828},
+}
+"""Seconds of an update of 16 pairs on one CPU core. The page says how they were measured."""
+LABELS = {
+    "replay": "cont_cache with partial replay, bank of 64",
+    "cont_accum": "cont_accum with age decay, bank of 64",
+    "grad_cache": "grad_cache",
+}
+
+
+def points(studies: Studies, name: str) -> dict[str, list[tuple[float, float, float]]]:
+    """Return (seconds, mean score, standard deviation over seeds) of every budget, by method, in the order of time."""
+    found: dict[str, list[tuple[float, float, float]]] = {method: [] for method in LABELS}
+    for budget in BUDGETS:
+        for setting, group in chosen_on_dev(studies.get(f"{name}-{budget}", [])).items():
+            method = next((method for method in LABELS if method in setting), None)
+            mean, deviation = group.score(METRIC)
+            if method is not None and mean is not None and deviation is not None:
+                pairs = group.setting("optim.max_steps") * group.setting(SIZE)
+                found[method].append((pairs / 16 * SECONDS[name][method], mean, deviation))
+    return {method: sorted(of_method) for method, of_method in found.items()}
+
+
+def draw(studies: Studies) -> Figure:
+    """Draw one panel for each set."""
+    figure = Figure(figsize=(9.0, 3.4), layout="constrained")
+    for axes, (name, title) in zip(figure.subplots(1, len(SETS)), SETS.items(), strict=True):
+        for method, color, marker in zip(LABELS, COLORS, "os^", strict=False):
+            seconds, scores, deviations = zip(*points(studies, name)[method], strict=True)
+            axes.errorbar(seconds, scores, deviations, color=color, marker=marker, capsize=3, label=LABELS[method])
+        axes.set_title(title)
+        axes.set_xscale("log")
+        axes.set_xticks([50, 100, 200] if axes.get_xlim()[1] > 150 else [50, 70, 100], minor=False)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("")
+        axes.set_xlabel("seconds of training")
+    figure.axes[0].set_ylabel(METRIC)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
+    return figure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pack", type=Path)
+    parser.add_argument("out", type=Path, help="SVG file to write")
+    chosen = parser.parse_args()
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": "study"}):  # type: ignore[arg-type]
+        draw(read_pack(chosen.pack)).savefig(chosen.out, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()
