@@ -197,6 +197,8 @@ OTHER_NAMES = [
     ("bf16", "true", "use {}run.precision with the value bf16"),
     ("lr_scheduler_type", "cosine", "use {}optim.schedule with the value linear, cosine or constant"),
     ("sequence_len", "512", "use {}model.max_passage_length with the value 512"),
+    ("scale", "20", "use {}model.temperature with the value 1 / 20"),
+    ("max_seq_length", "64", "use {}model.max_passage_length with the value 64 (of queries: max_query_length)"),
     ("q_max_len", "32", "use {}model.max_query_length with the value 32"),
     ("train_n_passages", "8", "use {}data.hard_negatives with the value 8 - 1"),
     ("model_name_or_path", "bert-base-uncased", "use {}model.name with the value bert-base-uncased"),

@@ -1,9 +1,11 @@
-"""The plot of docs/results/study.md: quality against training time on one CPU core, made from the packed runs.
+"""The plots of docs/results/study.md, made from the packed runs.
 
-    python benchmarks/study/plots.py docs/results/study.jsonl.gz docs/results/study_time.svg
+    python benchmarks/study/plots.py docs/results/study.jsonl.gz docs/results
 
-The time of a run is its number of pairs times the seconds per pair of its method, measured with nothing else in the run
-(``SECONDS``). Bars are standard deviations over seeds.
+study_time.svg: quality against training time on one CPU core. The time of a run is its number of updates times the measured
+seconds of an update (``SECONDS``). Bars are standard deviations over seeds.
+study_drift.svg: what a bank adds to quality, against how fast the vectors of passages change. Bars are 95 % intervals over
+queries.
 """
 
 import argparse
@@ -11,9 +13,10 @@ from pathlib import Path
 
 import matplotlib
 from matplotlib.figure import Figure
-from tables import METRIC, SETS, SIZE, Studies, chosen_on_dev, read_pack
+from tables import METRIC, SETS, SIZE, Studies, by_rate, chosen_on_dev, drift_per_step, read_pack
 
-from contaccum.experiments.page import COLORS, STYLE
+from contaccum.evaluation.significance import compare
+from contaccum.experiments.page import COLORS, INK, STYLE
 
 BUDGETS = ("4096f", "6144f", "7168f", "24576f")
 SECONDS = {
@@ -42,8 +45,8 @@ def points(studies: Studies, name: str) -> dict[str, list[tuple[float, float, fl
     return {method: sorted(of_method) for method, of_method in found.items()}
 
 
-def draw(studies: Studies) -> Figure:
-    """Draw one panel for each set."""
+def draw_time(studies: Studies) -> Figure:
+    """Draw quality against training time, one panel for each set."""
     figure = Figure(figsize=(9.0, 3.4), layout="constrained")
     for axes, (name, title) in zip(figure.subplots(1, len(SETS)), SETS.items(), strict=True):
         for method, color, marker in zip(LABELS, COLORS, "os^", strict=False):
@@ -60,13 +63,52 @@ def draw(studies: Studies) -> Figure:
     return figure
 
 
+def draw_drift(studies: Studies) -> Figure:
+    """Draw the difference between training with and without a bank, one line for each size of the bank."""
+    figure = Figure(figsize=(5.6, 3.4), layout="constrained")
+    axes = figure.add_subplot()
+    found = by_rate(studies["medquad-49152f"])
+    for setting, color, marker in zip(("bank 64", "bank 256", "bank 1024"), COLORS, "os^", strict=False):
+        compared = [
+            (
+                drift_per_step(of_rate[setting]),
+                compare(of_rate[setting].per_query(), of_rate["no bank"].per_query(), METRIC),
+            )
+            for of_rate in found.values()
+        ]
+        drifts, differences = zip(*compared, strict=True)
+        low = [one.difference - one.low for one in differences]
+        high = [one.high - one.difference for one in differences]
+        axes.errorbar(
+            drifts,
+            [one.difference for one in differences],
+            [low, high],
+            color=color,
+            marker=marker,
+            capsize=3,
+            label=setting,
+        )
+    axes.axhline(0, color=INK, linewidth=0.8, alpha=0.6)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("drift per step: 1 - cosine, by age")
+    axes.set_ylabel(f"{METRIC} less that without a bank")
+    axes.legend()
+    return figure
+
+
+PLOTS = {"study_time": draw_time, "study_drift": draw_drift}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pack", type=Path)
-    parser.add_argument("out", type=Path, help="SVG file to write")
+    parser.add_argument("folder", type=Path, help="folder to write the SVG files to")
     chosen = parser.parse_args()
-    with matplotlib.rc_context({**STYLE, "svg.hashsalt": "study"}):  # type: ignore[arg-type]
-        draw(read_pack(chosen.pack)).savefig(chosen.out, metadata={"Date": None})
+    studies = read_pack(chosen.pack)
+    for name, draw in PLOTS.items():
+        with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):  # type: ignore[arg-type]
+            draw(studies).savefig(chosen.folder / f"{name}.svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":

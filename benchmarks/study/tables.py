@@ -310,6 +310,29 @@ def with_cost(found: dict[str, RunGroup], shown: Sequence[str] = ("updates", "se
     return Table([table.heads[0], "N", *table.heads[1:-1], *shown], rows)
 
 
+def by_rate(runs: Sequence[RunRecord]) -> dict[float, dict[str, RunGroup]]:
+    """Return learning rate -> setting -> runs, from the lowest learning rate."""
+    rates = sorted({run.config[RATE] for run in runs if run.method})
+    return {rate: groups([run for run in runs if run.method and run.config[RATE] == rate]) for rate in rates}
+
+
+def drift_per_step(group: RunGroup) -> float | None:
+    """Return 1 - cosine of stored and present vectors of passages, per step of age: the mean over training of the oldest rows."""
+    oldest = [step["drift"][0] for run in group.runs for step in run.steps if step.get("drift")]
+    return statistics.mean((1 - one["passage"]) / one["age"] for one in oldest) if oldest else None
+
+
+def large_banks(studies: Studies, name: str) -> Table:
+    """Compare banks of several sizes with training without a bank, at each learning rate."""
+    rows = []
+    for rate, found in by_rate(studies[name]).items():
+        table = against(found, "no bank")
+        for row in (dict(zip(table.heads, row, strict=True)) for row in table.rows):
+            drift = number(drift_per_step(found[row["setting"]]), ".1e")
+            rows.append([f"{rate:g}", row["setting"], row[METRIC], row["less no bank"], row["p perm"], drift])
+    return Table(["lr", "setting", METRIC, "less no bank", "p perm", "drift per step"], rows)
+
+
 def hybrid(studies: Studies, name: str) -> Table:
     """Compare the hybrid with and without age decay with the reference."""
     chosen = best_rates(encoders(studies, "medquad") + studies[name])
@@ -416,6 +439,7 @@ TABLES: dict[str, tuple[Callable[[Studies, str], Table], str]] = {
     **{f"{study}-75s": (equal_time, f"{study}-75s") for study in ("medquad", "scifact")},
     **{f"{study}-6144f": (equal_cost, f"{study}-6144f") for study in ("medquad", "scifact", "xquad")},
     **{f"{study}-7168f": (longer_reference, f"{study}-7168f") for study in ("medquad", "scifact", "xquad")},
+    "medquad-49152f": (large_banks, "medquad-49152f"),
     "7168f": (all_sets, "medquad-7168f"),
     **{name: (equal_cost, name) for name in ("medquad-24576f", "medquad-guide")},
     **{f"{study}-options": (options, f"{study}-options") for study in ("medquad", "scifact")},

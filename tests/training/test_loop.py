@@ -1,10 +1,12 @@
 """Files of a run, values in its log, dev evaluation, schedules and memory."""
 
+import json
 import math
 import os
 import subprocess
 import sys
 import threading
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -34,6 +36,20 @@ from contaccum.training.run_folder import newest_checkpoint
 @pytest.fixture
 def data(tmp_path):
     return write_beir(tmp_path / "data")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_training_on_one_query_warns_that_there_are_no_negatives(count, tmp_path):
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(
+        "".join(json.dumps({"query": f"question {n}", "pos": [f"answer {n}"]}) + "\n" for n in range(count))
+    )
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        train(train_config(file, tmp_path / "run", **{"optim.max_steps": 2}))
+    found = [str(one.message) for one in said if "no negatives" in str(one.message)]
+    assert len(found) == (1 if count == 1 else 0)
+    assert [line["negatives"] == 0 for line in read_log(tmp_path / "run")] == [count == 1] * 2
 
 
 @pytest.mark.parametrize("method", list(METHOD_SPECS))
