@@ -111,6 +111,7 @@ class Auto:
         self._divide()
         self._measure()
         candidates, budget = self._tuning_plan()
+        self._check_time(len(candidates) > 1)
         if self.options.dry_run:
             return self._plan_text(candidates, budget)
         for kind in ("untrained", "bm25"):
@@ -233,6 +234,26 @@ class Auto:
                 return candidates[:count], budget
         return candidates[:1], 0.0
 
+    def _check_time(self, tuning: bool) -> None:
+        """Raise InputError if the measurements left no time to train. tuning: settings will be tuned."""
+        if self.state.tuning or self.state.steps:
+            return
+        left = self._seconds_left() - (TUNING * self.total if tuning else 0)
+        if left <= 0:
+            raise InputError(
+                f"--time is {self.options.time}, but it leaves no time to train: the measurements took "
+                f"{duration(self.state.elapsed)}, and the evaluations need {duration(self._evaluation_seconds())}. Use a longer "
+                "time and another folder"
+            )
+
+    def _evaluation_seconds(self) -> float:
+        seconds = self.state.seconds
+        return seconds.get("untrained", seconds["dev"]) + EVALUATIONS * seconds["dev"]
+
+    def _seconds_left(self) -> float:
+        """Return the seconds that the steps of the final run may take."""
+        return self.total - self.state.elapsed - self.state.seconds["run"] - self._evaluation_seconds()
+
     def _tune(self, candidates: list[Values], budget: float) -> None:
         """Choose the candidate with the best dev metric by successive halving."""
         if self.state.chosen:
@@ -279,10 +300,7 @@ class Auto:
         """Train with the chosen settings for the remaining time, and evaluate the model."""
         values = tuple(self.state.chosen.items())
         if not self.state.steps:
-            seconds = self.state.seconds
-            evaluations = seconds.get("untrained", seconds["dev"]) + EVALUATIONS * seconds["dev"]
-            left = self.total - self.state.elapsed - seconds["run"] - evaluations
-            steps = int(SAFETY * left / self._measured_step(values))
+            steps = int(SAFETY * self._seconds_left() / self._measured_step(values))
             self.state.steps = max(1, min(self._most_steps(values), steps))
             self.state.save()
         config = self._run_config("train", dict(values), self.state.steps, EVALUATIONS)

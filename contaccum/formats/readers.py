@@ -201,7 +201,8 @@ def _kind_of_table(path: Path, max_bad_records: int) -> Kind:
         raise InputError(f"{path}: is empty; it must contain {_FILES}")
     columns = _columns(path, max_bad_records)
     if columns is None:
-        raise InputError(f"{path}:1: found {len(rows[0])} columns; the file must contain {_FILES}")
+        other = '. For another CSV, use "hub:FOLDER?query=COLUMN&pos=COLUMN"' if ".csv" in path.suffixes else ""
+        raise InputError(f"{path}:1: found {len(rows[0])} columns; the file must contain {_FILES}{other}")
     if columns == 3:
         return "corpus"
     answers = _most_common(

@@ -89,6 +89,21 @@ def test_without_time_for_tuning_the_first_combination_is_used(planned):
     assert candidates == made._candidates()[:1]
 
 
+@pytest.mark.parametrize(("limit", "enough"), [("20s", False), ("15m", True)])
+def test_time_that_leaves_no_training_is_refused(planned, limit, enough):
+    made, candidates, _ = planned(limit)
+    made.state.spent = 15.0  # seconds of the measurements
+    made.state.seconds = {**SECONDS, "dev": 2.0, "run": 1.0}
+    assert made._evaluation_seconds() == pytest.approx(5 * 2.0)
+    if enough:
+        made._check_time(len(candidates) > 1)
+        return
+    with pytest.raises(InputError, match="--time is 20s, but it leaves no time to train"):
+        made._check_time(len(candidates) > 1)
+    made.state.steps = 1  # the final run was planned in an earlier call
+    made._check_time(len(candidates) > 1)
+
+
 def test_tuning_ends_when_its_time_is_over(planned):
     made, candidates, budget = planned("15m")
     made.state.tuning = 0.2 * made.total
