@@ -31,6 +31,13 @@ LABELS = {
     "grad_cache": "grad_cache",
 }
 
+BANKS = {
+    "bank 64": "M = 64",
+    "bank 256": "M = 256",
+    "bank 1024": "M = 1,024",
+    "bank 1024 row_weight=current": "M = 1,024, row_weight current",
+}
+
 
 def points(studies: Studies, name: str) -> dict[str, list[tuple[float, float, float]]]:
     """Return (seconds, mean score, standard deviation over seeds) of every budget, by method, in the order of time."""
@@ -64,36 +71,22 @@ def draw_time(studies: Studies) -> Figure:
 
 
 def draw_drift(studies: Studies) -> Figure:
-    """Draw the difference between training with and without a bank, one line for each size of the bank."""
+    """Draw the difference between training with and without a bank, one line for each kind of bank."""
     figure = Figure(figsize=(5.6, 3.4), layout="constrained")
     axes = figure.add_subplot()
-    found = by_rate(studies["medquad-49152f"])
-    for setting, color, marker in zip(("bank 64", "bank 256", "bank 1024"), COLORS, "os^", strict=False):
-        compared = [
-            (
-                drift_per_step(of_rate[setting]),
-                compare(of_rate[setting].per_query(), of_rate["no bank"].per_query(), METRIC),
-            )
-            for of_rate in found.values()
-        ]
-        drifts, differences = zip(*compared, strict=True)
-        low = [one.difference - one.low for one in differences]
-        high = [one.high - one.difference for one in differences]
-        axes.errorbar(
-            drifts,
-            [one.difference for one in differences],
-            [low, high],
-            color=color,
-            marker=marker,
-            capsize=3,
-            label=setting,
-        )
+    found = by_rate(studies["medquad-49152f"]).values()
+    for setting, color, marker in zip(BANKS, COLORS, "os^D", strict=False):
+        drifts = [drift_per_step(of_rate[setting]) for of_rate in found]
+        compared = [compare(of_rate[setting].per_query(), of_rate["no bank"].per_query(), METRIC) for of_rate in found]
+        means = [one.difference for one in compared]
+        bars = [[one.difference - one.low for one in compared], [one.high - one.difference for one in compared]]
+        axes.errorbar(drifts, means, bars, color=color, marker=marker, capsize=3, label=BANKS[setting])
     axes.axhline(0, color=INK, linewidth=0.8, alpha=0.6)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel("drift per step: 1 - cosine, by age")
+    axes.set_xlabel("drift per step (1 - cosine, by age)")
     axes.set_ylabel(f"{METRIC} less that without a bank")
-    axes.legend()
+    axes.legend(fontsize=9)
     return figure
 
 

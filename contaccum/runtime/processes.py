@@ -111,7 +111,8 @@ class Processes:
         """
         if self.world == 1:
             return
-        for group in _take_tensors(tensors, MESSAGE_BYTES):
+        # empty tensors have no sum, and torch before 2.7 cannot unflatten them
+        for group in _take_tensors([tensor for tensor in tensors if tensor.numel()], MESSAGE_BYTES):
             message = _flatten_dense_tensors(group)  # a view, if the group is one contiguous tensor
             dist.all_reduce(message)
             if message.data_ptr() != group[0].data_ptr():

@@ -133,6 +133,7 @@ def test_reduced_set_of_dpr_files_has_their_questions(tmp_path, monkeypatch):
         ("methods-options", "4096f"),
         ("methods-less-time", "4096f"),
         ("methods-longer", "24576f"),
+        ("banks-longer", "49152f"),
     ],
 )
 def test_study_settings_can_be_trained_in_every_rung(name, budget):
@@ -205,8 +206,9 @@ def test_plot_shows_the_scores_of_the_tables_over_the_measured_time(tmp_path, mo
             assert all(re.search(rf"\| {score:.4f} +\| {deviation:.4f} +\|", page) for _, score, deviation in points)
     medquad = plots.points(studies, "medquad")["grad_cache"]
     assert [seconds for seconds, _, _ in medquad] == pytest.approx([96 * 0.614, 112 * 0.614, 384 * 0.614])
-    call(monkeypatch, plots.main, results / "study.jsonl.gz", tmp_path / "plot.svg")
-    drawn = (tmp_path / "plot.svg").read_text()
+    call(monkeypatch, plots.main, results / "study.jsonl.gz", tmp_path)
+    assert {path.stem for path in tmp_path.glob("*.svg")} == set(plots.PLOTS)
+    drawn = (tmp_path / "study_time.svg").read_text()
     assert all(f">{text}<" in drawn for text in (*plots.SETS.values(), *plots.LABELS.values(), "seconds of training"))
 
 
