@@ -243,7 +243,7 @@ class Auto:
             raise InputError(
                 f"--time is {self.options.time}, but it leaves no time to train: the measurements took "
                 f"{duration(self.state.elapsed)}, and the evaluations need {duration(self._evaluation_seconds())}. Use a longer "
-                "time and another folder"
+                "time and another folder."
             )
 
     def _evaluation_seconds(self) -> float:
