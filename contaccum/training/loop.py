@@ -244,10 +244,14 @@ class Training:
 
     def _finish_step(self, values: dict[str, Any], seconds: float, waited: float) -> None:
         """Count the step as done and log its values. waited: seconds that the step waited for data."""
-        if self.done == 0 and values["negatives"] == 0 and self.engine.is_main:
+        loss = self.config.loss
+        by_score = (
+            loss.guide is not None or loss.false_negative_margin is not None
+        )  # these may mask all negatives of a step
+        if self.done == 0 and values["negatives"] == 0 and not by_score and self.engine.is_main:
             warnings.warn(
-                f"step {self.done + 1}: the queries have no negatives, so nothing is learned. Use more training queries, or "
-                "a batch.micro_batch_size above 1.",
+                "step 1: no query has a negative, so nothing is learned. Use more training queries, or a batch.micro_batch_size "
+                "above 1.",
                 stacklevel=2,
             )
         speed = self.config.batch.global_batch_size / seconds

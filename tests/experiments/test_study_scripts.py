@@ -133,7 +133,7 @@ def test_reduced_set_of_dpr_files_has_their_questions(tmp_path, monkeypatch):
         ("methods-options", "4096f"),
         ("methods-less-time", "4096f"),
         ("methods-longer", "24576f"),
-        ("banks-longer", "49152f"),
+        ("methods-large-banks", "49152f"),
     ],
 )
 def test_study_settings_can_be_trained_in_every_rung(name, budget):

@@ -47,7 +47,7 @@ def test_training_on_one_query_warns_that_there_are_no_negatives(count, tmp_path
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         train(train_config(file, tmp_path / "run", **{"optim.max_steps": 2}))
-    found = [str(one.message) for one in said if "no negatives" in str(one.message)]
+    found = [str(one.message) for one in said if "no query has a negative" in str(one.message)]
     assert len(found) == (1 if count == 1 else 0)
     assert [line["negatives"] == 0 for line in read_log(tmp_path / "run")] == [count == 1] * 2
 
