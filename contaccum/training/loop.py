@@ -245,9 +245,8 @@ class Training:
     def _finish_step(self, values: dict[str, Any], seconds: float, waited: float) -> None:
         """Count the step as done and log its values. waited: seconds that the step waited for data."""
         loss = self.config.loss
-        by_score = (
-            loss.guide is not None or loss.false_negative_margin is not None
-        )  # these may mask all negatives of a step
+        # masks by score may leave a step without negatives
+        by_score = loss.guide is not None or loss.false_negative_margin is not None
         if self.done == 0 and values["negatives"] == 0 and not by_score and self.engine.is_main:
             warnings.warn(
                 "step 1: no query has a negative, so nothing is learned. Use more training queries, or a batch.micro_batch_size "
