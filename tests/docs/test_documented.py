@@ -128,7 +128,7 @@ def run_here(command: Command) -> None:
     make_way(command.arguments)
     arguments = [*command.arguments]
     if arguments[0] == "auto":  # it uses the time that it is given
-        arguments[arguments.index("--time") + 1] = "20s"
+        arguments[arguments.index("--time") + 1] = "120s"
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
