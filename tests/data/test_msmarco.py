@@ -127,3 +127,12 @@ def test_a_header_is_no_passage(header):
     Path("collection.tsv").write_text(f"{header}\n{lines(PASSAGES)}")
     with pytest.raises(InputError, match=r"collection.tsv:1: found the header .* Delete the line"):
         open_corpus("collection.tsv")
+
+
+@pytest.mark.parametrize(("name", "hinted"), [("faq.csv", True), ("faq.tsv", False)])
+def test_a_csv_of_other_columns_is_answered_with_the_way_to_read_it(name, hinted, tmp_path):
+    path = tmp_path / name
+    path.write_text("question,answer\nwhere is it,it is here\n")
+    with pytest.raises(InputError, match="found 1 columns") as refused:
+        check(path)
+    assert ('"hub:FOLDER?query=COLUMN&pos=COLUMN"' in str(refused.value)) == hinted

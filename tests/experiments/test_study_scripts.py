@@ -204,6 +204,7 @@ def test_plot_shows_the_scores_of_the_tables_over_the_measured_time(tmp_path, mo
         for points in plots.points(studies, name).values():
             assert points == sorted(points)
             assert all(re.search(rf"\| {score:.4f} +\| {deviation:.4f} +\|", page) for _, score, deviation in points)
+    assert all(f"{seconds:.3f} s" in page for of_set in plots.SECONDS.values() for seconds in of_set.values())
     medquad = plots.points(studies, "medquad")["grad_cache"]
     assert [seconds for seconds, _, _ in medquad] == pytest.approx([96 * 0.614, 112 * 0.614, 384 * 0.614])
     call(monkeypatch, plots.main, results / "study.jsonl.gz", tmp_path)
