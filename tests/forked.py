@@ -12,6 +12,7 @@ SIGKILL ends the executable first and the forked process a moment later; a test 
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import gc
 import importlib
@@ -40,6 +41,8 @@ HEAVY = (
     "faults",
     "torch._dynamo",
 )
+M_MMAP_THRESHOLD = -3
+"""Number of this option of mallopt in glibc's malloc.h."""
 CLIENT = """#!{python} -IS
 import json, os, signal, socket, sys
 if "doctor" in sys.argv:
@@ -130,6 +133,8 @@ def become(streams: list[int], arguments: list[str], environment: dict[str, str]
         os.close(stream)
     os.environ.clear()
     os.environ |= environment
+    if threshold := environment.get("MALLOC_MMAP_THRESHOLD_"):  # the C library reads it when a process starts
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, int(threshold))
     os.chdir(folder)
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     return arguments

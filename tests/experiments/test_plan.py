@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +24,6 @@ from contaccum.experiments.plan import Measurement, fitting_size, index_costs, l
 from contaccum.runtime.sharding import saved_bytes
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
-PYTHON = sys.executable
 
 
 def curve(size: int) -> float:
@@ -102,7 +100,6 @@ DEMO = ["--config", "configs/demo.yaml", "--model.tiny_vocabulary", "300", "--ba
 
 
 def test_plan_command_measures_and_writes_json(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "executable", PYTHON)  # a forked process would not read this variable
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # freed memory goes back, so the peak is a line in B
     output = tmp_path / "plan.json"
     extra = ["--methods", "cont_accum", "--memory", "4GB", "--corpus_size", "1000000", "--output", str(output)]

@@ -16,9 +16,7 @@ from contaccum.catalog import fetch, hub_sets, pinned  # imports take time, the 
 from contaccum.encoder import DualEncoder
 from contaccum.errors import InputError
 for name in sys.argv[1:]:
-    sys.stdout.flush()
-    if os.fork():  # each look-up in a process of its own: it does not know that another one failed
-        os.wait()
+    if os.fork():  # each look-up in a process of its own, at the same time: it does not know that another one failed
         continue
     began, said = time.monotonic(), ""
     try:
@@ -29,6 +27,9 @@ for name in sys.argv[1:]:
         said = str(error)
     print(json.dumps([name, said, time.monotonic() - began]))
     break
+else:
+    for _ in sys.argv[1:]:
+        os.wait()
 """
 
 
