@@ -4,12 +4,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from forked import python
 from helpers import train_config, write_beir
 
 from contaccum.cli import main
@@ -18,6 +18,7 @@ from contaccum.errors import InputError
 from contaccum.evaluation.significance import compare
 from contaccum.experiments import auto
 from contaccum.experiments.budget import parse_time
+from contaccum.experiments.page import duration
 from contaccum.experiments.tuning import rung_shares, survivors
 
 SECONDS = {"dev": 2.0, "run": 3.0, "cont_accum": 0.01, "cont_cache": 0.01, "grad_cache": 0.012}
@@ -104,6 +105,16 @@ def test_time_that_leaves_no_training_is_refused(planned, limit, enough):
     made._check_time(len(candidates) > 1)
 
 
+@pytest.mark.parametrize(("limit", "tuning", "left"), [("20s", "none in so short a time", 15), ("15m", "3 min", 715)])
+def test_the_plan_divides_the_whole_time(planned, monkeypatch, limit, tuning, left):
+    made, candidates, budget = planned(limit)
+    made.state.spent = 5.0  # seconds of the measurements
+    monkeypatch.setattr(time, "monotonic", lambda: made.state.began)
+    shown = dict(line.split(": ", 1) for line in made._plan_text(candidates, budget).splitlines())
+    assert tuning in shown["tuning"]
+    assert shown["final training and evaluation"] == duration(left)
+
+
 def test_tuning_ends_when_its_time_is_over(planned):
     made, candidates, budget = planned("15m")
     made.state.tuning = 0.2 * made.total
@@ -169,22 +180,14 @@ def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path, capsys
 
 @pytest.mark.acceptance
 def test_a_call_that_is_killed_twice_ends_with_a_better_model(tmp_path):
-    """The demo set without its dev split; killed in tuning and in training; time kept to a tenth."""
+    """The demo set with 600 training queries and no dev split; killed in tuning and in training, which ends after 20 epochs."""
     assert main(["data", "demo", str(tmp_path / "demo")]) == 0
     (tmp_path / "demo" / "qrels" / "dev.tsv").unlink()
-    call = [
-        sys.executable,
-        "-m",
-        "contaccum",
-        "auto",
-        "--memory",
-        "8GB",
-        "--time",
-        "150s",
-        "--output_dir",
-        str(tmp_path / "auto"),
-    ]
-    call += ["--data.train", str(tmp_path / "demo"), "--model.name", "tiny", "--model.temperature", "0.05"]
+    train = tmp_path / "demo" / "qrels" / "train.tsv"
+    train.write_text("".join(train.read_text().splitlines(keepends=True)[:601]))
+    call = [python(), "-m", "contaccum", "auto", "--memory", "8GB", "--time", "300s"]
+    call += ["--output_dir", str(tmp_path / "auto"), "--data.train", str(tmp_path / "demo"), "--model.name", "tiny"]
+    call += ["--model.tiny_width", "64", "--model.tiny_vocabulary", "1000", "--model.temperature", "0.05"]
     call += ["--optim.learning_rate", "1e-3", "--run.device", "cpu", "--model.max_passage_length", "64"]
     environment = {**os.environ, "CONTACCUM_CACHE": str(tmp_path / "cache")}
     state = tmp_path / "auto" / "auto.json"
