@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from huggingface_hub import metadata_load, snapshot_download
+from huggingface_hub import constants, metadata_load, snapshot_download
 
 from contaccum.catalog import table
 from contaccum.catalog.hub_sets import FAILURES, HubName, Rows, beir_from_rows, files_by_split, retrieval_parts
@@ -49,7 +49,8 @@ class Repository(NamedTuple):
         """
         options: Any = {"repo_type": "dataset", "revision": self.commit, "allow_patterns": list(patterns) or None}
         with hub_errors(f"{self.name}: cannot be downloaded from the Hub", *FAILURES, fix=f". {self.hint}"):
-            return Path(snapshot_download(self.name, local_files_only=local, **options))
+            # offline, some versions of huggingface_hub still ask for the list of files
+            return Path(snapshot_download(self.name, local_files_only=local or constants.HF_HUB_OFFLINE, **options))
 
     @property
     def hint(self) -> str:
