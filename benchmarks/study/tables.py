@@ -145,7 +145,10 @@ def quickest(group: RunGroup) -> float | None:
 
 
 def memory(group: RunGroup) -> str:
-    return number(group.mean("peak_mib"), ".0f")
+    """Return the mean peak over the runs on the first run's device. On a CPU, the peak is that of the whole process."""
+    device = group.runs[0].environment.get("device")
+    runs = [run for run in group.runs if run.environment.get("device") == device]
+    return number(RunGroup(group.label, runs).mean("peak_mib"), ".0f")
 
 
 def p(value: float) -> str:
