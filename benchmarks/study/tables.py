@@ -232,10 +232,15 @@ def longer(studies: Studies, name: str) -> Table:
 
 
 def chosen_on_dev(runs: Sequence[RunRecord]) -> dict[str, RunGroup]:
-    """Return each setting with the N and the learning rate that were trained with more than one seed, and the baselines."""
-    tried = {name: group for name, group in groups(runs, rate=True).items() if group.per_query()}
-    return {re.sub(r" (global_batch_size|lr)=\S+", "", name): group for name, group in tried.items()
-            if len(group.runs) > 1 or not group.method}  # fmt: skip
+    """Return each setting with the N and rate that are best on dev, of those with several seeds, and the baselines."""
+    chosen: dict[str, RunGroup] = {}
+    for name, group in groups(runs, rate=True).items():
+        setting = re.sub(r" (global_batch_size|lr)=\S+", "", name)
+        if not group.per_query() or (group.method and len(group.runs) == 1):
+            continue
+        if setting not in chosen or dev_score(group.runs) > dev_score(chosen[setting].runs):
+            chosen[setting] = group
+    return chosen
 
 
 def equal_time(studies: Studies, name: str) -> Table:
@@ -444,7 +449,7 @@ TABLES: dict[str, tuple[Callable[[Studies, str], Table], str]] = {
     **{f"{study}-7168f": (longer_reference, f"{study}-7168f") for study in ("medquad", "scifact", "xquad")},
     "medquad-49152f": (large_banks, "medquad-49152f"),
     "7168f": (all_sets, "medquad-7168f"),
-    **{name: (equal_cost, name) for name in ("medquad-24576f", "medquad-guide")},
+    **{name: (equal_cost, name) for name in ("medquad-24576f", "scifact-24576f", "medquad-guide")},
     **{f"{study}-options": (options, f"{study}-options") for study in ("medquad", "scifact")},
     **{f"{study}-52s": (less_time, f"{study}-52s") for study in ("medquad", "scifact")},
     **{f"{study}-4096f": (less_time, f"{study}-4096f") for study in ("medquad", "scifact", "xquad")},
