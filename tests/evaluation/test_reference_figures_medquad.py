@@ -1,10 +1,6 @@
-"""The figures of all-MiniLM-L6-v2 on MedQuAD, with the encoder in half precision.
-
-A file of its own, so that the processes of the suite share the work.
-"""
+"""The figures of all-MiniLM-L6-v2 on MedQuAD; a file of its own, so that the encoding is shared by the processes of the suite."""
 
 import pytest
-import torch
 from datasets import Dataset
 from opened import judged_split, open_queries, read_corpus
 
@@ -19,13 +15,13 @@ MEDQUAD = {"ndcg@10": 0.8322, "recall@20": 0.9441, "recall@100": 0.9763, "mrr@10
 
 
 @pytest.mark.filterwarnings("ignore:.*a later .* has the same id")
-def test_medquad_to_two_thousandths_in_half_precision(shared_data, minilm):
+def test_medquad_to_one_thousandth(shared_data, minilm):
     """The figures count every line of the corpus as a passage: 34 ids stand again, each at the lowest of its scores.
 
     Read as BEIR's loader reads it (the last passage of an id stands), the same encoder has ndcg@10 0.8350.
     """
     folder = shared_data / "medquad"
-    encoder = DualEncoder.load(minilm, max_query_length=64, max_passage_length=128, dtype=torch.bfloat16)
+    encoder = DualEncoder.load(minilm, max_query_length=64, max_passage_length=128)
     qrels = judged_split(folder, "test", repair=True).qrels
     texts = open_queries(folder, repair=True)
     lines = list(read_corpus(folder / "corpus.jsonl"))
@@ -37,4 +33,4 @@ def test_medquad_to_two_thousandths_in_half_precision(shared_data, minilm):
     run = Retriever.open(encoder, Dataset.from_dict(columns)).search({query: texts[query] for query in qrels}, 100)
     by_id = {q: ranked({lines[int(row)].id: score for row, score in hits}.items()) for q, hits in run.items()}
     mean = evaluate_run(qrels, by_id)["mean"]
-    assert {key: mean[key] for key in MEDQUAD} == pytest.approx(MEDQUAD, abs=0.002)
+    assert {key: mean[key] for key in MEDQUAD} == pytest.approx(MEDQUAD, abs=0.001)
