@@ -50,7 +50,8 @@ class Repository(NamedTuple):
         options: Any = {"repo_type": "dataset", "revision": self.commit, "allow_patterns": list(patterns) or None}
         with hub_errors(f"{self.name}: cannot be downloaded from the Hub", *FAILURES, fix=f". {self.hint}"):
             # offline, some versions of huggingface_hub still ask for the list of files
-            return Path(snapshot_download(self.name, local_files_only=local or constants.HF_HUB_OFFLINE, **options))
+            local = local or constants.is_offline_mode()
+            return Path(snapshot_download(self.name, local_files_only=local, **options))
 
     @property
     def hint(self) -> str:

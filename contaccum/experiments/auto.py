@@ -331,12 +331,13 @@ class Auto:
 
     def _plan_text(self, candidates: list[Values], budget: float) -> str:
         sizes = ", ".join(f"{method} {size}" for method, size in self.state.sizes.items())
-        tuning = TUNING * self.total if budget else 0.0
-        left = self.total - self.state.elapsed - tuning
-        runs = f"{len(candidates)} combinations, {duration(tuning)}; longest run {duration(budget)}"
+        left, tuning = self.total - self.state.elapsed, "none, because the time is too short"
+        if budget:
+            left -= TUNING * self.total
+            tuning = f"{len(candidates)} combinations, {duration(TUNING * self.total)}; longest run {duration(budget)}"
         return (
             f"micro-batch that fits into {self.options.memory}: {sizes}\n"
-            f"tuning: {runs if budget else 'none in so short a time'}\n"
+            f"tuning: {tuning}\n"
             f"final training and evaluation: {duration(left)}\n"
             f"one dev evaluation: {duration(self.state.seconds['dev'])}"
         )

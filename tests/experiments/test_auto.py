@@ -105,7 +105,9 @@ def test_time_that_leaves_no_training_is_refused(planned, limit, enough):
     made._check_time(len(candidates) > 1)
 
 
-@pytest.mark.parametrize(("limit", "tuning", "left"), [("20s", "none in so short a time", 15), ("15m", "3 min", 715)])
+@pytest.mark.parametrize(
+    ("limit", "tuning", "left"), [("20s", "none, because the time is too short", 15), ("15m", "3 min", 715)]
+)
 def test_the_plan_divides_the_whole_time(planned, monkeypatch, limit, tuning, left):
     made, candidates, budget = planned(limit)
     made.state.spent = 5.0  # seconds of the measurements
