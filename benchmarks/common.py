@@ -272,7 +272,7 @@ class Trainee:
     """Encoder with tied towers, its optimizer, and pairs; each call of ``update`` is one optimizer step.
 
     compile: ``default`` or ``cuda_graphs``, as ``run.compile``. texts: queries and passages, truncated to ``lengths``. Default:
-    random texts of these lengths.
+    random texts of these lengths. replay_share: share of the texts that ``cont_cache`` and ``grad_cache`` encode a second time.
     """
 
     def __init__(
@@ -288,8 +288,11 @@ class Trainee:
         compile: str | None = None,
         texts: tuple[list[str], list[str]] | None = None,
         lengths: tuple[int, int] = (QUERY_TOKENS, PASSAGE_TOKENS),
+        replay_share: float = 1.0,
     ) -> None:
-        self.engine = Engine(device=device, precision=precision)
+        self.engine = Engine(
+            device=device, precision=precision, replay_share=replay_share, replay_balance=replay_share < 1
+        )
         most = positions(folder)
         limits = dict(
             zip(("max_query_length", "max_passage_length"), (min(length, most) for length in lengths), strict=True)

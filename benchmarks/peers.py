@@ -28,6 +28,7 @@ import torch
 from common import (
     REAL_LENGTHS,
     TEMPERATURE,
+    PeakMemory,
     Trainee,
     about_texts,
     add_real_texts,
@@ -150,6 +151,8 @@ def make_cases(args: Any, folder: str, dropout: float | None, rate: float) -> di
     plain = Trainee(folder, *given, **texts_of_training(args))
     methods = ["in_batch", "grad_accum", "grad_cache", "cont_accum"]
     cases = {f"contaccum {name}": updates(plain, name, args.bank) for name in methods}
+    sampled = Trainee(folder, *given, **texts_of_training(args), replay_share=0.5)
+    cases["contaccum cont_cache, partial replay"] = updates(sampled, "cont_cache", args.bank)
     peer = Peer(folder, plain, dropout, rate)
     whole = MultipleNegativesRankingLoss(peer.model, scale=1 / TEMPERATURE)
     cached = CachedMultipleNegativesRankingLoss(peer.model, scale=1 / TEMPERATURE, mini_batch_size=args.micro)
@@ -220,24 +223,34 @@ def main() -> None:
     apart = max(losses.values()) - min(losses.values())
     if apart > AGREE and args.precision == "fp32":
         sys.exit(f"the losses differ by {apart:.2e}, expected at most {AGREE}: {json.dumps(losses)}")
-    seconds = interleaved(make_cases(args, folder, dropout=None, rate=1e-6), args.repeats)
+    cases = make_cases(args, folder, dropout=None, rate=1e-6)
+    seconds = interleaved(cases, args.repeats)
+    device = torch.device("cuda" if args.device == "auto" and torch.cuda.is_available() else "cpu")
     rows = [
         {
-            "name": name, "seconds": summary(own), "loss": losses.get(name),
+            "name": name, "seconds": summary(own), "loss": losses.get(name), "peak_bytes": peak(cases[name], device),
             "ratios": {other: ratio(seconds, name, other) for other in ("sentence-transformers, cached", "contaccum grad_accum")},
         }
         for name, own in seconds.items()
     ]  # fmt: skip
-    heads = ["update by", "seconds", "÷ ST cached", "÷ `grad_accum`", "loss, no dropout"]
+    heads = ["update by", "seconds", "÷ ST cached", "÷ `grad_accum`", "peak MiB", "loss, no dropout"]
     lines = [about(args), table(heads, [cells(row) for row in rows])]
     publish(args, "An update compared with other libraries", lines, {"rows": rows, "losses_apart": apart})
+
+
+def peak(update: Callable[[], float], device: torch.device) -> int:
+    """Return the peak bytes of one update, without encoder, optimizer and bank."""
+    with PeakMemory(device) as memory:
+        update()
+    return memory.bytes
 
 
 def cells(row: dict[str, Any]) -> list[str]:
     spreads = (
         f"{s['median']:.3f} ({s['min']:.3f} to {s['max']:.3f})" for s in (row["seconds"], *row["ratios"].values())
     )
-    return [row["name"], *spreads, "other negatives" if row["loss"] is None else f"{row['loss']:.6f}"]
+    peak = f"{row['peak_bytes'] / 2**20:.0f}"
+    return [row["name"], *spreads, peak, "other negatives" if row["loss"] is None else f"{row['loss']:.6f}"]
 
 
 def about(args: Any) -> str:
@@ -245,7 +258,8 @@ def about(args: Any) -> str:
     return (
         f"{about_texts(args)}; N = {args.pairs}, B = {args.micro} (sentence-transformers' mini_batch_size too), "
         f"M = {args.bank:,}, {args.precision}, tied towers, {ours}{args.repeats} rounds, interleaved; median (smallest to "
-        "largest). Targets: `grad_cache` ÷ ST cached at most 0.90, `cont_accum` ÷ ST cached at most 0.70."
+        "largest). Partial replay encodes half of the texts a second time. Peak: tensors of one update, without encoder, "
+        "optimizer and bank. Targets: `grad_cache` ÷ ST cached at most 0.90, `cont_accum` ÷ ST cached at most 0.70."
     )
 
 
