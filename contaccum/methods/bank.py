@@ -102,7 +102,10 @@ class Bank:
         return self.tables.get("")
 
     def logsumexp(self, reverse: bool = False) -> Tensor:
-        """Return the log-sum-exp of each bank row over the bank columns, (fill,). reverse: of each positive over the queries."""
+        """Return the log-sum-exp of each query of the bank over the passages of the bank, (fill,).
+
+        reverse: instead, return the log-sum-exp of each positive of the bank over the queries of the bank.
+        """
         return self.tables["reversed_" if reverse else ""].total(self.fill)
 
     def ages(self) -> Tensor:

@@ -63,8 +63,8 @@ class PartialLogSumExp:
     def __init__(self, slot: int, fill: int, rows: int, per_slot: int, sums: "NestedLogSumExp") -> None:
         """Create empty log-sum-exps.
 
-        slot: first slot that the push overwrites. fill: number of slots that contain a row before the push. rows: number of
-        current rows, b. per_slot: number of columns in a slot. sums: table of the bank.
+        slot: first slot of the bank that the push of the current rows will overwrite. fill: number of slots of the bank that
+        contain a row. rows: number of current rows, b. per_slot: number of columns in a slot. sums: log-sum-exps of the bank.
         """
         self.slot = slot
         self.columns = sums.values.new_empty((fill,))

@@ -82,7 +82,7 @@ class LossValue(NamedTuple):
         return self._replace(contrast=self.contrast * rows, distilled=distilled)
 
     def plus(self, other: "LossValue", weight: float) -> "LossValue":
-        """Return these losses plus ``weight`` times the losses of ``other``, with the partials of both."""
+        """Return these losses plus ``weight`` times the losses of ``other``, with the partial log-sum-exps of both."""
         pairs = zip((self.contrast, self.distilled), (other.contrast, other.distilled), strict=True)
         contrast, distilled = (None if one is None or two is None else one + weight * two for one, two in pairs)
         assert contrast is not None

@@ -24,7 +24,10 @@ TOLERANCE = 1e-5
 
 
 class PairRows(NamedTuple):
-    """Rows of a block of logits. Each row is the query of a training pair or, with ``of_queries``, the positive of the pair."""
+    """Training pairs in the rows of a block of logits.
+
+    A row is the query of its pair. In the passage-to-query direction of the symmetric loss, it is the positive of its pair.
+    """
 
     queries: Tensor | None
     """Row number of each query in the training set, (r,) int64 on the CPU. None: no rule uses it."""

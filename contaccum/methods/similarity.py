@@ -114,7 +114,7 @@ class Similarity:
 
     @property
     def positive_share(self) -> float:
-        """Factor of the logit of the own positive, which has no hardness weight: scale * s * positive_share = s / temperature."""
+        """Factor that turns scale * s into s / temperature: the logit of a row's own positive has no hardness weight."""
         return 1 / (1 + self.hardness * self.temperature)
 
     @property
