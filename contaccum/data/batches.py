@@ -45,8 +45,8 @@ def partition_by_tokens(queries: np.ndarray, passages: np.ndarray, budget: int, 
 
     queries (N,) and passages (N, 1 + H) are lengths in tokens. B pairs have B * (longest query + (1 + H) * longest passage)
     padded tokens. Pairs are sorted by length. The longest pairs come first, so that an out-of-memory error comes early. With W
-    processes (``world``), every process gets one of each W consecutive pairs. The number of micro-batches is as small as possible, and, with this
-    number, the largest micro-batch is as small as possible.
+    processes (``world``), every process gets one of each W consecutive pairs. The number of micro-batches is as small as
+    possible, and, with this number, the largest micro-batch is as small as possible.
     """
     longest = passages.max(axis=1)
     order = np.lexsort((-queries, -longest)).reshape(-1, world)  # (N / W, W); stable
