@@ -51,7 +51,8 @@ class RunConfig(ProcessConfig):
     bank_check_steps: int = setting(100, at_least=0, unit="steps", resume="free")
     """Number of steps between two checks that the banks of all processes are equal. 0: never."""
     log_steps: int = setting(1, at_least=1, unit="steps", resume="free")
-    """Number of steps between two lines in log.jsonl and between two entries in the trackers."""
+    """Number of steps between two lines in log.jsonl and between two entries in the trackers. The last step is always logged. The
+    times in a line are means over the steps since the line before."""
     on_nan: str = setting("stop", resume="free")
     """What to do if an embedding, the loss or a gradient is NaN or infinite. `stop` ends the run. `skip:N` skips at most N
     steps."""

@@ -110,12 +110,12 @@ def holm(values: Sequence[float]) -> list[float]:
 
 
 def compare(
-    ours: Mapping[int, QueryScores], theirs: Mapping[int, QueryScores], measure: str, seed: int = 0
+    ours: Mapping[int | None, QueryScores], theirs: Mapping[int | None, QueryScores], measure: str, seed: int = 0
 ) -> Comparison:
     """Compare two systems on the same queries by one measure, such as ndcg@10.
 
-    ours, theirs: training seed -> values of every query. A system without seeds has one entry. seed: seed of the random sign
-    flips. Raises InputError if the systems were scored on different queries, or if the values lack the measure.
+    ours, theirs: training seed -> values of every query. A system without seeds has the only key None. seed: seed of the random
+    sign flips. Raises InputError if the systems were scored on different queries, or if the values lack the measure.
     """
     first = {number: _values(scores, measure) for number, scores in ours.items()}
     second = {number: _values(scores, measure) for number, scores in theirs.items()}
@@ -169,10 +169,10 @@ def _values(scores: QueryScores, measure: str) -> dict[str, float]:
     return {query: values[measure] for query, values in scores.items()}
 
 
-def _pairs(one: dict[int, np.ndarray], two: dict[int, np.ndarray]) -> list[np.ndarray]:
+def _pairs(one: dict[int | None, np.ndarray], two: dict[int | None, np.ndarray]) -> list[np.ndarray]:
     """Return one array of differences (queries,) for each common seed. A system without seeds is paired with every seed."""
-    if len(one) == 1 and len(two) > 1:
-        one = dict.fromkeys(two, next(iter(one.values())))
-    elif len(two) == 1 and len(one) > 1:
-        two = dict.fromkeys(one, next(iter(two.values())))
-    return [one[number] - two[number] for number in sorted(one.keys() & two.keys())]
+    if None in one:
+        one = dict.fromkeys(two, one[None])
+    elif None in two:
+        two = dict.fromkeys(one, two[None])
+    return [one[number] - two[number] for number in one if number in two]

@@ -291,8 +291,10 @@ class Auto:
 
     def _run_config(self, folder: str, changes: dict[str, str], steps: int, evaluations: int) -> TrainConfig:
         config = self.config(folder, changes)
-        every = max(1, -(-steps // evaluations)) if evaluations else 0
-        run = replace(config.run, eval_steps=every, drift_steps=0, save_steps=max(1, steps // 10) if evaluations else 0)
+        run = replace(config.run, eval_steps=0, save_steps=0, drift_steps=0, log_steps=1)  # every step is timed
+        if evaluations:
+            every, save = max(1, -(-steps // evaluations)), max(1, steps // 10)
+            run = replace(run, eval_steps=every, save_steps=save, log_steps=config.run.log_steps)
         optim = replace(config.optim, max_steps=steps, warmup_steps=None, warmup_ratio=0.1)
         return replace(config, run=run, optim=optim)
 

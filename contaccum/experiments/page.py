@@ -60,7 +60,7 @@ def number(value: float | None, form: str = ".4f") -> str:
 
 
 def text(value: Any) -> str:
-    return number(value, ".1f") if value is None or isinstance(value, float) else str(value)
+    return MISSING if value is None else str(value)
 
 
 def gigabytes(size: float) -> str:
@@ -237,11 +237,12 @@ def _levels(axes: "Axes", groups: list[RunGroup], looks: Looks, metric: str) -> 
 def _dev_over_time(axes: "Axes", groups: list[RunGroup], looks: Looks, metric: str) -> None:
     for group in groups:
         for number, run in enumerate(group.runs):
-            lines = [line for line in run.evaluations if line["step"] in run.times]
+            lines = [line for line in run.evaluations if line["step"] in run.evaluation_times]
             if len(lines) > 1:
-                points = zip(*((run.times[line["step"]], line["dev"].get(metric)) for line in lines), strict=True)
+                times = [run.evaluation_times[line["step"]] for line in lines]
                 label = None if number else group.label
-                axes.plot(*points, alpha=0.8, marker=".", label=label, **looks[group.label])  # type: ignore[arg-type]
+                scores = [line["dev"].get(metric) for line in lines]
+                axes.plot(times, scores, alpha=0.8, marker=".", label=label, **looks[group.label])  # type: ignore[arg-type]
 
 
 def _metric_over_bank(axes: "Axes", groups: list[RunGroup], looks: Looks, metric: str) -> None:

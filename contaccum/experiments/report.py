@@ -199,17 +199,21 @@ def _time_section(groups: list[RunGroup], metric: str) -> Section:
     if limited is None:
         return Section(title, (), (), (f"No run was evaluated on dev (data.dev, run.eval_steps). {how}",))
     seconds, table = limited
-    note = f"Last evaluation of each run on dev within {seconds:.1f} s, the time of the fastest setting. {how}"
+    note = (
+        f"Last evaluation of each run on dev within {seconds:.1f} s, when all seeds of the fastest setting end. {how}"
+    )
     return Section(title, (), [table], (note,))
 
 
 def equal_time(groups: list[RunGroup], metric: str) -> tuple[float, Table] | None:
     """Return the training seconds of the fastest group, and a table of the dev scores of all groups after as many seconds.
 
-    Return None if no run has dev scores.
+    The seconds of a group are those of its slowest run, so that every run of the fastest group counts to its end. Return None if
+    no run has dev scores.
     """
     trained = [group for group in groups if any(run.evaluations for run in group.runs)]
-    times = [seconds for group in trained if (seconds := group.mean("train_seconds")) is not None]
+    ends = [[run.train_seconds for run in group.runs if run.train_seconds is not None] for group in trained]
+    times = [max(seconds) for seconds in ends if seconds]
     if not times:
         return None
     rows = []
@@ -225,7 +229,7 @@ def equal_time(groups: list[RunGroup], metric: str) -> tuple[float, Table] | Non
 
 def score_at(run: RunRecord, seconds: float, metric: str) -> tuple[int, float] | None:
     """Return step and dev metric of the last evaluation in the first ``seconds`` of training, or None if there is none."""
-    early = [line for line in run.evaluations if run.times.get(line["step"], float("inf")) <= seconds]
+    early = [line for line in run.evaluations if run.evaluation_times.get(line["step"], float("inf")) <= seconds]
     return (early[-1]["step"], early[-1]["dev"][metric]) if early and metric in early[-1]["dev"] else None
 
 

@@ -12,6 +12,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
+import numpy as np
+
 from contaccum.config import METHOD_SPECS, affects, train_settings
 from contaccum.errors import InputError
 from contaccum.evaluation.metrics import read_metrics
@@ -61,11 +63,18 @@ class RunRecord:
         The time of evaluations, checkpoints and drift measurements is not counted.
         """
         steps = [line["step"] for line in self.steps]
-        # "seconds" is the mean time of a step since the previous line of the log
+        # "seconds" is the mean time of the steps since the previous line of the log
         spans = [
             line["seconds"] * (step - last) for line, step, last in zip(self.steps, steps, [0, *steps], strict=False)
         ]
         return dict(zip(steps, accumulate(spans), strict=True))
+
+    @cached_property
+    def evaluation_times(self) -> dict[int, float]:
+        """Step of an evaluation on dev -> seconds of training up to this step, interpolated between the logged steps."""
+        last = max(self.times, default=0)
+        steps = [line["step"] for line in self.evaluations if line["step"] <= last]
+        return dict(zip(steps, np.interp(steps, [0, *self.times], [0.0, *self.times.values()]).tolist(), strict=True))
 
     @property
     def train_seconds(self) -> float | None:
@@ -197,9 +206,9 @@ class RunGroup:
         """Return the mean and the standard deviation of the metric over the runs."""
         return mean_std(self.scores(metric))
 
-    def per_query(self) -> dict[int, QueryScores]:
-        """Return the metrics of each query for each run: seed of the run -> metrics."""
-        return {run.seed: run.per_query for run in self.runs if run.per_query}
+    def per_query(self) -> dict[int | None, QueryScores]:
+        """Return the metrics of each query for each run: seed of the run (None for a baseline) -> metrics."""
+        return {run.seed if run.method else None: run.per_query for run in self.runs if run.per_query}
 
     def mean(self, name: str) -> float | None:
         """Return the mean of an attribute of RunRecord, such as ``train_seconds``, over the runs."""

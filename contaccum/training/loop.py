@@ -109,6 +109,7 @@ class Training:
         self.done = self.skipped = 0  # numbers of steps; ``done`` includes the skipped steps
         self.best: dict[str, Any] = {}
         self.evaluated = 0  # step of the last evaluation
+        self.unlogged = (0, 0.0, 0.0)  # steps since the last line of the log, their seconds, and those spent waiting
         if checkpoint:
             self._resume(checkpoint, optimizer, changed)
         engine.prepare(self.encoder, optimizer)
@@ -253,12 +254,16 @@ class Training:
                 "above 1.",
                 stacklevel=2,
             )
-        speed = self.config.batch.global_batch_size / seconds
-        values |= {"seconds": seconds, "waited": waited, "pairs_per_second": speed}
+        count, all_seconds, all_waited = self.unlogged
+        self.unlogged = count, seconds, waited = count + 1, all_seconds + seconds, all_waited + waited
+        speed = self.config.batch.global_batch_size * count / seconds
+        values |= {"seconds": seconds / count, "waited": waited / count, "pairs_per_second": speed}
         self.done += 1
         if self._due(self.config.run.drift_steps):
             values |= self.drift.measure()
-        self.log.step(values, self._due(self.config.run.log_steps))
+        if write := self._due(self.config.run.log_steps) or self.done == self.total:
+            self.unlogged = (0, 0.0, 0.0)
+        self.log.step(values, write)
 
     def skip_step(self, error: NotFiniteError) -> None:
         """Undo a step with NaN or infinity, and count it as skipped. Raise InputError if no more steps may be skipped."""

@@ -130,6 +130,15 @@ def test_a_tuning_run_has_at_most_20_epochs(planned):
     assert [made._most_steps(each) for each in candidates[:1]] == [20 * made._queries // 16]
 
 
+def test_every_step_of_a_measured_run_is_logged(planned):
+    """run.log_steps 10 left no line in a trial of 8 steps, and no time to take the median of."""
+    made, candidates, _ = planned("15m")
+    base = made.configure({})
+    made.configure = lambda _: replace(base, run=replace(base.run, log_steps=10))
+    logged = [made._run_config("run", dict(candidates[0]), 8, evaluations).run.log_steps for evaluations in (0, 4)]
+    assert logged == [1, 10]
+
+
 @pytest.mark.filterwarnings("ignore:.*1 queries are skipped")
 def test_training_queries_are_counted_as_training_reads_them(tmp_path):
     data = write_beir(tmp_path / "data")

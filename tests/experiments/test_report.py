@@ -18,6 +18,7 @@ from contaccum.experiments.report import (
     quality,
     runs_table,
     score_at,
+    settings_table,
     verdict,
 )
 from contaccum.experiments.run_records import best_of_runs, differences, group_runs, load_run_record
@@ -76,6 +77,31 @@ def test_in_batch_shows_the_global_batch_as_its_micro_batch(tmp_path):
 def test_log_line_covers_the_steps_since_the_previous_line(tmp_path):
     run = load_run_record(folder(tmp_path / "run", "grad_accum", [1.0, 2.0], every=5))
     assert run.times == {5: 5.0, 10: 15.0}
+
+
+def test_evaluation_between_two_logged_steps_has_a_time(tmp_path):
+    path = folder(tmp_path / "run", "grad_accum", [1.0, 2.0], every=5)
+    with open(path / "log.jsonl", "a") as log:
+        log.writelines(json.dumps({"step": step, "dev": {"ndcg@10": step / 10}}) + "\n" for step in (2, 6, 11))
+    run = load_run_record(path)
+    assert run.evaluation_times == {2: 2.0, 6: 7.0}  # no line says when step 11 ended
+    assert score_at(run, 7.0, "ndcg@10") == (6, 0.6)
+
+
+def test_settings_that_differ_are_not_rounded(tmp_path):
+    """A rate of 2e-05 was once shown as 0.0, and temperatures of 0.05 and 0.1 were both 0.1, so their row was missing."""
+    runs = [folder(tmp_path / t, "grad_cache", [1.0], **{"model.temperature": float(t)}) for t in ("0.05", "0.1")]
+    table = settings_table(group_runs([load_run_record(run) for run in runs]))
+    assert table.rows == [["model.temperature", "0.05", "0.1"]]
+
+
+def test_equal_time_counts_every_seed_of_the_fastest_setting_to_its_end(tmp_path):
+    """The seeds end after 1 s and 3 s. With their mean as the limit, the last score of the slower one would not count."""
+    for seed, seconds in enumerate((1.0, 3.0)):
+        folder(tmp_path / f"{seed}", "grad_cache", [seconds], evaluations={1: 0.5}, seed=seed)
+    limit, table = equal_time(group_runs([load_run_record(tmp_path / name) for name in "01"]), "ndcg@10")
+    assert limit == 3.0
+    assert table.rows == [["grad_cache", "0.5000", "0.0000", "2", "1", "2.0"]]
 
 
 def test_runs_without_log_or_metrics_have_empty_cells(tmp_path):

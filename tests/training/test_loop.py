@@ -128,7 +128,7 @@ def test_best_dev_model_is_saved(data, tmp_path):
 
 
 def test_log_and_dev_evaluation_follow_their_settings(data, tmp_path, monkeypatch):
-    """Every third step is logged, the named split is used, and no evaluation batch exceeds its tokens."""
+    """Every fourth step and the last are logged, the named split is used, and no evaluation batch exceeds its tokens."""
     (data / "qrels" / "dev.tsv").rename(data / "qrels" / "held_out.tsv")
     passes = []
     forward = Tower.forward
@@ -140,11 +140,11 @@ def test_log_and_dev_evaluation_follow_their_settings(data, tmp_path, monkeypatc
 
     monkeypatch.setattr(Tower, "forward", seen)
     changes = {
-        "data.dev": str(data), "run.log_steps": 3, "run.eval_steps": 4, "run.drift_steps": 0, "run.eval_batch_tokens": 40
+        "data.dev": str(data), "run.log_steps": 4, "run.eval_steps": 3, "run.drift_steps": 0, "run.eval_batch_tokens": 40
     }  # fmt: skip
     train(train_config(data, tmp_path / "run", **changes, **{"data.dev_split": "held_out"}))
     assert [(line["step"], "dev" in line) for line in read_log(tmp_path / "run")] == [
-        (3, False), (4, True), (6, False), (6, True)
+        (3, True), (4, False), (6, False), (6, True)
     ]  # fmt: skip
     assert 16 < max(passes) <= 40
     with pytest.raises(InputError, match="split 'dev' not found"):
