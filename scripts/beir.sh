@@ -12,11 +12,13 @@ shift 2
 
 launch=(${LAUNCH:-python -m})
 data=$(contaccum data fetch "$data")
-"${launch[@]}" contaccum train --config "$root/configs/finetune.yaml" --data.train "$data" --data.repair true \
-    --model.name sentence-transformers/all-MiniLM-L6-v2 --output_dir "$output" --resume "$@"
-"${launch[@]}" contaccum encode --model "$output/model" --input "$data" --output "$output/embeddings" --repair
+settings=(--config "$root/configs/finetune.yaml" --data.train "$data" --data.repair true
+    --model.name sentence-transformers/all-MiniLM-L6-v2 --output_dir "$output" "$@")
+"${launch[@]}" contaccum train "${settings[@]}" --resume
+flags=$(data_flags "${settings[@]}" --data.strict false) # encode and search have no --strict
+"${launch[@]}" contaccum encode --model "$output/model" --input "$data" --output "$output/embeddings" $flags
 if [ ! -e "$output/test.trec" ]; then
-    contaccum search --model "$output/model" --data "$data" --split test --embeddings "$output/embeddings" --repair \
+    contaccum search --model "$output/model" --data "$data" --split test --embeddings "$output/embeddings" $flags \
         --output "$output/test.trec"
 fi
 contaccum evaluate --run "$output/test.trec" --qrels "$data/qrels/test.tsv" --output "$output/metrics.json"

@@ -24,9 +24,10 @@ contaccum_install() {
 }
 contaccum_install
 
-data_flags() { # contaccum train options: what evaluation must be told of them
+data_flags() { # contaccum train options: what encoding, search and evaluation must be told of them
     contaccum train "$@" --print_config | python -c '
 import sys, yaml
 data = yaml.safe_load(sys.stdin)["data"]
-print(*(f"--{name}" for name in ("repair", "strict") if data[name]))'
+print(*(f"--{name}" for name in ("repair", "strict") if data[name]))
+print(*(f"--{name}={data[name]}" for name in ("max_bad_records", "max_unpacked") if data[name]))'
 }

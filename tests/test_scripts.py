@@ -60,6 +60,14 @@ def test_train_script_evaluates_and_a_second_call_adds_nothing(script, data, tmp
     assert (run / "model" / "query_encoder" / "model.safetensors").stat().st_mtime_ns >= model
 
 
+@pytest.mark.parametrize("name", ["train.sh", "beir.sh"])
+def test_records_that_training_may_skip_are_skipped_afterwards_too(script, data, tmp_path, name):
+    with open(data / "corpus.jsonl", "a") as corpus:
+        corpus.write('{"_id": "cut off"')
+    script(name, data, tmp_path / "run", *TINY, "--data.max_bad_records", "1")
+    assert read_json(tmp_path / "run" / "metrics.json")["queries"] == 10
+
+
 def test_beir_script_writes_metrics_and_a_run_file(script, data, tmp_path):
     script("beir.sh", data, tmp_path / "run", *TINY)
     assert read_json(tmp_path / "run" / "metrics.json")["queries"] == 10
