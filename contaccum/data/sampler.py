@@ -70,7 +70,10 @@ class StepSampler:
         self._passages = len(train_set.passages)
         self._seed = [seed] if member is None else [seed, MEMBER, member]
         self.size, self.hard_negatives, self._fill = global_batch_size, hard_negatives, fill
-        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+        self._order = (
+            -1,
+            np.empty(0, dtype=np.int64),
+        )  # an epoch and its order, in one tuple: threads may share a sampler
         short = int(np.count_nonzero(self._negatives.lengths < hard_negatives))
         if short and fill == "random":
             self._refuse_too_few(train_set)
@@ -132,9 +135,11 @@ class StepSampler:
         return np.concatenate(parts)
 
     def _permutation(self, epoch: int) -> np.ndarray:
-        if epoch != self._epoch:
-            self._order, self._epoch = self._ordered(epoch), epoch
-        return self._order
+        known, order = self._order
+        if epoch != known:
+            order = self._ordered(epoch)
+            self._order = epoch, order
+        return order
 
     def _ordered(self, epoch: int) -> np.ndarray:
         count, random = len(self._positives), random_stream(*self._seed, ORDER, epoch)

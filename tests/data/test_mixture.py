@@ -15,7 +15,7 @@ from contaccum.batch import NO_PASSAGE
 from contaccum.cli import main
 from contaccum.config import DataConfig, MixtureConfig, from_mapping, to_yaml, validate
 from contaccum.data.dataset import load_training
-from contaccum.data.sampler import MixtureSampler, make_sampler
+from contaccum.data.sampler import MixtureSampler, StepSampler, make_sampler
 from contaccum.errors import InputError
 from contaccum.runtime.engine import Engine
 from contaccum.training import parts
@@ -85,6 +85,23 @@ def test_a_step_depends_only_on_seed_and_step(sets):
             assert np.array_equal(one, other)
     _, other = sampler_of(mixed(sets), seed=1)
     assert not np.array_equal(other(0).queries, steps[0].queries)
+
+
+def test_a_sampler_can_be_read_by_two_threads(sets, monkeypatch):
+    """The log reads past steps with a clone, which has the same StepSamplers as the thread that prepares the next steps."""
+    _, sampler = sampler_of(mixed(sets), size=sum(SIZES))
+    expected, reads = [sampler(step).queries.tolist() for step in range(3)], []
+
+    def interrupted(own, name, value):  # the other thread runs after this assignment
+        object.__setattr__(own, name, value)
+        if not reads:
+            reads.append(None)
+            reads.append(sampler(0).queries.tolist())
+
+    sampler(0)
+    monkeypatch.setattr(StepSampler, "__setattr__", interrupted)
+    assert sampler(2).queries.tolist() == expected[2]
+    assert reads[1] == expected[0]
 
 
 def test_each_set_uses_its_prefixes(sets, tmp_path):
