@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from contaccum.catalog import NANO
-from contaccum.catalog.download import FORUMS
+from contaccum.catalog import HUB_PREFIX, NANO
+from contaccum.catalog.download import FORUMS, MD5
 from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.data.retrieval_set import RetrievalSet
@@ -195,7 +195,7 @@ def benchmark_sets(data: str, split: str) -> list[BenchmarkSet]:
     if os.path.exists(data):
         return [BenchmarkSet(data, split, data)]
     named: dict[str, str] = {}
-    for each in data.split(","):
+    for each in _names(data):
         named |= FAMILIES.get(each, {each: split})
     found = []
     for name, own in named.items():
@@ -207,6 +207,18 @@ def benchmark_sets(data: str, split: str) -> list[BenchmarkSet]:
     if len({row for row, _ in sources}) < len(sources):
         return [each._replace(row=each.data) for each in found]
     return found
+
+
+def _names(data: str) -> list[str]:
+    """Divide names at commas. In ``hub:owner/name?query=q&pos=p&neg=a,b``, b is a column and not the name of a data set."""
+    names: list[str] = []
+    for each in data.split(","):
+        is_set = each in MD5 or each in FAMILIES or ":" in each or "/" in each
+        if names and names[-1].startswith(HUB_PREFIX) and "?" in names[-1] and not is_set:
+            names[-1] += f",{each}"
+        else:
+            names.append(each)
+    return names
 
 
 def evaluate_benchmark(

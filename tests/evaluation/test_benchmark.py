@@ -150,6 +150,9 @@ def test_nanobeir_and_lists_are_taken_apart(tmp_path, monkeypatch):
     assert [part.row for part in benchmark_sets("a/data,b/data", "test")] == ["a/data", "b/data"]
     (tmp_path / "with,comma").mkdir()
     assert len(benchmark_sets("with,comma", "test")) == 1
+    mapped = "hub:o/n?query=q&pos=p&neg=a,b"  # a and b are columns
+    for given in ([mapped], [mapped, "scifact"], ["fiqa", mapped, "hub:o/m?query=q&pos=p"], [mapped, "a/data"]):
+        assert [part.data for part in benchmark_sets(",".join(given), "test")] == given
 
 
 def test_a_relevance_level_cuts_all_measures_but_ndcg():
