@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from contaccum.errors import InputError
 from contaccum.formats.records import RejectedRecords
-from contaccum.runtime.checks import require_known_ids, require_utf8
+from contaccum.runtime.checks import require_fast, require_known_ids, require_utf8
 from contaccum.runtime.files import read_json, remove_folder, sha256_of, write_json
 from contaccum.runtime.locks import cached_folder, file_key
 
@@ -233,7 +233,7 @@ class TextTokens:
         prefix: text to put before each text. vocabulary: number of word embeddings; ``rows`` raises InputError for a token id
         without a word embedding. None: token ids are not checked.
         """
-        _require_fast(tokenizer)
+        require_fast(tokenizer)
         self._tokenizer, self._prefix = copy.deepcopy(tokenizer), require_utf8(prefix, f"prefix {prefix!a}")
         self._vocabulary, self.max_length = vocabulary, max_length
         """Maximum number of tokens of a text, including special tokens. A longer text is truncated."""
@@ -267,7 +267,7 @@ def build_token_table(
     more than ``max_length`` tokens, including special tokens, is truncated. fingerprint: hash of ``texts``. vocabulary: number
     of word embeddings. Raises InputError for a slow tokenizer and for a token id without a word embedding.
     """
-    _require_fast(tokenizer)
+    require_fast(tokenizer)
     key = [fingerprint, list(columns), tokenizer_hash(tokenizer), max_length, prefix]
 
     def build(folder: Path) -> None:
@@ -298,11 +298,6 @@ def _is_damaged(folder: Path) -> bool:
     if not isinstance(hashes, dict):
         return True
     return any(not (folder / name).is_file() or sha256_of(folder / name) != hashed for name, hashed in hashes.items())
-
-
-def _require_fast(tokenizer: "PreTrainedTokenizerBase") -> None:
-    if not tokenizer.is_fast:
-        raise InputError(f"{tokenizer.name_or_path!r} has no fast tokenizer; contaccum needs one (tokenizer.json)")
 
 
 def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:

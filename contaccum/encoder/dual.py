@@ -263,7 +263,13 @@ class DualEncoder(nn.Module):
         for tower in self.towers:
             backbone = tower.backbone  # transformers 5 renamed the method
             enable = getattr(backbone, "activation_checkpointing_enable", backbone.gradient_checkpointing_enable)
-            enable({"use_reentrant": False})
+            try:
+                enable({"use_reentrant": False})
+            except ValueError as error:
+                raise InputError(
+                    "model.gradient_checkpointing is true, but the model type "
+                    f"{backbone.config.model_type} does not support it. Set it to false."
+                ) from error
         self.recomputes = True
 
     def save(self, folder: str | Path) -> None:

@@ -24,7 +24,10 @@ PACKED_ROWS = 1024  # oneDNN chooses the layout of packed weights for inputs wit
 # model types whose layers accept text bounds and token positions as arguments; tests cover all of them
 UNPADDED_FAMILIES = ("bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta")
 # model types in which the first position id is the id of the padding token + 1
-PADDING_FIRST = ("roberta", "xlm-roberta", "camembert", "mpnet")
+PADDING_FIRST = (
+    "roberta", "xlm-roberta", "camembert", "mpnet", "data2vec-text", "ibert", "longformer", "luke", "roberta-prelayernorm",
+    "xlm-roberta-xl", "xmod",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

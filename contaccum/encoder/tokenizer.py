@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from contaccum.batch import Tokens, token_batches
 from contaccum.encoder.folders import ModelFile, TowerFiles
 from contaccum.errors import InputError
-from contaccum.runtime.checks import require_known_ids
+from contaccum.runtime.checks import require_fast, require_known_ids
 from contaccum.runtime.hub import optional_json
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -29,6 +29,7 @@ def load_tokenizer(files: TowerFiles, trust_remote_code: bool) -> Any:
     if optional_json(name, f"{subfolder}/tokenizer_config.json".lstrip("/"), ModelFile) is None and files.base:
         name, subfolder = files.base.name, ""
     tokenizer = AutoTokenizer.from_pretrained(name, subfolder=subfolder, trust_remote_code=trust_remote_code)
+    require_fast(tokenizer)
     for key in ("is_local", "local_files_only"):  # options of this call only: they must not be saved with the tokenizer
         tokenizer.init_kwargs.pop(key, None)
     if tokenizer.pad_token is None:  # decoder-only models: padding is masked, so any token works
@@ -42,7 +43,15 @@ def load_tokenizer(files: TowerFiles, trust_remote_code: bool) -> Any:
         backend = tokenizer.backend_tokenizer
         steps = [] if backend.normalizer is None else [backend.normalizer]
         backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *steps])
+        _save_as_changed(tokenizer)
     return tokenizer
+
+
+def _save_as_changed(tokenizer: Any) -> None:
+    """Save the class PreTrainedTokenizerFast, which loads a changed tokenizer as it is; other classes rebuild its parts."""
+    for name in ("model_input_names", "padding_side"):  # their default values depend on the class
+        tokenizer.init_kwargs[name] = getattr(tokenizer, name)
+    tokenizer.__class__ = PreTrainedTokenizerFast
 
 
 def check_vocabulary(tokenizer: Any, vocabulary: int | None) -> None:
@@ -74,6 +83,7 @@ def append_eos(tokenizer: Any, name: str) -> None:
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     state["post_processor"] = _with_end(state["post_processor"], end, tokenizer.convert_tokens_to_ids(end))
     tokenizer.backend_tokenizer.post_processor = Tokenizer.from_str(json.dumps(state)).post_processor
+    _save_as_changed(tokenizer)
 
 
 def _with_end(processor: dict[str, Any] | None, end: str, number: int) -> dict[str, Any]:
@@ -113,6 +123,10 @@ def tokenized(
     for start in range(0, len(texts), WINDOW):
         window = texts[start : start + WINDOW]
         rows = tokenizer(window, truncation=True, max_length=max_length, return_token_type_ids=False)
+        for ids, mask in zip(rows["input_ids"], rows["attention_mask"], strict=True):
+            if not ids:  # an empty text, if the tokenizer adds no special tokens
+                ids.append(tokenizer.pad_token_id)
+                mask.append(1)
         for chosen in token_batches([len(row) for row in rows["input_ids"]], budget):
             batch = {name: [values[index] for index in chosen] for name, values in rows.items()}
             padded = tokenizer.pad(batch, return_tensors="pt")

@@ -33,8 +33,9 @@ def pool(states: Tensor, mask: Tensor, pooling: str) -> Tensor:
     pooling: cls (use the first token), last (use the last token) or mean (average of all tokens).
     """
     if pooling == "mean":
-        weights = mask.unsqueeze(-1).to(states.dtype)  # (n, length, 1)
-        return (states * weights).sum(1) / weights.sum(1).clamp(min=1)
+        wide = torch.promote_types(states.dtype, torch.float32)  # sums over long texts can overflow in float16
+        total = (states * mask.unsqueeze(-1).to(states.dtype)).sum(1, dtype=wide)  # (n, d)
+        return (total / mask.sum(1, keepdim=True).clamp(min=1)).to(states.dtype)
     first = mask.argmax(1)  # (n,)
     position = first if pooling == "cls" else first + mask.sum(1) - 1
     return states[torch.arange(len(states), device=states.device), position]
@@ -63,7 +64,7 @@ class Tower(nn.Module):
         self.backbone, self.tokenizer, self.pooling, self.base = backbone, tokenizer, pooling, base
         self.dense: Any = nn.ModuleList(dense)
         limit = getattr(backbone.config, "max_position_embeddings", None)
-        self.position_limit = None if limit is None else limit - first_position(backbone.config)
+        self.position_limit = None if limit is None or limit < 1 else limit - first_position(backbone.config)
         """Maximum number of tokens of a text that the position embeddings allow. None: no limit."""
         self.vocabulary = word_embeddings(backbone)
         """Number of word embeddings, which is larger than every token id. None: the backbone has no table of word embeddings."""

@@ -1,4 +1,4 @@
-"""Checks: a text must be valid UTF-8, token ids must be known, and an output must not be an input."""
+"""Checks of texts (valid UTF-8), tokenizers (fast), token ids (known) and outputs (not also inputs)."""
 
 import os
 from pathlib import Path
@@ -21,6 +21,12 @@ def require_utf8(text: str, where: str) -> str:
         found = f"byte 0x{code - 0xDC00:02x} is not UTF-8" if is_byte else "found half a character (a lone surrogate)"
         raise InputError(f"{where}: {found}; the text must be valid UTF-8") from error
     return text
+
+
+def require_fast(tokenizer: Any) -> None:
+    """Raise InputError if ``tokenizer`` is not a tokenizer of the tokenizers library."""
+    if not tokenizer.is_fast:
+        raise InputError(f"{tokenizer.name_or_path!r} has no fast tokenizer; contaccum needs one (tokenizer.json)")
 
 
 def require_known_ids(largest: int, vocabulary: int | None, tokenizer: Any) -> None:

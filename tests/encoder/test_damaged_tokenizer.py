@@ -104,6 +104,16 @@ def test_a_decoder_without_padding_token_pads_with_its_end_of_text_token(tmp_pat
     assert np.isfinite(encoder.encode_queries(["the red fox", "owl"])).all()
 
 
+def test_a_slow_tokenizer_is_refused(tmp_path):
+    folder = family_folder("roberta", tmp_path / "plain")
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.txt").write_text("fox 1\nowl 1\n")
+    (folder / "bpe.codes").write_text("#version: 0.2\n")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PhobertTokenizer"}')
+    with pytest.raises(InputError, match="has no fast tokenizer"):
+        DualEncoder.load(folder, **SIZE)
+
+
 def test_an_added_token_without_embedding_is_refused_only_in_a_text(tmp_path):
     """As in the tokenizer of EmbeddingGemma, whose token for images has no word embedding."""
     folder = family_folder("bert", tmp_path / "plain")

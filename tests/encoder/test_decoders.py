@@ -1,9 +1,12 @@
 """Decoder-only encoders: last-token pooling, end-of-text tokens, padding on the right."""
 
+import json
+
 import numpy as np
 import pytest
-from tiny_families import DECODERS, TEXTS, family_folder
-from tokenizers import processors
+from tiny_families import DECODERS, SIZES, TEXTS, family_folder
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from transformers import GPTNeoXConfig, GPTNeoXModel
 
 from contaccum import DualEncoder
 from contaccum.batch import Tokens
@@ -34,6 +37,32 @@ def test_plain_decoders_default_to_last_token_and_eos(folder, tmp_path):
     again = DualEncoder.load(tmp_path / "saved")
     assert end_of(again) == "[SEP]"
     np.testing.assert_array_equal(again.encode_queries(TEXTS), encoder.encode_queries(TEXTS))
+
+
+def test_end_token_is_saved_if_the_tokenizer_class_rebuilds_its_post_processor(tmp_path):
+    folder, words = tmp_path / "plain", Tokenizer(models.BPE())
+    GPTNeoXModel(GPTNeoXConfig(**SIZES, vocab_size=300, max_position_embeddings=40)).save_pretrained(folder)
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=290, special_tokens=["[SEP]"], show_progress=False))
+    words.save(str(folder / "tokenizer.json"))
+    names = {"eos_token": "[SEP]", "pad_token": "[SEP]", "bos_token": "[SEP]", "unk_token": "[SEP]"}
+    about = {"tokenizer_class": "GPTNeoXTokenizer", **names}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    encoder = DualEncoder.load(folder, **SIZE)
+    encoder.save(tmp_path / "saved")
+    again = DualEncoder.load(tmp_path / "saved")
+    assert end_of(encoder) == end_of(again) == "[SEP]"
+    np.testing.assert_array_equal(again.encode_queries(TEXTS), encoder.encode_queries(TEXTS))
+    assert again.query_tower.tokenizer.model_input_names == ["input_ids", "attention_mask"]  # as in the original class
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
+def test_a_text_without_tokens_has_a_vector_of_its_own(pooling, tmp_path):
+    encoder = DualEncoder.load(family_folder("qwen3", tmp_path / "plain"), pooling=pooling, append_eos=False, **SIZE)
+    assert encoder.query_tower.tokenizer("")["input_ids"] == []
+    alone = encoder.encode_queries([""])
+    np.testing.assert_allclose(encoder.encode_queries(["the red fox", ""])[1:], alone, atol=1e-6)
+    assert np.isfinite(alone).all()
 
 
 def test_options_override_decoder_defaults(folder):

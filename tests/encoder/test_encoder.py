@@ -9,9 +9,10 @@ import torch
 from helpers import micro_batches, tiny_encoder
 from sentence_transformers import SentenceTransformer
 from tiny_families import TEXTS
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoTokenizer
 
-from contaccum.encoder import DualEncoder, EncoderSettings, pool, tiny_tower
+from contaccum.batch import Tokens
+from contaccum.encoder import DualEncoder, EncoderSettings, Tower, pool, tiny_tower
 from contaccum.errors import InputError
 
 
@@ -35,6 +36,36 @@ def test_pooling_ignores_padding_on_either_side():
     assert pool(states, left, "mean").tolist() == [[3, 4], [8, 9]]
     assert pool(states, left, "cls").tolist() == [[2, 3], [6, 7]]
     assert pool(states, left, "last").tolist() == [[4, 5], [10, 11]]
+
+
+@pytest.mark.parametrize(
+    ("family", "limit"),
+    [
+        ("bert", 40),
+        ("roberta", 38),
+        ("data2vec-text", 38),
+        ("roberta-prelayernorm", 38),
+        ("ibert", 38),
+        ("xlnet", None),
+    ],
+)
+def test_texts_are_as_long_as_the_position_embeddings_allow(family, limit):
+    size = {"d_head": 16} if family == "xlnet" else {"max_position_embeddings": 40, "intermediate_size": 64}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 50, "pad_token_id": 1}
+    tower = Tower(AutoModel.from_config(AutoConfig.for_model(family, **sizes, **size)).eval(), None, "mean")
+    assert tower.position_limit == limit
+    for length in (limit or 50, (limit or 50) + 1):
+        tokens = Tokens(torch.full((1, length), 7), torch.ones(1, length, dtype=torch.long))
+        if limit is None or length == limit:
+            assert tower(tokens).isfinite().all()
+        else:
+            with pytest.raises((IndexError, RuntimeError)):
+                tower(tokens)
+
+
+def test_mean_of_a_long_text_does_not_overflow_in_float16():
+    states = torch.full((1, 8192, 2), 10.0, dtype=torch.float16)
+    assert pool(states, torch.ones(1, 8192, dtype=torch.long), "mean").tolist() == [[10, 10]]
 
 
 @pytest.mark.parametrize("pooling", ["cls", "mean", "last"])

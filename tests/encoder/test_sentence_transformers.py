@@ -202,6 +202,18 @@ def test_do_lower_case_is_applied(tmp_path):
     np.testing.assert_array_equal(lower[0], lower[1])
 
 
+def test_do_lower_case_is_saved_if_the_tokenizer_class_rebuilds_its_normalizer(tmp_path):
+    theirs = their_model(family_folder("bert", tmp_path / "plain"))
+    theirs.save(str(tmp_path / "theirs"), create_model_card=False)
+    (tmp_path / "theirs" / "sentence_bert_config.json").write_text(json.dumps({"do_lower_case": True}))
+    path = tmp_path / "theirs" / "tokenizer_config.json"
+    about = json.loads(path.read_text()) | {"tokenizer_class": "BertTokenizer", "do_lower_case": False}
+    path.write_text(json.dumps(about))
+    DualEncoder.load(tmp_path / "theirs").save(tmp_path / "saved")
+    upper, lower = DualEncoder.load(tmp_path / "saved").encode_queries(["The Red FOX", "the red fox"])
+    np.testing.assert_array_equal(upper, lower)
+
+
 def test_max_length_is_limited_to_positions(tmp_path):
     theirs = their_model(family_folder("bert", tmp_path / "plain"), length=4000)
     theirs.save(str(tmp_path / "theirs"), create_model_card=False)

@@ -252,6 +252,11 @@ def test_unsupported_attention_is_refused(family, choice, sentence):
     assert "\n" not in str(error.value)
 
 
+def test_unsupported_gradient_checkpointing_is_refused():
+    with pytest.raises(InputError, match="true, but the model type mpnet does not support it"):
+        family_encoder("mpnet").gradient_checkpointing_enable()
+
+
 def test_unpad_refuses_left_padding():
     encoder = family_encoder("bert")
     encoder.query_tower.tokenizer.padding_side = "left"
