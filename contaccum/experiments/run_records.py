@@ -288,11 +288,11 @@ def differences(
 ) -> list[Difference]:
     """Test each group against a reference group, which ``choose`` chooses from all groups.
 
-    equal_batch: True chooses the reference of a trained group from the groups with the same global batch size.
+    equal_batch: True chooses the reference of a trained group from the groups with the same global batch size, and the baselines.
     """
-    pairs = []
+    pairs, baselines = [], [group for group in groups if group.method is None]
     for size, members in by_global_batch(groups).items() if equal_batch else [(None, groups)]:
-        reference = choose(groups if size is None else members)
+        reference = choose(groups if size is None else [*members, *baselines])
         if reference is not None and reference.per_query():
             others = [group for group in members if group.label != reference.label and group.per_query()]
             pairs += [(group, reference) for group in others]

@@ -212,6 +212,21 @@ def test_each_global_batch_size_has_its_own_reference(tmp_path):
     assert len(across) == 3
 
 
+def test_a_baseline_is_the_reference_at_each_global_batch_size(tmp_path):
+    """As in the report of contaccum auto, which once tested BM25 against the untrained model, but not the trained model."""
+    runs = [
+        folder(tmp_path / name, "grad_cache", [1.0], **{"batch.global_batch_size": int(name)}) for name in ("16", "32")
+    ]
+    baselines = [folder(tmp_path / name, "grad_cache", [1.0], 0.1) for name in ("bm25", "untrained")]
+    for each in baselines:
+        (each / "config.yaml").unlink()
+    groups = group_runs([load_run_record(each) for each in (*runs, *baselines)])
+    found = differences(groups, "ndcg@10", best_of_runs({tmp_path / "untrained"}, "ndcg@10"))
+    assert {one.reference.label for one in found} == {"untrained"}
+    assert [one.group.label for one in found][-1] == "bm25"
+    assert len(found) == 3
+
+
 def test_long_curves_are_averaged_over_neighbouring_steps(tmp_path):
     groups = group_runs([load_run_record(folder(tmp_path / "run", "grad_accum", [1.0] * 700))])
     steps, mean, low, high = curves(groups[0], "loss")
