@@ -78,6 +78,25 @@ def test_an_output_that_is_an_input_is_refused_and_nothing_changes(call, capsys)
 
 
 @pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (f"search {BM25} --split test --output m", "m: is a folder; expected the name of a file"),
+        (f"search {BM25} --split test --output .", ".: is a folder; expected the name of a file"),
+        (f"evaluate {BM25} --output m", "m: is a folder; expected the name of a file"),
+        (f"mine {BM25} --output .", ".: exists already; choose a new path"),
+        ("data convert ../d . --to beir --split test", ".: this folder cannot be replaced; choose a new path"),
+    ],
+)
+def test_a_folder_as_output_is_refused_before_the_work(call, sentence, capsys, monkeypatch):
+    monkeypatch.setattr(Retriever, "open", None)
+    if "../d" in call:
+        Path("empty").mkdir()
+        monkeypatch.chdir("empty")
+    assert main(call.split()) == 2
+    assert capsys.readouterr().err.splitlines() == [f"contaccum: {sentence}"]
+
+
+@pytest.mark.parametrize(
     "call", [f"search {BM25} --split test --output d/run.trec", f"evaluate {BM25} --output d/m.json"]
 )
 def test_an_output_next_to_the_inputs_is_written_again(call, capsys):

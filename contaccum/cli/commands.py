@@ -88,7 +88,7 @@ def _evaluate(task: options.EvaluateConfig, encoder: EncoderConfig, settings: Se
     from contaccum.runtime.processes import joined
 
     encoder, level = replace(encoder, model=task.model or ""), task.relevance_level
-    refuse_input_as_output(task.output, task.against)
+    refuse_input_as_output(task.output, task.against, folder=True)  # a benchmark has a folder
     output = task.output if is_main() or evaluate.is_benchmark(task.data or "") else None
     with joined(encoder.timeout_minutes) as group:
         how: dict[str, Any] = {"k": task.k, "output": output, "policy": policy, "settings": settings, "group": group}

@@ -326,7 +326,7 @@ def encode(
     """
     from contaccum.encoder import load_encoder
 
-    refuse_input_as_output(output, source, choice.model)
+    refuse_input_as_output(output, source, choice.model, folder=True)
     with (
         joined(choice.timeout_minutes) as group,
         group.main_first(),

@@ -25,7 +25,7 @@ from contaccum.retrieval.faiss_library import (
     search_gpus,
 )
 from contaccum.retrieval.shards import MANIFEST, Shards, count_rows
-from contaccum.runtime.files import read_json, sha256_of, sweep, whole_folder, write_json, write_text
+from contaccum.runtime.files import read_json, require_name, sha256_of, sweep, whole_folder, write_json, write_text
 from contaccum.runtime.locks import waiting_lock
 
 FORMAT = "contaccum-index"
@@ -135,7 +135,7 @@ class Index:
         folder = Path(folder)
         if (folder / MANIFEST).is_file():
             return cls.load(folder, origin)
-        with waiting_lock(folder.with_name(f".{folder.name}.lock"), f", which builds the index {folder}"):
+        with waiting_lock(require_name(folder).with_name(f".{folder.name}.lock"), f", which builds the index {folder}"):
             if folder.parent.is_dir():
                 sweep(folder.parent, folder.name)  # removes files of killed calls
             if (folder / MANIFEST).is_file():  # another process has built the index meanwhile

@@ -241,7 +241,7 @@ def mine(
     share the work. All of them must call this function.
     """
     mining.check()
-    if group.is_main:
+    if group.is_main and not Path(output).is_dir():
         _sweep_next_to(Path(output))
     if Path(output).exists():
         raise InputError(f"{output}: exists already; choose a new path")

@@ -52,13 +52,16 @@ _INPUT_FILES = (
 """Patterns for the names of files that commands read from the folder of a data set, a model or vectors."""
 
 
-def refuse_input_as_output(output: str | Path | None, *inputs: object) -> None:
+def refuse_input_as_output(output: str | Path | None, *inputs: object, folder: bool = False) -> None:
     """Raise InputError if ``output`` is one of ``inputs``, or a file that commands read from a folder among ``inputs``.
 
-    Symbolic links are followed. Inputs that are not existing paths, such as names of data sets, are not checked.
+    Symbolic links are followed. Inputs that are not existing paths, such as names of data sets, are not checked. folder: whether
+    ``output`` may be a folder.
     """
     if output is None or not os.path.exists(output):
         return
+    if not folder and os.path.isdir(output):
+        raise InputError(f"{output}: is a folder; expected the name of a file")
     for each in inputs:
         if not isinstance(each, str | Path) or not os.path.exists(each):
             continue

@@ -31,7 +31,14 @@ _LONGEST = 200  # maximum number of bytes of a name; longer names are hashed, be
 
 def _temporary_path(path: Path, kind: str) -> Path:
     """Return a hidden path next to ``path`` that no other process uses on any machine."""
-    return path.with_name(f".{_short(path.name)}.{_host()}-{os.getpid()}.{kind}")
+    return require_name(path).with_name(f".{_short(path.name)}.{_host()}-{os.getpid()}.{kind}")
+
+
+def require_name(path: Path) -> Path:
+    """Return ``path``. Raise InputError if it has no name of its own, such as ``.`` and ``/``."""
+    if path.name in ("", ".."):
+        raise InputError(f"{path}: this folder cannot be replaced; choose a new path")
+    return path
 
 
 def _short(name: str) -> str:

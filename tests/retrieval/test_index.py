@@ -435,7 +435,7 @@ def test_a_kept_index_of_another_origin_is_refused_before_its_file_is_read(tmp_p
         Index.load_or_build(tmp_path / "index", replace(KEPT, **change), shards)
 
 
-def test_a_folder_of_something_else_is_refused_before_the_index_is_built(tmp_path):
+def test_a_folder_of_something_else_is_refused_before_the_index_is_built(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").write_bytes(b"cat")
@@ -448,6 +448,10 @@ def test_a_folder_of_something_else_is_refused_before_the_index_is_built(tmp_pat
     ):
         with pytest.raises(InputError, match=words):
             Index.load_or_build(tmp_path / name, KEPT, lambda: pytest.fail("the index was built"))
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(InputError, match=r"^\.: this folder cannot be replaced"):
+        Index.load_or_build(".", KEPT, lambda: pytest.fail("the index was built"))
     with pytest.raises(InputError, match="the field 'origin' is missing"):
         Index.build(shards()).save(tmp_path / "vectors")
 
