@@ -184,21 +184,20 @@ def _training(run: Path, config: dict[str, Any]) -> str:
     versions = [f"{name} {value}" for name, value in read_environment(run).items()]
     data = f"Trained on `{_last_part(config['data.train'])}` ({config['data.split']}); {', '.join(versions)}."
     settings = f"<details><summary>All settings</summary>\n\n{_table(('setting', 'value'), rows)}\n\n</details>"
-    return "\n\n".join([data, *_curve(run), settings])
+    return "\n\n".join([data, *_curve(run, config["run.metric"]), settings])
 
 
-def _curve(run: Path) -> list[str]:
+def _curve(run: Path, metric: str) -> list[str]:
     """Return a list with a table of the loss at evenly spaced steps and the last dev scores, or [] if the log has no steps."""
     log = read_log(run)
-    steps = [line for line in log if "loss" in line]
+    steps = {line["step"]: (f"{line['loss']:.4f}", f"{line['learning_rate']:.2e}") for line in log if "loss" in line}
     if not steps:
         return []
-    dev = {line["step"]: "{} {:.4f}".format(*next(iter(line["dev"].items()))) for line in log if "dev" in line}
-    chosen = {steps[round(i * (len(steps) - 1) / (CURVE_ROWS - 1))]["step"] for i in range(CURVE_ROWS)}
+    dev = {line["step"]: f"{line['dev'][metric]:.4f}" for line in log if metric in line.get("dev", {})}
+    chosen = {list(steps)[round(i * (len(steps) - 1) / (CURVE_ROWS - 1))] for i in range(CURVE_ROWS)}
     chosen |= set(list(dev)[-CURVE_ROWS:])
-    shown = [(line["step"], line["loss"], line["learning_rate"]) for line in steps if line["step"] in chosen]
-    rows = [(step, f"{loss:.4f}", f"{rate:.2e}", dev.get(step, "")) for step, loss, rate in shown]
-    return [_table(("step", "loss", "learning rate", "dev"), rows)]
+    rows = [(step, *steps.get(step, ("", "")), dev.get(step, "")) for step in sorted(chosen)]
+    return [_table(("step", "loss", "learning rate", f"dev {metric}"), rows)]
 
 
 def _scores(run: Path | None) -> dict[str, Any]:
