@@ -21,7 +21,7 @@ from itertools import chain, count, starmap
 from pathlib import Path
 from typing import Any
 
-from datasets import DatasetBuilder, get_dataset_config_names, load_dataset, load_dataset_builder
+from datasets import DatasetBuilder, Features, Value, get_dataset_config_names, load_dataset, load_dataset_builder
 from datasets.exceptions import DatasetsError
 from huggingface_hub import HfFileSystem, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError
@@ -303,8 +303,13 @@ def _json_rows(file: str) -> Rows:
 
 
 def _table_rows(file: str, ending: str) -> Iterator[Record]:
-    options = {"sep": "\t"} if ending == ".tsv" else {}
-    yield from load_dataset(_FORMATS[ending], data_files=[file], split="train", streaming=True, **options)
+    load = partial(load_dataset, _FORMATS[ending], data_files=[file], split="train", streaming=True)
+    if (
+        _FORMATS[ending] == "csv"
+    ):  # read texts, because pandas would read 007 as the number 7, and NA as a missing value
+        load = partial(load, sep="\t" if ending == ".tsv" else ",", na_filter=False)
+        load = partial(load, features=Features(dict.fromkeys(next(iter(load()), {}), Value("string"))))
+    yield from load()
 
 
 def numbered(path: Path, rows: Iterable[Record]) -> Iterator[tuple[SourceLocation, Record]]:
@@ -343,7 +348,5 @@ def _query(location: SourceLocation, row: Record) -> dict[str, str]:
 
 def _judgement(location: SourceLocation, row: Record) -> tuple[str, str, int]:
     score = row.get("score", 1)
-    if isinstance(score, float) and score.is_integer():
-        score = int(score)
-    text = score if isinstance(score, str) else json.dumps(score, default=str)
+    text = re.sub(r"\.0+$", "", score if isinstance(score, str) else json.dumps(score, default=str))
     return id_field(row, "query-id", location), id_field(row, "corpus-id", location), grade_of(text, location)

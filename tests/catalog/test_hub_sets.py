@@ -189,3 +189,29 @@ def test_texts_like_dates_stay_strings(form, tmp_path):
             text for record in DATED for text in (record["query"], *record["pos"])
         )
     assert [query["id"] for query in open_train_set(f"hub:{folder}").queries] == ["2020-01-01", "2020-01-02"]
+
+
+@pytest.mark.parametrize("form", ["csv", "csv.gz", "tsv"])
+def test_cells_of_a_table_are_texts_and_not_numbers_or_missing_values(form, tmp_path):
+    rows = [("007", "NA", "1.50"), ("008", "null", "010"), ("009", 'a "b"', "2")]
+    table = "i,q,p\n" + "".join(
+        ",".join('"' + cell.replace('"', '""') + '"' for cell in cells) + "\n" for cells in rows
+    )
+    table = table.replace(",", "\t") if form == "tsv" else table
+    (write_gzip if form.endswith("gz") else write)(tmp_path / "set" / f"train.{form}", table)
+    name = f"hub:{tmp_path / 'set'}?query=q&pos=p&query_id=i"
+    for streaming in (False, True):
+        found = open_training(DataConfig(train=name, streaming=streaming))
+        assert sorted(text for text in found.texts() if text) == sorted(cell for cells in rows for cell in cells[1:])
+    assert [query["id"] for query in open_train_set(name).queries] == ["007", "008", "009"]
+
+
+def test_ids_of_judgements_in_a_table_keep_their_zeros(tmp_path):
+    folder = tmp_path / "set"
+    parts = {"corpus": "corpus.jsonl", "queries": "queries.jsonl", "default": "qrels/test.tsv"}
+    configs = [{"config_name": name, "data_files": [{"split": "test", "path": file}]} for name, file in parts.items()]
+    write(folder / "README.md", f"---\nconfigs: {json.dumps(configs)}\n---\n")
+    write(folder / "corpus.jsonl", lines({"_id": "012", "text": "a word"}))
+    write(folder / "queries.jsonl", lines({"_id": "01", "text": "which word?"}))
+    write(folder / "qrels" / "test.tsv", "query-id\tcorpus-id\tscore\n01\t012\t1.0\n")
+    assert open_retrieval_set(f"hub:{folder}", "test").qrels == {"01": {"012": 1}}
