@@ -114,7 +114,7 @@ def _examples(examples: ExampleTable) -> Stats:
         "examples": len(lengths),
         "queries without a positive": int(np.count_nonzero(lengths == 0)),
         **({"examples with a teacher's scores": scored} if scored else {}),
-        "words per query": _spread(_words(examples.queries["text"])),
+        "words per query": _spread(_words(examples.queries["text"][:])),
         **_passages(examples.passages),
         "positives per query": _spread(lengths),
         "hard negatives per query": _spread(examples.negatives.lengths),

@@ -13,7 +13,7 @@ import numpy as np
 from datasets import Dataset
 
 from contaccum.data.commands import grades_of
-from contaccum.data.corpus import beir_records
+from contaccum.data.corpus import beir_records, find_rows
 from contaccum.data.dataset import RetrievalDataset
 from contaccum.data.retrieval_set import Qrels, RetrievalSet
 from contaccum.errors import InputError
@@ -45,7 +45,7 @@ def hold_out(source: RetrievalDataset, folder: Path, most_queries: int, most_pas
     examples = source.examples()
     numbers = np.flatnonzero(examples.positives.lengths)
     by_text: dict[str, list[int]] = defaultdict(list)
-    texts, ids = (examples.queries[column] for column in ("text", "id"))
+    texts, ids = (examples.queries[column][:] for column in ("text", "id"))
     for number in numbers.tolist():
         by_text[" ".join(texts[number].lower().split())].append(number)
     most = min(most_queries, len(numbers) // SHARE)
@@ -75,10 +75,8 @@ def hold_out(source: RetrievalDataset, folder: Path, most_queries: int, most_pas
 def _write_dev(
     folder: Path, corpus: Dataset, queries: dict[str, str], qrels: Qrels, most_passages: int, seed: int
 ) -> None:
-    names: list[str] = corpus["id"]
-    judged = {passage for query in queries for passage in qrels[query]}
-    rows = [row for row, name in enumerate(names) if name in judged]
-    others = [row for row, name in enumerate(names) if name not in judged]
+    rows = sorted(find_rows(corpus, {passage for query in queries for passage in qrels[query]}).values())
+    others = np.delete(np.arange(len(corpus)), rows).tolist()
     rows += random.Random(seed).sample(others, max(0, min(len(others), most_passages - len(rows))))
     grades = ((query, passage, grade) for query in queries for passage, grade in qrels[query].items())
     with whole_folder(folder) as part:

@@ -203,7 +203,7 @@ def examples_as_retrieval(path: Path, policy: DataPolicy) -> RetrievalSet:
     ids = examples.passages.data.column("id").take(pa.array(examples.positives.values)).to_pylist()
     ends = examples.positives.offsets.tolist()
     queries, qrels = {}, {}
-    for number, (key, text) in enumerate(zip(examples.queries["id"], examples.queries["text"], strict=True)):
+    for number, (key, text) in enumerate(zip(examples.queries["id"][:], examples.queries["text"][:], strict=True)):
         if positives := ids[ends[number] : ends[number + 1]]:
             queries[key] = text
             qrels[key] = dict.fromkeys(positives, 1)

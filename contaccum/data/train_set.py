@@ -37,7 +37,7 @@ class TrainSet:
 
     def texts(self) -> list[str]:
         """Return the texts of all queries, and the titles and texts of all passages, to learn a vocabulary from."""
-        return [*self.queries["text"], *self.passages["title"], *self.passages["text"]]
+        return [*self.queries["text"][:], *self.passages["title"][:], *self.passages["text"][:]]
 
     def scores(self) -> FlatTeacherScores:
         """Return the teacher scores. If the set has no teacher scores, all values are NaN."""

@@ -192,10 +192,12 @@ def _longest(train_set: TrainSet, most: int, searched: int = 100_000) -> np.ndar
     A micro-batch is padded to its longest query and to its longest passage, which seldom belong to the same pair. Lengths are
     numbers of characters.
     """
-    titles, texts = train_set.passages["title"], train_set.passages["text"]
-    characters = np.array([len(title) + len(text) for title, text in zip(titles, texts, strict=True)])
     queries = [len(text) for text in train_set.queries[:searched]["text"]]
-    positives = [characters[train_set.positives.row(number)].max() for number in range(len(queries))]
+    ends = train_set.positives.offsets[: len(queries) + 1]
+    rows, place = np.unique(train_set.positives.values[: ends[-1]], return_inverse=True)
+    read = train_set.passages[rows]  # not the whole corpus, which may have millions of passages
+    characters = np.array([len(title) + len(text) for title, text in zip(read["title"], read["text"], strict=True)])
+    positives = np.maximum.reduceat(characters[place], ends[:-1])
     in_turn = np.stack([np.argsort(queries)[::-1], np.argsort(positives)[::-1]], axis=1).ravel()
     _, first = np.unique(in_turn, return_index=True)
     return in_turn[np.sort(first)[:most]]
