@@ -5,6 +5,7 @@ environment.json, log.jsonl and metrics.json of the run. The card shows only the
 never contain the access token.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from contaccum.training.run_folder import CONFIG_FILE, flat, read_config
 
 CARD = "README.md"
 CURVE_ROWS = 12
-PATHS = ("model.name", "model.passage_name", "data.train", "data.dev")
+PATHS = ("model.name", "model.passage_name", "data.train", "data.dev", "loss.guide")
 OMITTED = ("output_dir", "resume", "allow_changes", "run.trackers", "run.timeout_minutes")
 """Settings that the card does not show, because they do not describe the model."""
 POOL = {
@@ -31,6 +32,8 @@ POOL = {
     "cls": "states[:, 0]",
     "last": "states[range(len(states)), tokens['attention_mask'].sum(1) - 1]",
 }
+_HUB_SET = re.compile(r"hub:([\w-][\w.-]*/[\w.-]+)([@:?].*)?", re.DOTALL)
+_FAMILIES = ("nanobeir", "mteb", "miracl", "cqadupstack", "dpr")  # first parts of names of data sets
 # a failed connection raises an instance of a base class of HfHubHTTPError
 FAILURES: tuple[Any, ...] = (OSError, *HfHubHTTPError.__bases__)
 
@@ -136,7 +139,8 @@ def write_card(model: Path, run: Path | None, repository: str, licence: str | No
 
 
 def _metadata(config: dict[str, Any], scores: dict[str, Any], repository: str, licence: str | None) -> ModelCardData:
-    base, train = str(config.get("model.name", "tiny")), str(config.get("data.train", ""))
+    base = str(config.get("model.name", "tiny"))
+    datasets = dict.fromkeys(name for train, _ in _train_sets(config) if (name := _hub_set(train)))
     about = ("information-retrieval", "unknown", _data_of(scores))
     means = scores.get("mean", {}).items()
     results = [EvalResult(*about, name, round(v, 5), task_name="Information Retrieval") for name, v in means]
@@ -146,7 +150,7 @@ def _metadata(config: dict[str, Any], scores: dict[str, Any], repository: str, l
         tags=["sentence-transformers", "feature-extraction", "dense-retrieval", "contaccum"],
         license=licence,
         base_model=base if base.count("/") == 1 and not Path(base).exists() else None,  # a Hub name
-        datasets=[train.split(":")[1]] if train.startswith("hub:") else None,
+        datasets=list(datasets) or None,
         model_name=repository.rpartition("/")[2] if results else None,
         eval_results=results or None,
     )
@@ -156,9 +160,23 @@ def _data_of(scores: dict[str, Any]) -> str:
     return f"{_last_part(scores.get('data', 'dev set'))} {scores.get('split', '')}".strip()
 
 
+def _train_sets(config: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the name and the split of each training set."""
+    mixture = config.get("data.mixture") or [{name: config.get(f"data.{name}", "") for name in ("train", "split")}]
+    return [(each["train"], each["split"]) for each in mixture]
+
+
+def _hub_set(name: str) -> str | None:
+    """Return owner/name if ``name`` is a data set of the Hub, and not a local folder in the format of the Hub."""
+    found = _HUB_SET.fullmatch(name)
+    return found[1] if found and not Path(found[1]).exists() else None
+
+
 def _last_part(path: Any) -> str:
+    """Return the last part of a local path or of a model's name. Return the name of a data set unchanged."""
     text = str(path)
-    return text if text.startswith("hub:") else text.rstrip("/").rpartition("/")[2]
+    is_name = _hub_set(text) or text.partition("/")[0] in _FAMILIES
+    return text if is_name else text.rstrip("/").rpartition("/")[2]
 
 
 def _summary(model: Path, settings: EncoderSettings) -> str:
@@ -180,9 +198,12 @@ def _summary(model: Path, settings: EncoderSettings) -> str:
 
 def _training(run: Path, config: dict[str, Any]) -> str:
     shown = {name: value for name, value in config.items() if name not in OMITTED and value is not None}
+    if mixture := shown.get("data.mixture"):
+        shown["data.mixture"] = [each | {"train": _last_part(each["train"])} for each in mixture]
     rows = [(f"`{name}`", f"`{_last_part(value) if name in PATHS else value}`") for name, value in shown.items()]
     versions = [f"{name} {value}" for name, value in read_environment(run).items()]
-    data = f"Trained on `{_last_part(config['data.train'])}` ({config['data.split']}); {', '.join(versions)}."
+    sets = ", ".join(f"`{_last_part(name)}` ({split})" for name, split in _train_sets(config))
+    data = f"Trained on {sets}; {', '.join(versions)}."
     settings = f"<details><summary>All settings</summary>\n\n{_table(('setting', 'value'), rows)}\n\n</details>"
     return "\n\n".join([data, *_curve(run, config["run.metric"]), settings])
 

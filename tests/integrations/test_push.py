@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -70,6 +71,29 @@ def test_card_shows_settings_curve_and_scores(run):
     without, body = card_of(run, licence=None)
     assert "license" not in without
     assert "## Licence\n\nNone is stated." in body
+
+
+def test_card_names_every_training_set_and_no_local_path(run, tmp_path):
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    config = yaml.safe_load((copy / "config.yaml").read_text())
+    names = [
+        "/secret place/a",
+        "hub:/secret place/b?query=q&pos=p",
+        "hub:o/n@v1:c?query=q&pos=p",
+        "nanobeir/nq",
+        "hub:o/n",
+    ]
+    config["data"] |= {"train": "", "mixture": [{"train": name, "split": f"s{i}"} for i, name in enumerate(names)]}
+    config["loss"] |= {"guide": "/secret place/guide"}
+    (copy / "config.yaml").write_text(yaml.safe_dump(config))
+    metrics = json.loads((copy / "metrics.json").read_text())
+    write_json(copy / "metrics.json", metrics | {"data": "nanobeir/scifact"})
+    front, body = card_of(copy)
+    shown = ["a", "b?query=q&pos=p", *names[2:]]
+    assert f"Trained on {', '.join(f'`{name}` (s{i})' for i, name in enumerate(shown))};" in body
+    assert front["datasets"] == ["o/n"]  # the Hub refuses other names
+    assert "On `nanobeir/scifact test`" in body
+    assert "secret place" not in str(front) + body
 
 
 @pytest.mark.parametrize(("pooling", "similarity"), [("mean", "cosine"), ("cls", "dot"), ("last", "cosine")])
