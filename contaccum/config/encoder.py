@@ -19,10 +19,10 @@ class EncodingConfig:
 
     pooling: Literal["cls", "mean", "last"] | None = None
     """How to make one vector from the token vectors: first token (cls), average (mean), or last token (last). Default: as stored
-    in the folder of the encoder, else mean."""
+    in the folder of the encoder, else as published for its family (such as E5 or BGE), else mean."""
     similarity: Literal["cosine", "dot"] | None = None
     """How to compare two vectors: inner product of unit vectors (cosine) or of raw vectors (dot). Default: as stored in the
-    folder of the encoder, else cosine."""
+    folder of the encoder, else as published for its family, else cosine."""
     max_query_length: int | None = setting(None, at_least=1, unit="tokens")
     """Maximum number of tokens of a query. Longer queries are truncated. Default: as stored in the folder of the encoder, else
     64."""
@@ -30,9 +30,11 @@ class EncodingConfig:
     """Maximum number of tokens of a passage. Longer passages are truncated. Default: as stored in the folder of the encoder, else
     256."""
     query_prefix: str | None = None
-    """Text that is put before every query. Default: as stored in the folder of the encoder, else none."""
+    """Text that is put before every query. Default: as stored in the folder of the encoder, else as published for its family
+    (such as E5 or BGE), else none."""
     passage_prefix: str | None = None
-    """Text that is put before every passage. Default: as stored in the folder of the encoder, else none."""
+    """Text that is put before every passage. Default: as stored in the folder of the encoder, else as published for its family
+    (such as E5 or BGE), else none."""
     trust_remote_code: bool = setting(False, used_with="cross_encoder")
     """Run model code that comes with the checkpoint. Use this only for sources that you trust."""
 
