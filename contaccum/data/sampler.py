@@ -16,6 +16,7 @@ _SAMPLE = 1024  # number of examples that decide the direction of a split
 _ROUNDS = 4  # number of iterations of 2-means
 _LEVELS = 1023  # largest absolute value in a rounded vector
 _BLOCK = 65_536  # number of vectors to multiply at once
+_STRIDE = 16  # number of steps between two stored positions of a mixture
 
 
 def random_stream(*key: int) -> np.random.Generator:
@@ -193,8 +194,8 @@ class MixtureSampler:
         sizes = [(len(member.set.queries), len(member.set.passages)) for member in mixture.members]
         # row numbers of the first query and of the first passage of each set, (sets + 1, 2)
         self._starts = np.cumsum([(0, 0), *sizes], axis=0)
-        # a step number, and the number of examples of each set in all steps before this step
-        self._drawn = (0, np.zeros(len(self._shares), dtype=np.int64))
+        # i -> the number of examples of each set in all steps before step _STRIDE * i; threads may share it
+        self._drawn = {0: np.zeros(len(self._shares), dtype=np.int64)}
 
     def __call__(self, step: int) -> StepRows:
         """Return the examples of optimizer step ``step``. Steps count from 0."""
@@ -225,12 +226,14 @@ class MixtureSampler:
 
     def _before(self, step: int) -> np.ndarray:
         """Return the number of examples of each set in all steps before ``step``, (sets,)."""
-        known, taken = self._drawn
-        if step < known:
-            known, taken = 0, np.zeros_like(taken)
-        for each in range(known, step):
+        known = step // _STRIDE
+        while known not in self._drawn:
+            known -= 1
+        taken = self._drawn[known]
+        for each in range(known * _STRIDE, step):
             taken = taken + self.counts(each)
-        self._drawn = step, taken
+            if (each + 1) % _STRIDE == 0:
+                self._drawn[(each + 1) // _STRIDE] = taken
         return taken
 
 

@@ -87,6 +87,17 @@ def test_a_step_depends_only_on_seed_and_step(sets):
     assert not np.array_equal(other(0).queries, steps[0].queries)
 
 
+def test_a_past_step_does_not_draw_all_earlier_steps_again(sets, monkeypatch):
+    _, sampler = sampler_of(mixed(sets))
+    steps = [sampler(step) for step in range(301)]
+    drawn, counts = [], MixtureSampler.counts
+    monkeypatch.setattr(MixtureSampler, "counts", lambda own, step: drawn.append(step) or counts(own, step))
+    for step in (300, 281, 15, 16, 300):
+        for one, other in zip(sampler(step), steps[step], strict=True):
+            assert np.array_equal(one, other)
+    assert len(drawn) < 5 * 20
+
+
 def test_a_sampler_can_be_read_by_two_threads(sets, monkeypatch):
     """The log reads past steps with a clone, which has the same StepSamplers as the thread that prepares the next steps."""
     _, sampler = sampler_of(mixed(sets), size=sum(SIZES))
