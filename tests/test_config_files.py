@@ -206,7 +206,7 @@ OTHER_NAMES = [
     ("save_total_limit", "2", "use {}run.keep_checkpoints with the value 2"),
     ("load_in_4bit", "true", "use {}model.quantize with the value 4bit"),
     ("lora_r", "16", "use {}lora.rank with the value 16"),
-    ("resume_from_checkpoint", "x", "use {}resume with the value true, with output_dir of the run"),
+    ("resume_from_checkpoint", "x", "use {}resume"),
     ("learning_rate", "1", "did you mean {}optim.learning_rate?"),
     ("max_steps", "1", "did you mean {}optim.max_steps?"),
     ("weight_decay", "1", "did you mean {}optim.weight_decay?"),
@@ -234,6 +234,14 @@ def test_every_advised_setting_exists_and_no_name_is_ours():
             assert each in options
         assert not set(theirs.split(", ")) & set(train_settings())
         assert not set(theirs.split(", ")) & set(GROUPS)
+
+
+def test_switches_are_advised_and_refused_as_they_are_written(written, capsys):
+    """The advice once was --resume with the value true, and --resume true was answered with: unrecognized arguments: true."""
+    assert "; use --resume, with output_dir" in refused(capsys, "train", "--resume_from_checkpoint", "x")
+    advice = refused(capsys, "train", "--config", written("resume_from_checkpoint: x\n"))
+    assert "; use resume with the value true, with output_dir" in advice
+    assert "--resume takes no value, but got 'true'" in refused(capsys, "train", "--resume", "true")
 
 
 def test_a_switch_of_another_trainer_does_not_swallow_the_next_option(capsys):
