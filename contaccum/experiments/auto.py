@@ -41,6 +41,7 @@ from contaccum.experiments.run_records import METRICS_FILE, TUNED_FILE, dev_scor
 from contaccum.experiments.settings import Values, Variant, named
 from contaccum.experiments.study_report import StudyResult, write_report
 from contaccum.experiments.tuning import Tuned, rung_shares, survivors, tune
+from contaccum.runtime.engine import Engine
 from contaccum.runtime.files import remove_folder
 from contaccum.runtime.launch import StopSignals, require_one_process
 from contaccum.runtime.locks import LOCK_FILE, waiting_lock
@@ -161,6 +162,7 @@ class Auto:
             config = self.config("dev", {**recipe, **self._batch(BATCHES[1])})
             validate(config)
             print(f"measuring {method}", file=sys.stderr)
+            Engine.free_memory()  # on a GPU, memory that this process keeps of earlier runs would count as that of other programs
             found = fitting_size(config, self.memory)
             if found.size is None:
                 raise InputError(

@@ -266,7 +266,9 @@ class Engine(Processes):
             parameter.grad = torch.zeros_like(parameter)
         self.drop_step()
 
-    def free_memory(self) -> None:
+    @staticmethod
+    def free_memory() -> None:
+        """Return the memory of deleted objects to the device and to the operating system."""
         clear_device_cache(garbage_collection=True)
         with contextlib.suppress(AttributeError):  # only glibc has this function
             ctypes.CDLL(None).malloc_trim(0)

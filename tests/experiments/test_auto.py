@@ -19,6 +19,7 @@ from contaccum.evaluation.significance import compare
 from contaccum.experiments import auto
 from contaccum.experiments.budget import parse_time
 from contaccum.experiments.page import duration
+from contaccum.experiments.plan import FittingSize
 from contaccum.experiments.tuning import rung_shares, survivors
 
 SECONDS = {"dev": 2.0, "run": 3.0, "cont_accum": 0.01, "cont_cache": 0.01, "grad_cache": 0.012}
@@ -128,6 +129,17 @@ def test_tuning_ends_when_its_time_is_over(planned):
 def test_a_tuning_run_has_at_most_20_epochs(planned):
     made, candidates, _ = planned("15m")
     assert [made._most_steps(each) for each in candidates[:1]] == [20 * made._queries // 16]
+
+
+def test_memory_of_earlier_runs_is_freed_before_a_method_is_measured(planned, monkeypatch):
+    made, calls = planned("15m")[0], []
+    made.state.seconds = {}
+    monkeypatch.setattr(made, "_evaluate", lambda *_: calls.append("run"))
+    monkeypatch.setattr(made, "_trial", lambda _: calls.append("run") or 1.0)
+    monkeypatch.setattr(auto.Engine, "free_memory", lambda: calls.append("free"))
+    monkeypatch.setattr(auto, "fitting_size", lambda *_: calls.append("measure") or FittingSize(4, 1.0, 0.0, 4))
+    made._measure()
+    assert calls == ["run", *["free", "measure", "run"] * 3]
 
 
 def test_every_step_of_a_measured_run_is_logged(planned):
