@@ -226,9 +226,9 @@ def _mapped(name: HubName, row: Record, number: int) -> Record:
     record: Record = {"neg": []}
     for key, columns in name.columns.items():
         texts = [text for column in columns for text in _texts(name, number, column, row)]
-        if key in ("query", "query_id") and len(texts) != 1:
+        if key in ("query", "query_id") and len(texts) > 1:
             raise InputError(f"{name.text}, row {number}: found {len(texts)} values for {key}; expected exactly one")
-        record[key] = texts[0] if key in ("query", "query_id") else texts
+        record[key] = "".join(texts) if key in ("query", "query_id") else texts  # the reader rejects an empty text
     return record
 
 
@@ -304,9 +304,7 @@ def _json_rows(file: str) -> Rows:
 
 def _table_rows(file: str, ending: str) -> Iterator[Record]:
     load = partial(load_dataset, _FORMATS[ending], data_files=[file], split="train", streaming=True)
-    if (
-        _FORMATS[ending] == "csv"
-    ):  # read texts, because pandas would read 007 as the number 7, and NA as a missing value
+    if _FORMATS[ending] == "csv":  # with these options, pandas reads 007 and NA as texts
         load = partial(load, sep="\t" if ending == ".tsv" else ",", na_filter=False)
         load = partial(load, features=Features(dict.fromkeys(next(iter(load()), {}), Value("string"))))
     yield from load()

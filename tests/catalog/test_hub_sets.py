@@ -1,6 +1,7 @@
 """Data sets by name, with a folder in the place of the Hub: ``datasets`` loads both the same way."""
 
 import json
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -102,6 +103,18 @@ def test_a_mapping_that_cannot_be_is_refused_in_one_sentence(mapping, sentence, 
         open_train_set(triplets + mapping)
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_mapped_rows_without_a_query_are_rejected_by_the_reader(tmp_path, streaming):
+    rows = [{"q": "a", "p": "x"}, {"q": None, "p": "y"}, {"q": "", "p": "z"}, {"q": "b", "p": "w"}]
+    write(tmp_path / "gaps" / "train.jsonl", lines(*rows))
+    data = DataConfig(train=f"hub:{tmp_path / 'gaps'}?query=q&pos=p", streaming=streaming)
+    with pytest.warns(UserWarning, match="skipped"):
+        found = open_training(replace(data, max_bad_records=2)).texts()
+    assert sorted(text for text in found if text) == ["a", "b", "w", "x"]
+    with pytest.raises(InputError, match=r":2: query 'unnamed-query-2' has an empty text"):
+        open_training(replace(data, max_bad_records=0)).texts()
 
 
 @pytest.mark.parametrize("streaming", [False, True])
