@@ -17,6 +17,7 @@ A second call continues with the first unfinished stage.
 import statistics
 import sys
 import time
+import warnings
 from dataclasses import asdict, replace
 from fractions import Fraction
 from functools import cached_property
@@ -46,6 +47,7 @@ from contaccum.runtime.files import remove_folder
 from contaccum.runtime.launch import StopSignals, require_one_process
 from contaccum.runtime.locks import LOCK_FILE, waiting_lock
 from contaccum.training.log import read_log
+from contaccum.training.run_folder import flat
 
 BANK = {"bank.age_decay": "1.0", "bank.row_weight": "current"}
 RECIPES: tuple[dict[str, str], ...] = (
@@ -58,6 +60,12 @@ BATCHES = (16, 64, 256)
 """Global batch sizes to try. The bank always has 4 times as many rows."""
 RATES = (1.0, 2.0, 0.5)
 """Learning rates to try, as multiples of ``optim.learning_rate``."""
+CHOSEN = (
+    "method", "batch.global_batch_size", "batch.micro_batch_size", "batch.micro_batch_tokens", "bank.size", "bank.age_decay",
+    "bank.row_weight", "replay.share", "replay.balance", "optim.epochs", "optim.max_steps", "optim.warmup_steps",
+    "optim.warmup_ratio", "run.eval_steps", "run.save_steps", "run.drift_steps",
+)  # fmt: skip
+"""Settings that ``contaccum auto`` sets itself."""
 TUNING = 0.2  # share of the total time that tuning may take
 SAFETY = 0.94  # the final run is planned for this share of the remaining time
 FEWEST_STEPS = 8  # minimum number of steps of a tuning run; shorter runs do not show which settings are better
@@ -95,6 +103,11 @@ class Auto:
             raise InputError(
                 "contaccum auto supports neither data.mixture nor data.streaming; set data.train to one data set"
             )
+        given, default = flat(asdict(base)), flat(asdict(TrainConfig()))
+        if ignored := [name for name in CHOSEN if given[name] != default[name]]:
+            warnings.warn(
+                f"no effect, because contaccum auto chooses these settings: {', '.join(ignored)}", stacklevel=2
+            )
         self.output, self.data = Path(base.output_dir), base.data
         self.total, self.memory = parse_time(options.time), parse_bytes(options.memory, "--memory")
         settings = {**asdict(base), "auto": {**asdict(options), "dry_run": False}}
@@ -130,7 +143,8 @@ class Auto:
         data = replace(config.data, dev=self.dev["data"], dev_split="dev")
         if (part := self.output / "data" / "train").is_dir():
             data = replace(data, train=str(part), split="train")
-        return replace(config, data=data, output_dir=str(self.output / folder), resume=True)
+        batch = replace(config.batch, micro_batch_tokens=None)  # --memory limits the number of pairs
+        return replace(config, data=data, batch=batch, output_dir=str(self.output / folder), resume=True)
 
     def _divide(self) -> None:
         """Write a small dev set. Without a dev split, divide the training queries into dev queries and training queries."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -21,6 +22,8 @@ from contaccum.experiments.budget import parse_time
 from contaccum.experiments.page import duration
 from contaccum.experiments.plan import FittingSize
 from contaccum.experiments.tuning import rung_shares, survivors
+
+pytestmark = pytest.mark.filterwarnings("ignore:no effect, because contaccum auto chooses")
 
 SECONDS = {"dev": 2.0, "run": 3.0, "cont_accum": 0.01, "cont_cache": 0.01, "grad_cache": 0.012}
 
@@ -129,6 +132,18 @@ def test_tuning_ends_when_its_time_is_over(planned):
 def test_a_tuning_run_has_at_most_20_epochs(planned):
     made, candidates, _ = planned("15m")
     assert [made._most_steps(each) for each in candidates[:1]] == [20 * made._queries // 16]
+
+
+def test_settings_that_auto_chooses_are_named(tmp_path):
+    """They had no effect, but micro_batch_tokens replaced the size that fits into --memory."""
+    changes = {"batch.micro_batch_tokens": 40, "optim.max_steps": 5, "batch.global_batch_size": 128, "bank.size": None}
+    given = train_config(write_beir(tmp_path / "data"), tmp_path / "auto", "in_batch", **changes)
+    with pytest.warns(
+        UserWarning, match="chooses these settings: method, .*batch.micro_batch_tokens, .*optim.max_steps"
+    ) as found:
+        made = auto.Auto(lambda _: given, AutoConfig(memory="8GB", time="1h"))
+    assert not re.search("global_batch_size|bank.size|learning_rate", str(found[0].message))
+    assert made.config("run", {}).batch.micro_batch_tokens is None
 
 
 def test_memory_of_earlier_runs_is_freed_before_a_method_is_measured(planned, monkeypatch):
