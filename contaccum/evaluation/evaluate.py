@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from contaccum.catalog import HUB_PREFIX, NANO
+from contaccum.catalog import HUB_PREFIX, NANO, fetch
 from contaccum.catalog.download import FORUMS, MD5
+from contaccum.catalog.hub_sets import HubName
 from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.data.retrieval_set import RetrievalSet
@@ -275,9 +276,11 @@ def evaluate_benchmark(
 
 def data_digest(part: BenchmarkSet) -> str | None:
     """Return a SHA-256 of a local file or BEIR folder. Return None for a published data set, which does not change."""
-    if not os.path.exists(part.data):
-        return None
     path = Path(part.data)
+    if part.data.startswith(HUB_PREFIX) and os.path.isdir(HubName.of(part.data).repository):
+        path = fetch(part.data, part.split)  # the folder in the place of the Hub can change
+    if not os.path.exists(path):
+        return None
     names = ("corpus.jsonl", "queries.jsonl", "collection.tsv", "queries.tsv", f"qrels/{part.split}.tsv")
     files = [path / f"{name}{end}" for name in names for end in ("", ".gz")] if path.is_dir() else [path]
     digests = [[file.name, sha256_of(file)] for file in files if file.is_file()]

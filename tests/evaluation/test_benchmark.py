@@ -68,6 +68,19 @@ def test_several_folders_are_rows_and_their_mean(tmp_path, capsys):
     assert not (tmp_path / "metrics.json").exists()
 
 
+def test_a_changed_folder_in_the_place_of_the_hub_is_another_benchmark(tmp_path, capsys):
+    pairs = tmp_path / "hub" / "test.jsonl"
+    pairs.parent.mkdir()
+    pairs.write_text('{"query": "red fox", "pos": ["a red fox runs"], "neg": ["a blue whale"]}\n')
+    sets = f"hub:{pairs.parent},{write_beir(tmp_path / 'beir')}"
+    call = ["evaluate", "--model", "bm25", "--data", sets, "--output", str(tmp_path / "out")]
+    assert main(call) == main(call) == 0
+    pairs.write_text('{"query": "red fox", "pos": ["a blue whale"], "neg": ["a red fox runs"]}\n')
+    capsys.readouterr()
+    assert main(call) == 2
+    assert "was scored with data_sha256" in capsys.readouterr().err
+
+
 def test_what_changes_a_search_is_another_benchmark(tmp_path, monkeypatch):
     """And what changes none is not: bm25 has no index, and vectors in memory have one form."""
     folders = [str(write_beir(tmp_path / name, 15)) for name in ("one", "two")]
