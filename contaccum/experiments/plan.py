@@ -205,10 +205,11 @@ def index_costs(rows: int, dim: int, probes: int = 64) -> list[IndexCost]:
     centroids = lists * dim * 4
     share = min(1.0, (lists + probes * rows / lists) / rows)
     links = 4 * (2 * LINKS + LINKS / (LINKS - 1)) + 12
+    pq = IndexCost(f"IVF{lists},PQ{PQ_BYTES}", (PQ_BYTES + 8) * rows + centroids + 256 * dim * 4, share)
     return [
         IndexCost("Flat", 4 * dim * rows, 1.0),
         IndexCost(f"IVF{lists},Flat", (4 * dim + 8) * rows + centroids, share),
-        IndexCost(f"IVF{lists},PQ{PQ_BYTES}", (PQ_BYTES + 8) * rows + centroids + 256 * dim * 4, share),
+        *([] if dim % PQ_BYTES else [pq]),  # faiss needs codes that divide the vector
         IndexCost(f"HNSW{LINKS}", int((4 * dim + links) * rows), None),
     ]
 

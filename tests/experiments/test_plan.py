@@ -86,6 +86,11 @@ def test_index_sizes_equal_those_of_faiss(number):
     assert cost.bytes == pytest.approx(len(faiss.serialize_index(index)), rel=0.02)
 
 
+def test_plan_names_only_indexes_that_faiss_builds():
+    """faiss refuses IVF8192,PQ64 for vectors of 312 numbers, the width of TinyBERT."""
+    assert [len(index_costs(10**6, dim)) for dim in (312, 384)] == [3, 4]
+
+
 def test_lists_are_a_power_of_two_near_four_square_roots():
     assert lists_for(1_000_000) == 2048
     assert lists_for(21_015_324) == 16_384
