@@ -116,6 +116,11 @@ class Auto:
         splits = splits_of(train.path) if train.path.is_dir() else []
         dev = base.data.dev or (base.data.train if base.data.dev_split in splits else None)
         self.dev_source = (dev, base.data.dev_split) if dev else None
+        if dev is None and base.distils:
+            raise InputError(
+                f"data.dev is not set, but loss.distillation is {base.loss.distillation}; without dev data, contaccum auto takes "
+                "dev queries from the training data and writes both parts without the teacher's scores. Set data.dev."
+            )
         test = options.test or (base.data.train if options.test_split in splits else None)
         self.dev = {"data": str(self.output / "data" / "dev"), "split": "dev"}
         self.test = {"data": test, "split": options.test_split} if test else self.dev

@@ -146,6 +146,14 @@ def test_settings_that_auto_chooses_are_named(tmp_path):
     assert made.config("run", {}).batch.micro_batch_tokens is None
 
 
+def test_distillation_without_dev_data_is_refused(tmp_path):
+    """Held-out data have no teacher scores, and training said that the user's data have none."""
+    given = train_config(write_beir(tmp_path / "data"), tmp_path / "auto", **{"loss.distillation": "kl"})
+    (tmp_path / "data" / "qrels" / "dev.tsv").unlink()
+    with pytest.raises(InputError, match=r"^data\.dev is not set, but loss\.distillation is kl"):
+        auto.Auto(lambda _: given, AutoConfig(memory="8GB", time="1h"))
+
+
 def test_memory_of_earlier_runs_is_freed_before_a_method_is_measured(planned, monkeypatch):
     made, calls = planned("15m")[0], []
     made.state.seconds = {}
