@@ -126,8 +126,7 @@ class HubName:
 
 def files_by_split(builder: DatasetBuilder) -> dict[str, list[str]]:
     """Return the files of each split. A file is a local path, or an address on the Hub that names a commit."""
-    files: Mapping[Any, list[str]] = builder.config.data_files or {}
-    return {str(split): list(paths) for split, paths in files.items()}
+    return {str(split): list(paths) for split, paths in (builder.config.data_files or {}).items()}
 
 
 class HubSplit:
@@ -266,13 +265,12 @@ def _retrieval_folder(name: HubName, split: str) -> Path:
         )
     splits = (name.split or "corpus", name.split or "queries", name.split or split)
     parts = [HubSplit(name, part, each, True) for part, each in zip(wanted, splits, strict=True)]
-    key = [name.repository, split, *(part.key() for part in parts)]
 
     def write(folder: Path) -> None:
         corpus, queries, grades = (name.rows(part.files) for part in parts)
         beir_from_rows(folder, name.text, corpus, queries, {split: grades})
 
-    return cached_folder("hub", key, write)
+    return cached_folder("hub", [name.repository, split, *(part.key() for part in parts)], write)
 
 
 class _RowLocation(SourceLocation):
@@ -295,10 +293,7 @@ def _json_rows(file: str) -> Rows:
         with open_bytes(Path(file)) as lines:
             yield from json_stream(lines, Path(file), "a row (an object)")
         return
-    with (
-        HfFileSystem().open(file, "rb") as remote,
-        decoded(BufferedReader(remote), unpacked_limit(remote.size)) as lines,
-    ):
+    with HfFileSystem().open(file, "rb") as raw, decoded(BufferedReader(raw), unpacked_limit(raw.size)) as lines:
         yield from json_stream(lines, Path(file), "a row (an object)")
 
 
@@ -306,7 +301,10 @@ def _table_rows(file: str, ending: str) -> Iterator[Record]:
     load = partial(load_dataset, _FORMATS[ending], data_files=[file], split="train", streaming=True)
     if _FORMATS[ending] == "csv":  # with these options, pandas reads 007 and NA as texts
         load = partial(load, sep="\t" if ending == ".tsv" else ",", na_filter=False)
-        load = partial(load, features=Features(dict.fromkeys(next(iter(load()), {}), Value("string"))))
+        first: Record = next(iter(load()), {})
+        if "__index_level_0__" in first:  # for pandas, the first of three cells under two names is an index
+            raise ValueError("row 1 has more cells than the header; a cell that contains the separator needs quotes")
+        load = partial(load, features=Features(dict.fromkeys(first, Value("string"))))
     yield from load()
 
 

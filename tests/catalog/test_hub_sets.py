@@ -219,6 +219,16 @@ def test_cells_of_a_table_are_texts_and_not_numbers_or_missing_values(form, tmp_
     assert [query["id"] for query in open_train_set(name).queries] == ["007", "008", "009"]
 
 
+def test_a_table_whose_rows_have_more_cells_than_names_is_refused(tmp_path):
+    write(tmp_path / "set" / "train.csv", "q,p\nhow, when,because\nwho,she\n")
+    for streaming in (False, True):
+        data = DataConfig(train=f"hub:{tmp_path / 'set'}?query=q&pos=p", streaming=streaming)
+        with pytest.raises(
+            InputError, match=r"train\.csv: cannot be read after row 0 \(row 1 has more cells than the header"
+        ):
+            open_training(data).texts()
+
+
 def test_ids_of_judgements_in_a_table_keep_their_zeros(tmp_path):
     folder = tmp_path / "set"
     parts = {"corpus": "corpus.jsonl", "queries": "queries.jsonl", "default": "qrels/test.tsv"}
