@@ -81,6 +81,13 @@ def test_near_epochs_hold_each_example_once_and_steps_do_not_shift(rows, lines):
     assert list(other(7).queries) != list(stream[7 * SIZE : 8 * SIZE])
 
 
+def test_small_vectors_are_rounded_like_large_ones():
+    vectors = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float16)
+    expected = np.rint(vectors.astype(np.float64) * (1023 / np.abs(vectors).max().astype(np.float64)))
+    assert np.array_equal(rounded(vectors * np.float16(2.0**-8)), expected)  # the scale is too large for float16
+    assert np.abs(rounded(vectors) - expected).max() <= 1
+
+
 def test_rounded_products_are_exact():
     """So that no machine rounds them in another way."""
     vectors = np.random.default_rng(0).normal(size=(500, 64)).astype(np.float16)
