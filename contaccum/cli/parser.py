@@ -11,8 +11,9 @@ from importlib import import_module
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin
 
+import yaml
 from docstring_parser import parse_from_object
-from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, get_loader, set_loader, set_parsing_settings
 
 from contaccum import __version__
 from contaccum.errors import InputError
@@ -28,6 +29,16 @@ set_parsing_settings(
         "contaccum.config.groups.MixtureConfig",
     ],  # in data.mixture
 )
+_load_yaml = get_loader("yaml")
+
+
+def _load(text: str) -> Any:
+    """Return the value of a text as YAML. A text that starts with # is itself the value, for example of --query."""
+    value = _load_yaml(text)
+    return text if value is None and text.lstrip().startswith("#") else value
+
+
+set_loader("yaml", _load, exceptions=(yaml.YAMLError,))
 
 
 @dataclass(eq=False, repr=False)
