@@ -269,7 +269,7 @@ def rounded(vectors: np.ndarray) -> np.ndarray:
     Inner products are then integers below 2^53, which float64 adds without rounding, so every machine finds the same order.
     """
     scale = _LEVELS / (float(np.abs(vectors).max(initial=0)) or 1.0)
-    dtype = vectors.dtype if scale <= np.finfo(vectors.dtype).max else np.float64  # float16 overflows above 65,504
+    dtype = vectors.dtype if scale <= float(np.finfo(vectors.dtype).max) else np.float64  # float16 ends at 65,504
     blocks = (vectors[start : start + _BLOCK].astype(dtype, copy=False) for start in range(0, len(vectors), _BLOCK))
     return np.concatenate([np.rint(block * scale).astype(np.int16) for block in blocks])
 
