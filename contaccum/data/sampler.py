@@ -71,10 +71,8 @@ class StepSampler:
         self._passages = len(train_set.passages)
         self._seed = [seed] if member is None else [seed, MEMBER, member]
         self.size, self.hard_negatives, self._fill = global_batch_size, hard_negatives, fill
-        self._order = (
-            -1,
-            np.empty(0, dtype=np.int64),
-        )  # an epoch and its order, in one tuple: threads may share a sampler
+        # an epoch and its order, in one tuple because threads may share a sampler
+        self._order = (-1, np.empty(0, dtype=np.int64))
         short = int(np.count_nonzero(self._negatives.lengths < hard_negatives))
         if short and fill == "random":
             self._refuse_too_few(train_set)
