@@ -60,8 +60,6 @@ def refuse_input_as_output(output: str | Path | None, *inputs: object, folder: b
     """
     if output is None or not os.path.exists(output):
         return
-    if not folder and os.path.isdir(output):
-        raise InputError(f"{output}: is a folder; expected the name of a file")
     for each in inputs:
         if not isinstance(each, str | Path) or not os.path.exists(each):
             continue
@@ -70,3 +68,5 @@ def refuse_input_as_output(output: str | Path | None, *inputs: object, folder: b
         for path in (Path(each), *files):
             if os.path.exists(path) and os.path.samefile(path, output):
                 raise InputError(f"{output}: is an input of this call ({path}); choose another output")
+    if not folder and os.path.isdir(output):
+        raise InputError(f"{output}: is a folder; expected the name of a file")
