@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
@@ -215,13 +216,17 @@ class Drift:
         """
         bank = self.bank
         steps, indices = bank.written_step[: bank.stored].cpu(), bank.index_in_step[: bank.stored]
+        # sorted only once, because a bank may have thousands of micro-batches
+        slots = torch.from_numpy(np.lexsort((indices, steps)))
+        found, counts = steps[slots].unique_consecutive(return_counts=True)
         complete: list[tuple[int, int, torch.Tensor]] = []
-        for step in steps.unique().tolist():
-            spans = pairwise(accumulate(self.batches.rows_of(step, self.size.at(step)), initial=0))
-            for number, (start, end) in enumerate(spans):
-                slots = ((steps == step) & (indices >= start) & (indices < end)).nonzero().squeeze(1)
-                if len(slots) == end - start:  # false if the bank has already overwritten some of the rows
-                    complete.append((step, number, slots[indices[slots].argsort()]))
+        for step, own in zip(found.tolist(), slots.split(counts.tolist()), strict=True):
+            ends = [0, *accumulate(self.batches.rows_of(step, self.size.at(step)))]
+            places = torch.searchsorted(indices[own], torch.tensor(ends)).tolist()
+            for number, (start, end) in enumerate(pairwise(ends)):
+                first, last = places[number : number + 2]
+                if last - first == end - start:  # false if the bank has already overwritten some of the rows
+                    complete.append((step, number, own[first:last]))
         chosen = torch.linspace(0, len(complete) - 1, DRIFT_SAMPLE).round().long().unique().tolist() if complete else []
         return [complete[index] for index in chosen]
 

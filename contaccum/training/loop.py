@@ -131,8 +131,9 @@ class Training:
         changes = run_folder.identity_differences(state["identity"], self.identity)
         run_folder.refuse_changes(where, changes, self.config.allow_changes)
         restore(checkpoint, self.encoder, optimizer, self.bank)
-        if self.loss.similarity.rules.by_query and state["identity"]["data"] != self.identity["data"]:
-            changed = [*changed, "data"]  # the bank contains row numbers of the old data
+        data = state["identity"].get("data", self.identity["data"])
+        if self.examples is not None and not same_content(data, self.identity["data"]):
+            changed = [*changed, "data"]  # the bank contains row numbers of the old data; a stream has hashes instead
         if changed and self.bank.stored:
             self.bank.empty()
             warnings.warn(f"the bank starts empty, because settings changed: {', '.join(changed)}", stacklevel=2)

@@ -1,6 +1,7 @@
 """Logged bank values equal hand-computed ones, and measuring them changes no weight."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from opened import open_train_set
 
 from contaccum.experiments.run_records import load_run_record
 from contaccum.methods import METHODS
+from contaccum.methods.bank import Bank, BankOptions
+from contaccum.methods.similarity import Similarity
 from contaccum.runtime.engine import Engine
 from contaccum.training import parts
 from contaccum.training.log import Drift, read_log
@@ -71,6 +74,20 @@ def test_measuring_drift_changes_no_weight(method, data, tmp_path):
     assert weights(tmp_path / "0") == weights(tmp_path / "1")
     assert all("drift" not in line for line in read_log(tmp_path / "0"))
     assert all("drift" in line for line in read_log(tmp_path / "1"))
+
+
+def test_the_sample_of_a_large_bank_has_whole_micro_batches_from_all_ages():
+    bank = Bank(2**17, 1, Similarity(1.0), BankOptions(columns_only=True), push=8)
+    bank.stored = bank.size
+    rows = torch.arange(bank.size)
+    bank.written_step.copy_(rows.roll(1000) // 128)
+    bank.index_in_step.copy_(rows.roll(1000) % 128)
+    drift = Drift(None, bank, SimpleNamespace(rows_of=lambda *_: [8] * 16), MicroBatchSize([8], "pairs"))  # type: ignore[arg-type]
+    sample = drift._sample()
+    assert [(step, number) for step, number, _ in sample] == [(0, 0), (341, 5), (682, 10), (1023, 15)]
+    for step, number, slots in sample:
+        assert bank.written_step[slots].tolist() == [step] * 8
+        assert bank.index_in_step[slots].tolist() == list(range(8 * number, 8 * number + 8))
 
 
 def test_bank_without_complete_micro_batch_has_no_drift(data, tmp_path):

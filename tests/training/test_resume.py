@@ -281,6 +281,27 @@ def test_changed_encoder_settings_empty_the_bank_and_are_saved(two_steps, tmp_pa
     assert (saved["similarity"], saved["max_passage_length"], saved["query_prefix"]) == ("dot", 8, "query: ")
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_changed_data_empties_the_bank_unless_it_is_a_stream(streamed, tmp_path):
+    """The bank stores row numbers of passages, which a new first passage changes, or, for a stream, hashes of their ids."""
+    file, run = tmp_path / "pairs.jsonl", tmp_path / "run"
+    lines = [
+        json.dumps({"query": f"where is owl {n}", "pos": [f"owl {n} sleeps"], "neg": [f"owl {n} eats"]})
+        for n in range(20)
+    ]
+    settings = {"data.streaming": streamed, "model.tie_towers": True}
+    file.write_text("\n".join(lines[1:]))
+    train(train_config(file, run, **settings, **{"optim.max_steps": 2}))
+    file.write_text("\n".join(lines))
+    config = train_config(file, run, resume=True, allow_changes=True, **settings, **{"optim.max_steps": 3})
+    if streamed:
+        train(config)
+    else:
+        with pytest.warns(UserWarning, match="the bank starts empty, because settings changed: data"):
+            train(config)
+    assert read_log(run)[-1]["bank_fill"] == (24 if streamed else 0)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
