@@ -287,12 +287,12 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
                 with suppress(OSError):  # some mounts have no file modes
                     each.chmod(mode)
             _sync(each)
-        if path.exists():
-            os.replace(path, old)
         try:
+            if path.exists():
+                os.replace(path, old)
             os.replace(part, path)
-        except OSError:
-            if old.exists():
+        except BaseException:  # also Ctrl-C between the two
+            if old.exists() and not path.exists():
                 os.replace(old, path)
             raise
         _sync(path.parent)

@@ -162,3 +162,21 @@ def test_folder_files_are_flushed_once_before_the_rename(tmp_path, monkeypatch):
     assert flushed[:3] == [("rename", "a"), ("rename", "b"), ("rename", "inner")]
     assert sorted(flushed[3:5]) == [("flush", "a"), ("flush", "b")]
     assert flushed[5:] == [("flush", "inner"), ("flush", part), ("rename", "outer"), ("flush", tmp_path.name)]
+
+
+def test_an_interrupt_between_two_renames_keeps_the_old_folder(monkeypatch, tmp_path):
+    """Ctrl-C can arrive after the old folder was moved away and before the new one has its name."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "a").write_text("old")
+    plain_replace = os.replace
+
+    def replace(old, new):
+        plain_replace(old, new)
+        if Path(old).name == "model":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(KeyboardInterrupt), whole_folder(tmp_path / "model") as part:
+        (part / "a").write_text("new")
+    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == ["model", "model/a"]
+    assert (tmp_path / "model" / "a").read_text() == "old"
