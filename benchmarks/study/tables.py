@@ -449,7 +449,7 @@ TABLES: dict[str, tuple[Callable[[Studies, str], Table], str]] = {
     **{f"{study}-7168f": (longer_reference, f"{study}-7168f") for study in ("medquad", "scifact", "xquad")},
     "medquad-49152f": (large_banks, "medquad-49152f"),
     "7168f": (all_sets, "medquad-7168f"),
-    **{name: (equal_cost, name) for name in ("medquad-24576f", "scifact-24576f", "medquad-guide")},
+    **{name: (equal_cost, name) for name in ("medquad-24576f", "scifact-24576f", "xquad-24576f", "medquad-guide", "demo-80000f")},
     **{f"{study}-options": (options, f"{study}-options") for study in ("medquad", "scifact")},
     **{f"{study}-52s": (less_time, f"{study}-52s") for study in ("medquad", "scifact")},
     **{f"{study}-4096f": (less_time, f"{study}-4096f") for study in ("medquad", "scifact", "xquad")},
