@@ -153,7 +153,8 @@ def test_allow_changes_prints_and_accepts_changes(data, tmp_path, capsys):
     ):
         train(train_config(data, run, resume=True, **changes))
     capsys.readouterr()
-    train(train_config(data, run, resume=True, allow_changes=True, **changes))
+    with pytest.warns(UserWarning, match="the bank starts empty, because settings changed: data"):
+        train(train_config(data, run, resume=True, allow_changes=True, **changes))
     said = capsys.readouterr().err
     assert "(allowed): optim.learning_rate was 0.001 and is 0.0001; optim.max_steps was 2 and is 4" in said
     assert "step-00000002: the conditions of training changed (allowed): data was " in said
