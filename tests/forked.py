@@ -173,6 +173,9 @@ if __name__ == "__main__":
         run(*arguments)
     except SystemExit as end:
         code = end.code or 0
+        if isinstance(code, str):  # as Python does it
+            print(code, file=sys.stderr)
+            code = 1
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1
