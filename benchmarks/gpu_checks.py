@@ -121,7 +121,7 @@ def check_shrink(args: Any, scratch: Path) -> Findings:
         torch.cuda.empty_cache()
         done = in_new_process(*call, "--run.memory_budget", f"{budget // 10**6}MB")
     else:  # how much a step needs beyond the start depends on the C library
-        for megabytes in (180, 220, 260, 300, 350):
+        for megabytes in (80, 110, 140, 180, 220, 260, 300, 350):
             shutil.rmtree(limited, ignore_errors=True)
             done = in_new_process(str(megabytes), *call, starter=(str(ROOT / "tests" / "limited.py"),))
             if done.returncode == 0:
