@@ -249,8 +249,8 @@ def cells(row: dict[str, Any]) -> list[str]:
     spreads = (
         f"{s['median']:.3f} ({s['min']:.3f} to {s['max']:.3f})" for s in (row["seconds"], *row["ratios"].values())
     )
-    peak = f"{row['peak_bytes'] / 2**20:.0f}"
-    return [row["name"], *spreads, peak, "other negatives" if row["loss"] is None else f"{row['loss']:.6f}"]
+    loss = "other negatives" if row["loss"] is None else f"{row['loss']:.6f}"
+    return [row["name"], *spreads, f"{row['peak_bytes'] / 2**20:.0f}", loss]
 
 
 def about(args: Any) -> str:

@@ -285,12 +285,8 @@ def explain(commands: Mapping[str, Command], arguments: list[str], error: Argume
         needed = f"contaccum {name} needs {' and '.join(shown)}; contaccum {name} --help lists all options"
         return needed if shown else sentence
     for option, value in pairwise(arguments) if "unrecognized arguments" in sentence.lower() else ():
-        if (
-            (flag := declared.get(option[2:]))
-            and spec_of(flag).flag
-            and option == f"--{flag.name}"
-            and value[:2] != "--"
-        ):
+        flag = declared.get(option[2:]) if option.startswith("--") else None
+        if flag and spec_of(flag).flag and not value.startswith("--"):
             return f"{option} takes no value, but got {value!r}"
     if unknown := re.search(r"[Kk]ey \"([\w.]+)\": .* Option '(\w+)' is not accepted", sentence):
         names = [each.name for each in fields(get_args(declared[unknown[1]].type)[0])]

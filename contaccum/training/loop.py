@@ -68,6 +68,9 @@ def train(config: TrainConfig) -> Path:
 class Training:
     """One training run. It starts at the newest checkpoint if ``resume`` is set and a checkpoint exists, else at step 0."""
 
+    unlogged = (0, 0.0, 0.0)
+    """Number of steps since the last line of the log, their seconds, and the seconds of these spent waiting for data."""
+
     def __init__(self, config: TrainConfig, engine: Engine) -> None:
         self.config, self.engine = config, engine
         self.folder = Path(config.output_dir)
@@ -109,7 +112,6 @@ class Training:
         self.done = self.skipped = 0  # numbers of steps; ``done`` includes the skipped steps
         self.best: dict[str, Any] = {}
         self.evaluated = 0  # step of the last evaluation
-        self.unlogged = (0, 0.0, 0.0)  # steps since the last line of the log, their seconds, and those spent waiting
         if checkpoint:
             self._resume(checkpoint, optimizer, changed)
         engine.prepare(self.encoder, optimizer)
