@@ -27,6 +27,7 @@ from contaccum.experiments.jobs import (
     Outcome,
     RunJob,
     baseline_identity,
+    data_hashes,
     delete_weights,
     device_slots,
     run_jobs,
@@ -46,7 +47,7 @@ from contaccum.experiments.settings import (
 )  # fmt: skip
 from contaccum.experiments.study_report import StudyResult, write_report
 from contaccum.experiments.tuning import Tuned, run_name, rung_shares, tune
-from contaccum.runtime.files import write_json
+from contaccum.runtime.files import read_json, write_json
 from contaccum.runtime.launch import StopSignals, require_one_process
 from contaccum.runtime.locks import LOCK_FILE, waiting_lock
 from contaccum.training.run_folder import CONFIG_FILE, config_differences, read_config
@@ -119,6 +120,7 @@ class Study:
             raise InputError(f"--against is {self.against!r}; choose from {', '.join(dict.fromkeys(known))}")
         self.test = {"data": options.test or self.base.data.train, "split": options.test_split}
         self.failed: list[Outcome] = []
+        self.hashes: dict[tuple[str, str, bool], dict[str, str]] = {}  # hashes of the data of each kind of run
 
     def _valid_candidates(self) -> None:
         """Remove candidates that cannot be trained, and prepare the tuning of variants with several candidates."""
@@ -256,11 +258,18 @@ class Study:
                     raise InputError(
                         f"{metrics}: computed with {name} {found.get(name)}, not {value}. Use another output_dir."
                     )
-            if not same_content(found.get("test_content", self.test_content), self.test_content):
-                raise InputError(
-                    f"{metrics}: the test data changed after this evaluation. Undo the change, or delete this file to "
-                    "evaluate again."
-                )
+        key = run.kind, repr(run.config.data), run.config.distils
+        if key not in self.hashes:
+            self.hashes[key] = {"test_content": self.test_content, **data_hashes(run.kind, run.config)}
+        for file in (metrics, run.folder / TUNED_FILE):
+            found = read_json(file) if file.is_file() else {}  # older versions saved fewer hashes
+            for name, now in self.hashes[key].items():
+                if not same_content(found.get(name, now), now):
+                    kind = name.removesuffix("_content")
+                    again = "this file to evaluate" if kind == "test" else "the folder of this run to train"
+                    raise InputError(
+                        f"{file}: the {kind} data changed after this result. Undo the change, or delete {again} again."
+                    )
 
     def run(self) -> Path:
         """Train and evaluate all runs that are not finished. Write the report and return the path of report.html."""

@@ -161,11 +161,12 @@ def run_job(kind: str, config: TrainConfig, test: dict[str, str] | None, keep_we
         train(config)
     if test is None:
         mean = read_metrics(run / DEV_METRICS_FILE)["mean"]
-        write_json(run / TUNED_FILE, {"metric": config.run.metric, "score": mean[config.run.metric]})
+        score = {"metric": config.run.metric, "score": mean[config.run.metric]}
+        write_json(run / TUNED_FILE, {**score, **data_hashes(kind, config)})
     else:
         settings = SearchConfig(batch_tokens=config.run.eval_batch_tokens)
         judged = open_dataset(test["data"], test["split"], config.data.policy).retrieval_set
-        content = {"test_content": judged.fingerprint()}  # tells a later comparison whether the test data changed
+        content = {"test_content": judged.fingerprint(), **data_hashes(kind, config)}
         metrics = evaluate(_model(kind, config), judged, settings=settings)
         write_json(run / METRICS_FILE, {**test, **content, **baseline_identity(kind, config), **metrics})
     if not keep_weights:
@@ -177,6 +178,20 @@ def delete_weights(run: Path) -> None:
     for folder in (run / "checkpoints", run / "model"):
         if folder.is_dir():
             remove_folder(folder)
+
+
+def data_hashes(kind: str, config: TrainConfig) -> dict[str, str]:
+    """Return hashes of the training data and the dev data. They are stored with the results of a job.
+
+    A later call can then check that the data did not change. The result is empty for the kind ``bm25``, which uses neither.
+    """
+    if kind == "bm25":
+        return {}
+    data = config.data
+    hashes = {"train_content": open_training(data, config.distils).fingerprint}
+    if kind == "run" and data.dev:
+        hashes["dev_content"] = open_dataset(data.dev, data.dev_split, data.policy).retrieval_set.fingerprint()
+    return hashes
 
 
 def baseline_identity(kind: str, config: TrainConfig) -> dict[str, Any]:

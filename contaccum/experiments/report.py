@@ -1,5 +1,6 @@
 """Make reports on training runs: tables for the console, and sections for HTML and Markdown files."""
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,9 +32,18 @@ def console_report(
 ) -> str:
     """Return the table of runs as text. If ``page`` is given, also write the report to this HTML file.
 
+    Warn if the runs were evaluated on different test queries.
+
     against: folder of the reference run of the significance tests. None: no tests. wide: True to show all columns.
     """
     runs = [load_run_record(folder) for folder in folders]
+    tested = {frozenset(run.per_query): run for run in runs if run.per_query}
+    if len(tested) > 1:
+        first, second, *_ = (f"{run.folder} has {len(run.per_query)}" for run in tested.values())
+        warnings.warn(
+            f"the runs were evaluated on different test queries ({first}, {second}); their metrics cannot be compared",
+            stacklevel=2,
+        )
     groups = group_runs(runs)
     found = differences(groups, metric, _reference_run(runs, groups, against)) if against else []
     table = runs_table(runs, metric)

@@ -100,10 +100,15 @@ def test_finished_comparison_runs_nothing_again(study_folder, capsys):
 
 
 @pytest.mark.parametrize(
-    ("file", "before", "after"),
-    [("qrels/test.tsv", "\t1\n", "\t2\n"), ("corpus.jsonl", '"text": "', '"text": "other ')],
+    ("file", "before", "after", "kind"),
+    [
+        ("qrels/test.tsv", "\t1\n", "\t2\n", "test"),
+        ("corpus.jsonl", '"text": "', '"text": "other ', "test"),
+        ("qrels/train.tsv", "\t1\n", "\t1\nq0\tp9\t1\n", "train"),
+        ("qrels/dev.tsv", "\t1\n", "\t2\n", "dev"),
+    ],
 )
-def test_edited_test_data_is_noticed(file, before, after, study_folder, capsys):
+def test_edited_data_is_noticed(file, before, after, kind, study_folder, capsys):
     study, path = study_folder / "study", study_folder / "data" / file
     arguments = ["--methods", "grad_accum,cont_accum", "--seeds", 1, "--vary", "bank.size=16,24", "--output_dir", study]
     unchanged = stamps(study)
@@ -113,16 +118,21 @@ def test_edited_test_data_is_noticed(file, before, after, study_folder, capsys):
     path.write_text(content)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert code == 2
-    assert "metrics.json: the test data changed after this evaluation. Undo the change" in said
+    assert f"metrics.json: the {kind} data changed after this result. Undo the change" in said
     assert call(capsys, study_folder, *arguments)[0] == 0  # negative control
     assert stamps(study) == unchanged
 
 
-def test_metrics_of_earlier_versions_are_used_without_a_hash(study_folder, capsys):
+@pytest.mark.parametrize(
+    ("run", "hashes"),
+    [("bm25", {"test_content"}), ("grad_accum-seed0", {"test_content", "train_content", "dev_content"})],
+)
+def test_metrics_of_earlier_versions_are_used_without_hashes(run, hashes, study_folder, capsys):
     study = study_folder / "study"
-    metrics = study / "runs" / "bm25" / "metrics.json"
+    metrics = study / "runs" / run / "metrics.json"
     content = read_json(metrics)
-    metrics.write_text(json.dumps({name: content[name] for name in content if name != "test_content"}))
+    assert {name for name in content if name.endswith("_content")} == hashes
+    metrics.write_text(json.dumps({name: content[name] for name in content if name not in hashes}))
     arguments = ["--methods", "grad_accum,cont_accum", "--seeds", 1, "--vary", "bank.size=16,24", "--output_dir", study]
     assert call(capsys, study_folder, *arguments)[0] == 0
     metrics.write_text(json.dumps(content))

@@ -127,6 +127,17 @@ def test_console_shows_seven_columns_and_the_best_run_first(tmp_path):
     assert [column for column in wide[0] if column not in lines[0]] == ["N", "B", "bank", "pairs/s", "wait %"]
 
 
+def test_runs_on_different_test_queries_cause_a_warning(tmp_path, recwarn):
+    runs = [folder(tmp_path / name, "grad_cache", [1.0, 1.0]) for name in ("a", "b")]
+    console_report(list(map(str, runs)), "ndcg@10", None, None)
+    assert not recwarn.list  # negative control: equal queries
+    metrics = json.loads((runs[1] / "metrics.json").read_text())
+    metrics["per_query"]["another"] = metrics["per_query"].pop("q0")
+    (runs[1] / "metrics.json").write_text(json.dumps(metrics))
+    with pytest.warns(UserWarning, match=r"different test queries \(.*a has 12, .*b has 12\); their metrics cannot be"):
+        console_report(list(map(str, runs)), "ndcg@10", None, None)
+
+
 def study(tmp_path: Path):
     """Two seeds of grad_cache and of cont_accum with two bank sizes; the smaller bank is faster and scores lower."""
     for seed in (0, 1):
