@@ -416,6 +416,15 @@ def test_an_unknown_setting_is_answered_with_those_like_it(arguments, near, caps
     assert (code, said) == (2, f"contaccum: {told}: contaccum train has no such option{near}\n")
 
 
+def test_an_option_of_training_is_unknown_to_a_command_with_an_option_of_the_group_s_name(capsys):
+    """``evaluate`` has ``--run``, so ``--run.device`` looked like a part of it."""
+    code, _, said = call(capsys, "evaluate", "--model", "bm25", "--data", "x", "--run.device", "cpu")
+    assert (code, said) == (
+        2,
+        "contaccum: --run.device: contaccum evaluate has no such option; did you mean --device?\n",
+    )
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--version"])

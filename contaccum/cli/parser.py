@@ -252,6 +252,7 @@ def check_arguments(commands: Mapping[str, Command], arguments: list[str]) -> No
 
     options = {option: each for option, _, each in command.declared()}
     known = {*options, "help", "print_completion", *(("config", "print_config") if command.trains else ())}
+    nested = tuple(f"{option}." for option, each in options.items() if any(map(is_dataclass, get_args(each.type))))
     for option, following in pairwise([*arguments, ""]):
         key, equals, value = option.partition("=")
         if not key.startswith("--") or key == "--":
@@ -265,7 +266,7 @@ def check_arguments(commands: Mapping[str, Command], arguments: list[str]) -> No
                 raise InputError(f"--{key} has more than {MAX_BRACKETS} brackets, expected {describe(options[key])}")
         if command.trains and key in GROUPS:  # jsonargparse would read the value from a file, or import a class
             raise InputError(f"--{key} is a group of settings, expected --{key}.FIELD VALUE, or --config FILE")
-        if key.rstrip("+") not in known and not any(key.startswith((f"{each}.", f"{each}+")) for each in options):
+        if key.rstrip("+") not in known and not key.replace("+.", ".").startswith(nested):
             raise InputError(f"--{key}: contaccum {name} has no such option{unknown(key, value, options, '--')}")
 
 
