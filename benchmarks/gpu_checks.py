@@ -53,9 +53,9 @@ def options(settings: dict[str, object]) -> list[str]:
 
 
 def demo(folder: Path, settings: dict[str, object]) -> list[str]:
-    """Return the call that trains on the demo set with its config and other settings."""
+    """Return the call that trains ``cont_accum`` on the demo set, with the set's config and other settings."""
     config = ["--config", str(ROOT / "configs" / "demo.yaml"), "--output_dir", str(folder)]
-    return ["train", *config, *options({"data.train": DEMO} | settings)]
+    return ["train", *config, *options({"data.train": DEMO, "method": "cont_accum", "optim.epochs": 5} | settings)]
 
 
 def contaccum(*call: str, success: bool = True) -> int:

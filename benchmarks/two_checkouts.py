@@ -1,10 +1,12 @@
-"""Time two checkouts of contaccum against each other in one interleaved run: training steps, encoding, exact search, start-up.
+"""Compare the processor time of two checkouts of contaccum: training steps, encoding, exact search, start-up.
 
     python benchmarks/two_checkouts.py OLD NEW [--rounds 7] [--parts train,encode,search,startup] [--output OUT.json] [--quick]
 
-OLD and NEW are folders that contain the package ``contaccum``. Every measurement runs in a new process that imports one of
-them and uses only the command line and public library calls. Each round measures both checkouts, in alternating order. The
-table gives medians and the ratio new / old within a round (median, smallest, largest). Run it on an idle machine.
+OLD and NEW are folders that contain the package ``contaccum``. In each round, both checkouts do the same work at the same time, in two
+processes that share one core. So both have the same clock rate, the same caches and the same other programs next to them, and the ratio
+of their processor times means something on a machine that is not idle. The time of a training step is the difference between a long
+and a short run in one process, so imports and preparation do not count. The table gives medians and the ratio new / old within a
+round: its median with a 95 % interval (order statistics), the smallest, and the largest.
 """
 
 import argparse
@@ -15,21 +17,35 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from timeit import timeit
+from typing import Any
+
+from scipy.stats import binom
 
 METHODS = ("in_batch", "grad_accum", "grad_cache", "passage_bank", "cont_accum", "cont_cache")
 TRAINING = """--model.name tiny --model.tiny_layers 2 --model.tiny_width 128 --model.dropout 0 --batch.global_batch_size 64
 --batch.micro_batch_size 16 --run.save_steps 0 --run.log_steps 1 --run.device cpu"""
+TRAIN = """
+import contextlib, os, sys, time
+from contaccum.cli import main
+folder, steps, *options = sys.argv[1:]
+taken = []
+for name, count in (("warm-up", 2), ("short", 2), ("long", 2 + int(steps))):
+    start = time.process_time()
+    with contextlib.redirect_stdout(sys.stderr):
+        code = main(["train", *options, "--optim.max_steps", str(count), "--output_dir", os.path.join(folder, name)])
+    taken.append(time.process_time() - start)
+    assert code == 0
+print((taken[2] - taken[1]) / int(steps))
+"""
 ENCODE = """
 import json, sys, time
 from contaccum import DualEncoder
 encoder, texts = DualEncoder.load(sys.argv[1]), json.load(open(sys.argv[2]))
 encoder.encode_passages(texts[:100])
-start = time.perf_counter()
+start = time.process_time()
 encoder.encode_passages(texts)
-print(time.perf_counter() - start)
+print(time.process_time() - start)
 """
 SEARCH = """
 import sys, time
@@ -39,43 +55,48 @@ try:
 except ImportError:  # its old name
     from contaccum.options import SearchSettings as SearchConfig
 encoder, settings = DualEncoder.load(sys.argv[1]), SearchConfig(embeddings=sys.argv[3])
-seconds = []
-for _ in range(4):
-    start = time.perf_counter()
+search(encoder, sys.argv[2], "test", 100, settings)  # encodes the corpus
+start = time.process_time()
+for _ in range(3):
     search(encoder, sys.argv[2], "test", 100, settings)
-    seconds.append(time.perf_counter() - start)
-print(sorted(seconds[1:])[1])
+print((time.process_time() - start) / 3)
+"""
+STARTUP = """
+import resource, subprocess, sys
+subprocess.run([sys.executable, "-m", "contaccum", "--help"], stdout=subprocess.DEVNULL, check=True)
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(used.ru_utime + used.ru_stime)
 """
 
 
 class Checkout:
-    """One version of the package, run in processes of its own."""
+    """One version of the package, run in processes of its own on one core."""
 
     def __init__(self, path: str, work: Path) -> None:
         self.path, self.work = Path(path).resolve(), work
         self.environment = {**os.environ, "CONTACCUM_CACHE": str(work / "cache"), "PYTHONPATH": str(self.path)}
+        self.environment["OMP_NUM_THREADS"] = "1"
         work.mkdir()
-        found = self.python("-c", "import contaccum; print(contaccum.__file__)").strip()
+        found = self.result(self.start("import contaccum; print(contaccum.__file__)"))
         if not found.startswith(str(self.path)):
             sys.exit(f"{self.path}: Python imports {found}; expected the package contaccum in this folder")
 
-    def python(self, *arguments: object) -> str:
-        call = [sys.executable, *map(str, arguments)]
-        done = subprocess.run(call, cwd=self.work, env=self.environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            sys.exit(f"{self.path}: {' '.join(call)[:300]} exited with code {done.returncode}:\n{done.stderr[-2000:]}")
-        return done.stdout
+    def start(self, script: str, *arguments: object) -> subprocess.Popen[str]:
+        """Start a script. FOLDER in its arguments becomes a new folder of this checkout."""
+        folder = tempfile.mkdtemp(dir=self.work)
+        call = [sys.executable, "-c", script, *(str(one).replace("FOLDER", folder) for one in arguments)]
+        core = min(os.sched_getaffinity(0))
+        return subprocess.Popen(
+            call, cwd=self.work, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            preexec_fn=lambda: os.sched_setaffinity(0, [core]),
+        )  # fmt: skip
 
-    def train(self, method: str, data: Path, steps: int) -> Path:
-        run = Path(tempfile.mkdtemp(dir=self.work)) / method
-        own = ["--optim.max_steps", steps, "--data.train", data, "--output_dir", run]
-        self.python("-m", "contaccum", "train", "--method", method, *TRAINING.split(), *own)
-        return run
-
-    def step(self, method: str, data: Path, steps: int) -> float:
-        """Return the median seconds of an optimizer step, without the first two."""
-        lines = map(json.loads, (self.train(method, data, steps) / "log.jsonl").read_text().splitlines())
-        return statistics.median([line["seconds"] for line in lines if "loss" in line][2:])
+    def result(self, process: subprocess.Popen[str]) -> str:
+        """Wait for a script and return the last line that it printed."""
+        output, errors = process.communicate()
+        if process.returncode:
+            sys.exit(f"{self.path}: exit code {process.returncode}:\n{errors[-2000:]}")
+        return output.strip().splitlines()[-1]
 
 
 def write_data(folder: Path, passages: int, queries: int) -> Path:
@@ -92,29 +113,35 @@ def write_data(folder: Path, passages: int, queries: int) -> Path:
     return folder
 
 
-def cases(parts: list[str], work: Path, old: Checkout, quick: bool) -> dict[str, Callable[[Checkout], float]]:
-    """Return the measurements by name; each takes a checkout and returns seconds."""
+def cases(parts: list[str], work: Path, old: Checkout, quick: bool) -> dict[str, list[Any]]:
+    """Return the measurements by name: a script that prints seconds of processor time, and its arguments."""
     data = write_data(work / "train", 1000, 500)
-    found: dict[str, Callable[[Checkout], float]] = {}
+    options = [*TRAINING.split(), "--data.train", data]
+    found: dict[str, list[Any]] = {}
     if "train" in parts:
-        found |= {
-            f"step {name}": lambda checkout, name=name: checkout.step(name, data, 4 if quick else 14)
-            for name in METHODS
-        }
+        steps = 2 if quick else 60
+        found |= {f"step {name}": [TRAIN, "FOLDER", steps, *options, "--method", name] for name in METHODS}
     if {"encode", "search"} & set(parts):
-        model = old.train("grad_accum", data, 3) / "model"
+        old.result(old.start(TRAIN, work, 1, *options, "--method", "grad_accum"))
+        model = work / "long" / "model"
     if "encode" in parts:
         texts, count = work / "texts.json", 100 if quick else 2000
         texts.write_text(json.dumps([f"the passage of number {number} and its text" for number in range(count)]))
-        found[f"encode {count} texts"] = lambda checkout: float(checkout.python("-c", ENCODE, model, texts))
+        found[f"encode {count} texts"] = [ENCODE, model, texts]
     if "search" in parts:
         rows, queries = (1000, 20) if quick else (100_000, 200)
         corpus = write_data(work / "search", rows, queries)
-        name = f"search {rows} x 128, {queries} queries"
-        found[name] = lambda one: float(one.python("-c", SEARCH, model, corpus, one.work / "vectors").splitlines()[-1])
+        found[f"search {rows} x 128, {queries} queries"] = [SEARCH, model, corpus, "vectors"]
     if "startup" in parts:
-        found["contaccum --help"] = lambda one: timeit(lambda: one.python("-m", "contaccum", "--help"), number=1)
+        found["contaccum --help"] = [STARTUP]
     return found
+
+
+def interval(ratios: list[float]) -> tuple[float, float]:
+    """Return a 95 % confidence interval of the median from order statistics, or all ratios if there are too few."""
+    ordered, count = sorted(ratios), len(ratios)
+    below = max(0, int(binom.ppf(0.025, count, 0.5)) - 1)
+    return ordered[below], ordered[count - 1 - below]
 
 
 def main() -> None:
@@ -132,17 +159,20 @@ def main() -> None:
         checkouts = {which: Checkout(path, work / which) for which, path in pairs}
         measured = cases(chosen.parts.split(","), work, checkouts["old"], chosen.quick)
         for number in range(-1, chosen.rounds):  # round -1 fills the caches and is not counted
-            for name, measure in measured.items():
-                for which in ("old", "new") if number % 2 else ("new", "old"):
-                    taken = measure(checkouts[which])
+            for name, (script, *arguments) in measured.items():
+                order = ("old", "new") if number % 2 else ("new", "old")
+                processes = {which: checkouts[which].start(script, *arguments) for which in order}
+                for which, process in processes.items():
+                    taken = float(checkouts[which].result(process))
                     if number >= 0:
                         seconds.setdefault(name, {"old": [], "new": []})[which].append(taken)
             print(f"round {number + 1} of {chosen.rounds}", file=sys.stderr)
-    print("| measured | old, s | new, s | new / old | from | to |\n|---|---|---|---|---|---|")
+    print("| measured | old, s | new, s | new / old | 95 % | from | to |\n|---|---|---|---|---|---|---|")
     for name, both in seconds.items():
         old, new = map(statistics.median, both.values())
         ratios = [after / before for before, after in zip(*both.values(), strict=True)]
-        spread = f"{statistics.median(ratios):.3f} | {min(ratios):.3f} | {max(ratios):.3f}"
+        low, high = interval(ratios)
+        spread = f"{statistics.median(ratios):.3f} | {low:.3f} to {high:.3f} | {min(ratios):.3f} | {max(ratios):.3f}"
         print(f"| {name} | {old:.4f} | {new:.4f} | {spread} |")
     if chosen.output:
         chosen.output.write_text(json.dumps({"load": os.getloadavg()[0], "seconds": seconds}, indent=2) + "\n")

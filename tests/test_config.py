@@ -83,7 +83,7 @@ def test_a_file_comes_before_a_ready_made_config(capsys, tmp_path, monkeypatch):
     Path("finetune").write_text("seed: 17\n")
     assert print_config(capsys, Path("finetune"), "--output_dir", "x", "--data.train", "x")["seed"] == 17
     Path("demo").mkdir()  # as `contaccum data demo demo` makes it
-    assert print_config(capsys, Path("demo"), "--output_dir", "x", "--data.train", "x")["method"] == "cont_accum"
+    assert print_config(capsys, Path("demo"), "--output_dir", "x", "--data.train", "x")["method"] == "cont_cache"
 
 
 def test_there_are_config_files():

@@ -12,7 +12,8 @@ out=${OUT:-runs/equal} options=(--seeds "${SEEDS:-3}" --run.device "${DEVICE:-cp
 
 if [ "$name" = demo ]; then
     budget=${BUDGET:-80000f}
-    options+=(--config configs/demo.yaml --settings configs/study/methods-demo.yaml --data.dev data/demo)
+    options+=(--config configs/demo.yaml --settings configs/study/methods-demo.yaml --data.dev data/demo
+        --replay.share 1 --replay.balance false)
 else
     budget=${BUDGET:-6144f} cut=()
     case $name in
