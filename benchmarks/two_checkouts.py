@@ -2,11 +2,12 @@
 
     python benchmarks/two_checkouts.py OLD NEW [--rounds 7] [--parts train,encode,search,startup] [--output OUT.json] [--quick]
 
-OLD and NEW are folders that contain the package ``contaccum``. In each round, both checkouts do the same work at the same time, in two
-processes that share one core. So both have the same clock rate, the same caches and the same other programs next to them, and the ratio
-of their processor times means something on a machine that is not idle. The time of a training step is the difference between a long
-and a short run in one process, so imports and preparation do not count. The table gives medians and the ratio new / old within a
-round: its median with a 95 % interval (order statistics), the smallest, and the largest.
+OLD and NEW are folders that contain the package ``contaccum``. In each round, both checkouts do the same work at the
+same time, in two processes that share one core. So both have the same clock rate, the same caches and the same other
+programs next to them, and the ratio of their processor times means something on a machine that is not idle. The time of
+a training step is the difference between a long and a short run in one process, so imports and preparation do not
+count. The table gives medians and the ratio new / old within a round: its median with a 95 % interval (order
+statistics), the smallest, and the largest.
 """
 
 import argparse
