@@ -120,7 +120,7 @@ def cases(parts: list[str], work: Path, old: Checkout, quick: bool) -> dict[str,
     options = [*TRAINING.split(), "--data.train", data]
     found: dict[str, list[Any]] = {}
     if "train" in parts:
-        steps = 2 if quick else 60
+        steps = 2 if quick else 40
         found |= {f"step {name}": [TRAIN, "FOLDER", steps, *options, "--method", name] for name in METHODS}
     if {"encode", "search"} & set(parts):
         old.result(old.start(TRAIN, work, 1, *options, "--method", "grad_accum"))
@@ -159,14 +159,13 @@ def main() -> None:
         pairs = zip(("old", "new"), chosen.checkouts, strict=True)
         checkouts = {which: Checkout(path, work / which) for which, path in pairs}
         measured = cases(chosen.parts.split(","), work, checkouts["old"], chosen.quick)
-        for number in range(-1, chosen.rounds):  # round -1 fills the caches and is not counted
+        for number in range(chosen.rounds):
             for name, (script, *arguments) in measured.items():
                 order = ("old", "new") if number % 2 else ("new", "old")
                 processes = {which: checkouts[which].start(script, *arguments) for which in order}
                 for which, process in processes.items():
                     taken = float(checkouts[which].result(process))
-                    if number >= 0:
-                        seconds.setdefault(name, {"old": [], "new": []})[which].append(taken)
+                    seconds.setdefault(name, {"old": [], "new": []})[which].append(taken)
             print(f"round {number + 1} of {chosen.rounds}", file=sys.stderr)
     print("| measured | old, s | new, s | new / old | 95 % | from | to |\n|---|---|---|---|---|---|---|")
     for name, both in seconds.items():

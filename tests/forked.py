@@ -128,6 +128,7 @@ def serve(folder: Path) -> list[str]:
 def become(streams: list[int], arguments: list[str], environment: dict[str, str], folder: str) -> list[str]:
     """Give this forked process its streams, session, environment and folder; return ``arguments``."""
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if a shell runs the tests in the background
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)

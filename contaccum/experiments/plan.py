@@ -62,7 +62,7 @@ def run_plan(options: PlanConfig, config: TrainConfig) -> str:
     measured, sharded = {}, []
     for method in chosen:
         varied = replace(config, method=method)  # type: ignore[arg-type]
-        validate(varied)
+        validate(varied, warn=method == config.method)  # other methods may not read all settings of the config
         if processes is not None:
             sharded += plan_sharding(varied, budget, processes)
         print(f"measuring {method}", file=sys.stderr)
