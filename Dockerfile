@@ -14,7 +14,7 @@ COPY pyproject.toml README.md LICENSE /source/
 COPY contaccum /source/contaccum
 RUN pip install --no-cache-dir "/source[study,tensorboard]" && rm -r /source
 
-# Everybody may write to the folders, because `--user` is the owner of the mounted files.
+# Any user may write to the folders, because `--user` can be any id.
 RUN useradd --create-home --uid 1000 contaccum && mkdir /work /cache && chown contaccum /work /cache && chmod 1777 /work /cache
 USER 1000
 WORKDIR /work

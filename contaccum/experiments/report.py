@@ -39,7 +39,7 @@ def console_report(
     runs = [load_run_record(folder) for folder in folders]
     tested = {frozenset(run.per_query): run for run in runs if run.per_query}
     if len(tested) > 1:
-        first, second, *_ = (f"{run.folder} has {len(run.per_query)}" for run in tested.values())
+        first, second, *_ = (f"{run.folder} has {len(run.per_query)} queries" for run in tested.values())
         warnings.warn(
             f"the runs were evaluated on different test queries ({first}, {second}); their metrics cannot be compared",
             stacklevel=2,
