@@ -13,7 +13,7 @@ from contaccum.config.commands import MineConfig
 from contaccum.data.corpus import find_rows
 from contaccum.data.examples import ExampleTable
 from contaccum.data.tables import PASSAGE_COLUMNS, column_batches
-from contaccum.errors import InputError
+from contaccum.errors import InputError, library_errors
 from contaccum.formats.records import Example, Passage, content_id
 
 
@@ -131,13 +131,9 @@ class CrossEncoder:
                 f'cross_encoder {name} needs sentence-transformers, which is not installed. Run: pip install "contaccum[mine]"'
             ) from error
         self.name, self._batch_size = name, batch_size
-        try:
+        fix = "; give the folder or the Hub name of a cross-encoder"
+        with library_errors(f"{name}: not a cross-encoder", OSError, ValueError, fix=fix):
             self._model = Model(name, device=device, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise InputError(
-                f"{name}: not a cross-encoder ({reason}); give the folder or the Hub name of a cross-encoder"
-            ) from error
         if self._model.num_labels != 1:
             raise InputError(f"{name}: has {self._model.num_labels} outputs; expected a cross-encoder with one output")
 

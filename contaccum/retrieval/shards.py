@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
-from contaccum.errors import InputError
+from contaccum.errors import InputError, library_errors
 from contaccum.runtime.files import read_json, sha256_of, whole_file, write_json, write_text
 
 FORMAT = "contaccum-embeddings"
@@ -214,17 +214,15 @@ def _read_parquet(path: Path, rows: int, dimension: int, dtype: str) -> tuple[li
     Raises InputError if this is not a Parquet file, or if its columns, types or sizes are wrong.
     """
     kind = pa.list_(pa.from_numpy_dtype(dtype), dimension)
-    expected = f"{rows} rows with the columns id (string) and embedding ({dtype}, {dimension} numbers)"
-    try:
-        with pq.ParquetFile(path) as file:
-            found = {field.name: field.type for field in file.schema_arrow}
-            if (file.metadata.num_rows, found.get("id"), found.get("embedding")) != (rows, pa.string(), kind):
-                raise InputError(
-                    f"{path}: has {file.metadata.num_rows} rows with the columns {found}; expected {expected}"
-                )
-            table = file.read(["id", "embedding"])
-    except (pa.ArrowException, OSError) as error:
-        raise InputError(f"{path}: not a Parquet file ({error}); expected {expected}") from error
+    expected = f"; expected {rows} rows with the columns id (string) and embedding ({dtype}, {dimension} numbers)"
+    with (
+        library_errors(f"{path}: not a Parquet file", pa.ArrowException, OSError, fix=expected),
+        pq.ParquetFile(path) as file,
+    ):
+        found = {field.name: field.type for field in file.schema_arrow}
+        if (file.metadata.num_rows, found.get("id"), found.get("embedding")) != (rows, pa.string(), kind):
+            raise InputError(f"{path}: has {file.metadata.num_rows} rows with the columns {found}{expected}")
+        table = file.read(["id", "embedding"])
     vectors = table["embedding"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
     return table["id"].to_pylist(), vectors.reshape(rows, dimension)
 
@@ -331,10 +329,8 @@ class ShardFolder(Sequence[Shard]):
         path, shape = self.folder / record.vectors, (record.rows, self.dimension)
         if self.job.format == "parquet":
             return Shard(*_read_parquet(path, *shape, self.job.dtype))
-        try:
+        with library_errors(f"{path}: contains no array of numbers", ValueError):
             vectors = np.load(path, mmap_mode="r", allow_pickle=False)
-        except ValueError as error:
-            raise InputError(f"{path}: contains no array of numbers ({error})") from error
         ids = read_json(self.folder / record.ids, list[str], max_bytes=record.bytes["ids"])
         if (vectors.shape, vectors.dtype, len(ids)) != (shape, self.job.dtype, len(vectors)):
             raise InputError(
