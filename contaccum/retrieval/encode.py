@@ -70,7 +70,7 @@ class Texts:
         def read(start: int, stop: int) -> tuple[list[str], list[str]]:
             rows = corpus[start:stop]
             passages = map(Passage, rows["id"], rows["title"], rows["text"])
-            return list(rows["id"]), [passage.content for passage in passages]
+            return rows["id"], [passage.content for passage in passages]
 
         return cls("passage", len(corpus), read)
 
@@ -285,13 +285,10 @@ def training_vectors(
     each of W processes encodes every W-th shard. All processes must call this function. Raises InputError if a vector is not
     finite in float16.
     """
-    queries = train_set.queries
-
-    def read(start: int, stop: int) -> tuple[list[str], list[str]]:
-        rows = queries[start:stop]
-        return rows["id"], rows["text"]
-
-    texts = Texts.of_corpus(train_set.passages) if kind == "passage" else Texts("query", len(queries), read)
+    texts = Texts.of_corpus(train_set.passages)
+    if kind == "query":
+        queries = train_set.queries  # columns id and text
+        texts = Texts(kind, len(queries), lambda start, stop: tuple(queries[start:stop].values()))
     key = f"{encoder.fingerprint(kind)} {texts.fingerprint}"
     name = hashlib.sha256(key.encode()).hexdigest()[:32]
     folder = cache_folder() / f"{kind}_vectors" / name
