@@ -23,7 +23,6 @@ from contaccum.retrieval.faiss_library import (
     TopRows,
     faiss_cpu_candidates,
     load_faiss,
-    may_use_gpu,
     row_blocks,
     search_gpus,
 )
@@ -136,7 +135,7 @@ def choose_backend(backend: str, device: str = "auto") -> str:
         if backend == "faiss":
             raise
         return "torch"
-    only_torch = may_use_gpu(device) and torch.cuda.is_available() and not search_gpus(device)
+    only_torch = torch.cuda.is_available() and torch_device(device).type == "cuda" and not search_gpus(device)
     return "torch" if backend == "auto" and only_torch else "faiss"
 
 
@@ -146,12 +145,12 @@ def exact_ranker(shards: Shards, backend: str = "auto", device: str = "auto") ->
     device: device of the encoder, such as ``cpu`` or ``cuda:1``. ``auto`` uses a GPU if there is one. If faiss searches on GPUs,
     the corpus is copied to the GPUs here.
     """
-    if choose_backend(backend, device) == "torch":
-        candidates: CandidateSearch = TorchCandidates(shards, torch_device(device))
-    elif search_gpus(device) and count_rows(shards):
-        candidates = FaissGpuCandidates(shards, search_gpus(device), TorchCandidates(shards, torch_device(device)))
-    else:
-        candidates = partial(faiss_cpu_candidates, shards)
+    candidates: CandidateSearch = TorchCandidates(shards, torch_device(device))
+    if choose_backend(backend, device) == "faiss":
+        if (gpus := search_gpus(device)) and count_rows(shards):
+            candidates = FaissGpuCandidates(shards, gpus, torch_candidates=candidates)
+        else:
+            candidates = partial(faiss_cpu_candidates, shards)
     return partial(exact_search, shards=shards, candidates=candidates)
 
 
@@ -217,7 +216,7 @@ class TorchCandidates:
         if self._device.type != "cuda":
             return False
         torch.cuda.empty_cache()  # frees memory that the encoder no longer uses
-        vectors = self._shards[0].vectors if len(self._shards) else np.empty((0, 0))
+        vectors = self._shards[0].vectors
         size = count_rows(self._shards) * vectors.shape[1] * vectors.itemsize
         return size <= _RESIDENT * torch.cuda.mem_get_info(self._device)[0]
 

@@ -88,14 +88,9 @@ def search_gpus(device: str = "auto") -> list[int]:
 
     device: device of the encoder. For ``cpu`` the list is empty. If there are several processes, each uses one GPU.
     """
-    count = gpu_count() if may_use_gpu(device) else 0
+    count = gpu_count() if device.startswith(("auto", "cuda")) else 0
     rank, world = local_place()
     return [rank % count] if count and world > 1 else list(range(count))
-
-
-def may_use_gpu(device: str) -> bool:
-    """Return whether a search may use GPUs if the encoder is on ``device``."""
-    return device.startswith(("auto", "cuda"))
 
 
 def top_of_block(queries: np.ndarray, block: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
