@@ -110,12 +110,12 @@ def holm(values: Sequence[float]) -> list[float]:
 
 
 def compare(
-    ours: Mapping[int | None, QueryScores], theirs: Mapping[int | None, QueryScores], measure: str, seed: int = 0
+    ours: Mapping[int | None, QueryScores], theirs: Mapping[int | None, QueryScores], measure: str
 ) -> Comparison:
     """Compare two systems on the same queries by one measure, such as ndcg@10.
 
-    ours, theirs: training seed -> values of every query. A system without seeds has the only key None. seed: seed of the random
-    sign flips. Raises InputError if the systems were scored on different queries, or if the values lack the measure.
+    ours, theirs: training seed -> values of every query. A system without seeds has the only key None. Raises InputError if the
+    systems were scored on different queries, or if the values lack the measure.
     """
     first = {number: _values(scores, measure) for number, scores in ours.items()}
     second = {number: _values(scores, measure) for number, scores in theirs.items()}
@@ -143,7 +143,7 @@ def compare(
         wins=int((differences > 0).sum()),
         losses=int((differences < 0).sum()),
         queries=len(names),
-        p_permutation=permutation_test(differences, seed),
+        p_permutation=permutation_test(differences),
         p_t=p_t,
         p_both=over_both(pairs) if len(pairs) > 1 else None,
     )
