@@ -241,11 +241,14 @@ def mine(
     share the work. All of them must call this function.
     """
     mining.check()
-    if group.is_main and not Path(output).is_dir():
-        _sweep_next_to(Path(output))
-    if Path(output).exists():
+    path, about_file = Path(output), about_path(output)
+    if group.is_main and not path.is_dir():
+        with folder_lock(_work_folder(path)):  # raises an error if another call is running
+            for each in (path, about_file, _work_folder(path)):
+                sweep(each.parent, each.name)  # removes the files that killed calls left
+    if path.exists():
         raise InputError(f"{output}: exists already; choose a new path")
-    refuse_input_as_output(about_path(Path(output)), data, corpus, choice.model)
+    refuse_input_as_output(about_file, data, corpus, choice.model)
     with group.main_first():
         given = open_dataset(corpus, policy=policy).corpus if corpus else None
         queries = MiningQueries(open_dataset(data, split, policy).examples(), given)
@@ -297,13 +300,6 @@ def write_mined(
 
 def _work_folder(output: Path) -> Path:
     return output.with_name(f"{output.name}.mining")
-
-
-def _sweep_next_to(output: Path) -> None:
-    """Remove the files that killed calls left next to ``output``. Raise InputError if another call is running."""
-    with folder_lock(_work_folder(output)):
-        for path in (output, about_path(output), _work_folder(output)):
-            sweep(path.parent, path.name)
 
 
 def about_path(output: str | Path) -> Path:
