@@ -62,15 +62,12 @@ def exact_search(
     kth = np.partition(scores, max(0, width - k), axis=1)[:, max(0, width - k)]
     # the exact score of any other row is at most the lowest approximate candidate score plus the rounding error
     certain = complete & ((width == rows) | (kth > approximate.min(axis=1) + bound))
-    results = [
-        ranked(zip(ids[query], scores[query].tolist(), strict=True), k) if certain[query] else []
-        for query in range(len(queries))
-    ]
     at_least = np.where(complete, kth, -np.inf)
-    settled = _search_again(queries[~certain], shards, k, at_least[~certain])
-    for query, hits in zip(np.flatnonzero(~certain), settled, strict=True):
-        results[query] = hits
-    return results
+    searched_again = iter(_search_again(queries[~certain], shards, k, at_least[~certain]))
+    return [
+        ranked(zip(names, values.tolist(), strict=True), k) if sure else next(searched_again)
+        for names, values, sure in zip(ids, scores, certain, strict=True)
+    ]
 
 
 def _search_again(queries: np.ndarray, shards: Shards, k: int, at_least: np.ndarray) -> list[list[tuple[str, float]]]:

@@ -5,11 +5,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from tqdm.auto import tqdm
 
 from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
@@ -138,8 +138,7 @@ class DenseRetriever(Retriever):
     ) -> Iterator[Scored]:
         texts = Texts.of_queries({str(number): text for number, text in enumerate(queries)})
         vectors = encode_in_memory(self.encoder, texts, self.settings.batch_tokens).vectors  # (n, d)
-        most = max(map(len, positives))
-        padded = np.array([[*rows, *[-1] * (most - len(rows))] for rows in positives])  # (n, most)
+        padded = np.array(list(zip_longest(*positives, fillvalue=-1))).T  # (n, most positives of a query)
         _, scores, _ = rescore(vectors, chain(self.shards, self.extra), padded)
         for ranking, values, own in zip(self.rank(vectors, k), scores, positives, strict=True):
             yield ranking, values[: len(own)]
@@ -158,10 +157,9 @@ class BM25(Retriever):
         import bm25s  # the import takes a quarter of a second
 
         self.fingerprint, self.index_settings = BM25_NAME, {}
-        tables = [Texts.of_corpus(table).read(0, len(table)) for table in (corpus, extra) if table is not None]
-        self.ids = [key for ids, _ in tables for key in ids]
+        passages = corpus if extra is None else concatenate_datasets([corpus, extra])
+        self.ids, contents = Texts.of_corpus(passages).read(0, len(passages))
         self._rows = len(corpus)
-        contents = [text for _, texts in tables for text in texts]
         tokens = bm25s.tokenize(contents, show_progress=False, **WORDS)
         self._index = None
         if tokens.vocab:  # bm25s divides by zero if the corpus has no words
@@ -240,12 +238,13 @@ def index_ranker(index: Index, shards: Shards | None = None) -> Ranker:
 
     def rank(queries: np.ndarray, k: int) -> list[list[tuple[str, float]]]:
         scores, rows = index.search(queries, k)
-        ids: Any = [[index.ids[row] for row in found] for found in rows]
         if shards is not None:
-            ids, scores, _ = rescore(queries, shards, rows)
+            _, scores, _ = rescore(queries, shards, rows)
         return [
-            ranked((key, float(score)) for key, score, row in zip(*found, strict=True) if row >= 0)  # -1: no passage
-            for found in zip(ids, scores, rows, strict=True)
+            ranked(
+                (index.ids[row], float(score)) for row, score in zip(*found, strict=True) if row >= 0
+            )  # -1: no passage
+            for found in zip(rows, scores, strict=True)
         ]
 
     return rank

@@ -129,8 +129,8 @@ def render_passages(
     """
     lines = []
     for rank, passage in enumerate(passages, start=1):
-        judged = grades is not None and passage.id in grades
-        mark = ("+" if grades[passage.id] > 0 else "-") if grades and judged else " "
+        grade = (grades or {}).get(passage.id)
+        mark = " " if grade is None else "+" if grade > 0 else "-"
         lines += [f"{rank:3d} {mark} {passage.score:7.4f}  {passage.id}  {passage.title}", f"      {passage.text}"]
     return "\n".join(truncate_line(line, width) for line in lines)
 
