@@ -1,7 +1,11 @@
 """Errors that a command reports in one sentence, each with its exit code."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+_FAISS_PREFIX = re.compile(r"^Error in .*? at \S+:\d+: (Error: )?('.*?' failed: )?")
+"""Start of a message of faiss: C++ function, file, line and failed condition."""
 
 
 class InputError(ValueError):
@@ -27,9 +31,10 @@ def library_errors(problem: str, *kinds: type[BaseException], fix: str = "") -> 
 def in_one_line(error: BaseException) -> str:
     """Return at most 300 characters of the message of an error, in one line.
 
-    If the message is unclear without the name of the error class, as for KeyError, the name comes first.
+    If the message is unclear without the name of the error class, as for KeyError, the name comes first. A message of faiss loses
+    its C++ function, file and line number.
     """
-    words, kind = " ".join(str(error).split())[:300], type(error).__name__
+    words, kind = _FAISS_PREFIX.sub("", " ".join(str(error).split()))[:300], type(error).__name__
     needs_class = isinstance(error, LookupError | TypeError | AttributeError | AssertionError)
     return f"{kind}: {words}" if words and needs_class else words or kind
 

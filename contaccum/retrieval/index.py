@@ -14,13 +14,12 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from contaccum.errors import InputError
+from contaccum.errors import InputError, in_one_line, library_errors
 from contaccum.retrieval.faiss_library import (
     GPU_LIMIT,
     LONGEST,
     check_factory,
     load_faiss,
-    reason_of,
     row_blocks,
     search_gpus,
 )
@@ -98,7 +97,8 @@ class Index:
             raise InputError("no passages to index: the corpus is empty")
         dimension = shards[0].vectors.shape[1]
         check_factory(factory, dimension)
-        try:
+        problem = f"index {factory!r}: faiss cannot build it for {rows} passages"
+        with library_errors(problem, RuntimeError, MemoryError):
             index = faiss.index_factory(dimension, factory, faiss.METRIC_INNER_PRODUCT)
             if not index.is_trained:
                 index.train(_sample(shards, rows, training_rows(faiss, index), seed))
@@ -117,10 +117,6 @@ class Index:
                 if pending:
                     _add(index, np.concatenate(pending), factory)
             _check_scores(index, factory, shards[0].vectors[:8])
-        except (RuntimeError, MemoryError) as error:
-            raise InputError(
-                f"index {factory!r}: faiss cannot build it for {rows} passages ({reason_of(error)})"
-            ) from error
         return cls(index, ids, origin)
 
     @classmethod
@@ -154,17 +150,13 @@ class Index:
             return
         if len(params) > LONGEST:
             raise InputError(f"search_params: found {len(params)} characters; at most {LONGEST} are allowed")
-        faiss = load_faiss()
         for name, value in re.findall(r"(\w+)=([-+.\w]+)", params):
             least = int(name.endswith(_AT_LEAST_ONE))
             if not _number(value) >= least:  # faiss accepts a smaller value, but then finds nothing
                 raise InputError(f"search_params {params!r}: {name} is {value}; expected a number of at least {least}")
-        try:
-            faiss.ParameterSpace().set_index_parameters(self.index, params)
-        except RuntimeError as error:
-            raise InputError(
-                f"search_params {params!r}: faiss cannot use them with index {self.origin.factory!r} ({reason_of(error)})"
-            ) from error
+        problem = f"search_params {params!r}: faiss cannot use them with index {self.origin.factory!r}"
+        with library_errors(problem, RuntimeError):
+            load_faiss().ParameterSpace().set_index_parameters(self.index, params)
         self._on_gpus = None  # the copies on the GPUs have the previous values
 
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -181,7 +173,7 @@ class Index:
         except RuntimeError as error:
             if index is self.index:
                 raise InputError(
-                    f"index {self.origin.factory!r}: faiss refused the search ({reason_of(error)})"
+                    f"index {self.origin.factory!r}: faiss refused the search ({in_one_line(error)})"
                 ) from error
             self._fall_back_to_cpu(error)
         return self.search(queries, k)
@@ -203,7 +195,7 @@ class Index:
         """Warn about an error on the GPUs, such as too little memory, and search on the CPU from now on."""
         factory = self.origin.factory
         warnings.warn(
-            f"index {factory!r}: faiss cannot search it on the GPU ({reason_of(error)}); the CPU searches instead",
+            f"index {factory!r}: faiss cannot search it on the GPU ({in_one_line(error)}); the CPU searches instead",
             stacklevel=4,
         )
         self._on_gpus = self.index
@@ -242,20 +234,16 @@ class Index:
                     f"{path}: this index belongs to different vectors or settings ({name} {found!r}, but now {value!r}). "
                     "Choose another folder, or delete this one."
                 )
-        for name, file_name in _FILES.items():
-            file = Path(folder) / file_name
+        files = {name: Path(folder) / file for name, file in _FILES.items()}
+        for name, file in files.items():
             if not file.is_file() or sha256_of(file) != manifest.sha256.get(name):
                 raise InputError(
                     f"{file}: missing or damaged (its SHA-256 is not the one in {path}). Delete the folder to "
                     "build the index again."
                 )
-        file = Path(folder) / _FILES["index"]
-        try:
-            index = load_faiss().read_index(str(file))
-        except RuntimeError as error:
-            raise InputError(f"{file}: faiss cannot read it as an index ({reason_of(error)})") from error
-        ids_file = Path(folder) / _FILES["ids"]
-        ids = read_json(ids_file, list[str], max_bytes=ids_file.stat().st_size)
+        with library_errors(f"{files['index']}: faiss cannot read it as an index", RuntimeError):
+            index = load_faiss().read_index(str(files["index"]))
+        ids = read_json(files["ids"], list[str], max_bytes=files["ids"].stat().st_size)
         if (index.d, index.ntotal, len(ids)) != (manifest.dimension, manifest.rows, manifest.rows):
             raise InputError(
                 f"{folder}: the index has {index.ntotal} vectors of dimension {index.d} and {len(ids)} ids, but {path} has "
