@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -151,18 +151,19 @@ def passage_shards(
     Otherwise the corpus is encoded in memory. Each of W processes gets every W-th shard. whole: each process gets all shards of
     the folder.
     """
-    texts, rank, world = Texts.of_corpus(corpus), group.rank, group.world
+    texts = Texts.of_corpus(corpus)
     if settings.embeddings is not None:
         # a finished folder is used with any shard size and dtype, so its job is not compared with the settings
         finished = (Path(settings.embeddings) / MANIFEST).is_file()
         group.barrier()  # no process may write the manifest before all have looked for it
         if not finished:
-            form: dict[str, Any] = {"dtype": settings.dtype, "batch_tokens": settings.batch_tokens}
-            encode_texts(encoder, texts, settings.embeddings, rank=rank, world=world, **form)
+            dtype, batch_tokens = settings.dtype, settings.batch_tokens
+            encode_texts(encoder, texts, settings.embeddings, group, dtype=dtype, batch_tokens=batch_tokens)
             group.barrier()
-        part = {} if whole else {"rank": rank, "world": world}
+        part = {} if whole else {"rank": group.rank, "world": group.world}
         return ShardFolder(settings.embeddings, encoder.fingerprint(texts.kind), texts.fingerprint, **part)
     # spans end between windows of the encoder, so a vector has the same bits for any number of processes
+    rank, world = group.rank, group.world
     size = texts.rows if world == 1 else WINDOW * max(1, min(CHUNK // WINDOW, -(-texts.rows // WINDOW) // world))
     spans = [(start, min(texts.rows, start + size)) for start in range(rank * size, texts.rows, world * size or 1)]
     return _encode_spans(encoder, texts, spans, settings.batch_tokens)
@@ -172,20 +173,20 @@ def encode_texts(
     encoder: "DualEncoder",
     texts: Texts,
     output_dir: str | Path,
+    group: Processes = ALONE,
     *,
     dtype: str = "float32",
     shard_size: int = 50_000,
     batch_tokens: int | None = None,
     format: str = "npy",
     text: bool = False,
-    rank: int = 0,
-    world: int = 1,
 ) -> bool:
     """Encode texts into shards in ``output_dir``. Return True if the shards of all processes are finished, else False.
 
-    format: ``npy`` or ``parquet``. text: whether Parquet files also contain the texts. Process ``rank`` of ``world`` encodes the
-    shards rank, rank + world, … The process that finishes last writes the manifest. Finished shards are reused. Damaged shards
-    are encoded again with a warning. Each shard is written while the next shard is encoded, so memory holds two shards.
+    group: processes that share the work; each of W processes encodes every W-th shard. format: ``npy`` or ``parquet``. text:
+    whether Parquet files also contain the texts. The process that finishes last writes the manifest. Finished shards are reused.
+    Damaged shards are encoded again with a warning. Each shard is written while the next shard is encoded, so memory holds two
+    shards.
 
     Raises InputError if a vector is not finite, or if the folder contains other files or the embeddings of a different job
     (texts, encoder, dtype, shard size or format).
@@ -195,12 +196,11 @@ def encode_texts(
     job = EncodingJob(*identity, shard_size, dtype, format, text and format == "parquet")
     check_folder(folder, job)
     # process 0 holds the lock for all processes of the launch; each process writes different shards
-    with folder_lock(folder) if rank == 0 else nullcontext():
-        if world == 1:  # not with several processes, because another process may already write here
+    with folder_lock(folder) if group.is_main else nullcontext():
+        if group.world == 1:  # not with several processes, because another process may already write here
             sweep(folder)
-        missing = [
-            number for number in range(rank, job.count, world) if not _is_finished(folder, number, job, encoder.dim)
-        ]
+        own = range(group.rank, job.count, group.world)
+        missing = [number for number in own if not _is_finished(folder, number, job, encoder.dim)]
         rows = sum(stop - start for start, stop in map(job.span, missing))
         print_estimate(encoder, texts, rows, batch_tokens, job.dtype)
         with tqdm(total=rows, unit="text", disable=None) as bar, ThreadPoolExecutor(1, "write") as writer:
@@ -293,11 +293,9 @@ def training_vectors(
     name = hashlib.sha256(key.encode()).hexdigest()[:32]
     folder = cache_folder() / f"{kind}_vectors" / name
     # if another run encodes the same texts, process 0 waits for it
-    with waiting_lock(cache_folder() / "locks" / f"{name}.lock") if group.rank == 0 else nullcontext():
+    with waiting_lock(cache_folder() / "locks" / f"{name}.lock") if group.is_main else nullcontext():
         group.barrier()
-        encode_texts(
-            encoder, texts, folder, dtype="float16", batch_tokens=batch_tokens, rank=group.rank, world=group.world
-        )
+        encode_texts(encoder, texts, folder, group, dtype="float16", batch_tokens=batch_tokens)
         group.barrier()
     return StoredVectors(ShardFolder(folder, encoder.fingerprint(kind), texts.fingerprint), name)
 
@@ -332,7 +330,7 @@ def encode(
         texts = Texts.of_corpus(given.corpus) if kind == "passage" else Texts.of_queries(given.queries)
     encoder = load_encoder(choice)
     form = {"dtype": dtype, "shard_size": shard_size, "batch_tokens": batch_tokens, "format": format, "text": text}
-    if encode_texts(encoder, texts, output, rank=group.rank, world=group.world, **form):  # type: ignore[arg-type]
+    if encode_texts(encoder, texts, output, group, **form):  # type: ignore[arg-type]
         return f"{output}: {texts.rows} {kind} vectors of {encoder.dim} numbers"
     return (
         f"{output}: process {group.rank} of {group.world} has finished its shards; other processes are still encoding"

@@ -19,6 +19,7 @@ from contaccum.retrieval import encode as encode_module
 from contaccum.retrieval.encode import Texts, encode_in_memory, encode_texts, make_estimate
 from contaccum.retrieval.shards import ShardFolder
 from contaccum.runtime.files import read_json, sha256_of, write_json
+from contaccum.runtime.processes import Processes
 
 ROWS = 25
 
@@ -132,14 +133,14 @@ def test_half_precision_is_float32_rounded_once(tmp_path):
 def test_three_processes_write_what_one_writes(tmp_path):
     encode_texts(WordEncoder(), passages(), tmp_path / "one", shard_size=4)
     finished = [
-        encode_texts(WordEncoder(), passages(), tmp_path / "three", shard_size=4, rank=r, world=3) for r in (2, 0, 1)
+        encode_texts(WordEncoder(), passages(), tmp_path / "three", Processes(r, 3), shard_size=4) for r in (2, 0, 1)
     ]
     assert finished == [False, False, True]
     assert bytes_of(tmp_path / "three") == bytes_of(tmp_path / "one")
 
 
 def test_another_number_of_processes_makes_only_what_is_missing(tmp_path):
-    encode_texts(WordEncoder(), passages(), tmp_path / "e", shard_size=4, rank=1, world=2)  # shards 1, 3 and 5: 12 rows
+    encode_texts(WordEncoder(), passages(), tmp_path / "e", Processes(1, 2), shard_size=4)  # shards 1, 3 and 5: 12 rows
     encoder = WordEncoder()
     assert encode_texts(encoder, passages(), tmp_path / "e", shard_size=4)
     assert encoder.seen == ROWS - 12
@@ -367,7 +368,7 @@ def test_an_error_of_the_last_shard_reaches_the_caller_too(tmp_path):
 
 
 def test_a_disk_that_cannot_be_written_stops_the_encoding(tmp_path):
-    encode_texts(WordEncoder(), passages(), tmp_path / "e", shard_size=5, rank=1, world=5)
+    encode_texts(WordEncoder(), passages(), tmp_path / "e", Processes(1, 5), shard_size=5)
     (tmp_path / "e" / "00000.npy").mkdir()  # where the first shard should stand
     encoder = WordEncoder()
     with pytest.raises(InputError, match=r"00000\.npy: cannot be written"):
