@@ -42,6 +42,11 @@ class Passage(NamedTuple):
         """Text that an encoder or BM25 reads: title and text joined by a space, stripped."""
         return f"{self.title} {self.text}".strip()
 
+    @classmethod
+    def of_columns(cls, columns: Mapping[str, Sequence[str]]) -> "list[Passage]":
+        """Return the passages of a part of a table. Keys of ``columns``: id, title and text."""
+        return list(map(cls, columns["id"], columns["title"], columns["text"]))
+
 
 class Query(NamedTuple):
     id: str

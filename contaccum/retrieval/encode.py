@@ -69,8 +69,7 @@ class Texts:
 
         def read(start: int, stop: int) -> tuple[list[str], list[str]]:
             rows = corpus[start:stop]
-            passages = map(Passage, rows["id"], rows["title"], rows["text"])
-            return rows["id"], [passage.content for passage in passages]
+            return rows["id"], [passage.content for passage in Passage.of_columns(rows)]
 
         return cls("passage", len(corpus), read)
 

@@ -21,7 +21,6 @@ from tqdm.auto import tqdm
 from contaccum.config.commands import DataPolicy, EncoderConfig, MineConfig, SearchConfig
 from contaccum.data.corpus import find_rows
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
-from contaccum.data.tables import PASSAGE_COLUMNS
 from contaccum.errors import InputError
 from contaccum.formats.records import Example, Passage, TeacherScores, record_line
 from contaccum.formats.training import Form, example_record, framed
@@ -198,10 +197,10 @@ class Mining:
 
         The query's statistics are added to ``found``. positives: scores of the positives. rows: passage id -> row number.
         """
-        batch = self.queries.passages[[rows[key] for key, _ in hits]]
+        found_passages = Passage.of_columns(self.queries.passages[[rows[key] for key, _ in hits]])
         texts: dict[str, tuple[Passage, float]] = {}  # text -> best passage with this text, and its score
-        for row, (_, score) in zip(zip(*(batch[name] for name in PASSAGE_COLUMNS), strict=True), hits, strict=True):
-            texts.setdefault(Passage(*row).content, (Passage(*row), score))
+        for passage, (_, score) in zip(found_passages, hits, strict=True):
+            texts.setdefault(passage.content, (passage, score))
         passages, scores = [passage for passage, _ in texts.values()], np.array([score for _, score in texts.values()])
         removed = {"same text": len(hits) - len(passages)}
         if self.cross_encoder:

@@ -24,32 +24,28 @@ class MiningQueries:
         """corpus: passages that may become negatives (columns id, title, text). None: the passages of the examples."""
         self.examples = examples
         digest = hashlib.sha256()
-        ids: dict[str, None] = {}
-        # hash of a query's or positive's text, which no negative may have -> ids of the passages with this text
-        ids_of_text: dict[str, list[str]] = {}
-        # hash of a query text -> id of each positive -> hash of the positive's text
-        answers: dict[str, dict[str, str]] = {}
-        for query, positives, *_ in examples:
-            digest.update(json.dumps([query, *positives]).encode())
-            ids_of_text[_text_hash(query.text)] = []
-            own = answers.setdefault(_text_hash(query.text), {})
-            for passage in positives:
-                own[passage.id] = _text_hash(passage.content)
-                ids_of_text[own[passage.id]] = []
-                ids[passage.id] = None
+        self._answers: dict[str, dict[str, str]] = {}
+        """Hash of a query text -> id of each positive -> hash of the positive's text."""
+        for example in examples:
+            digest.update(json.dumps([example.query, *example.positives]).encode())
+            own = self._answers.setdefault(_text_hash(example.query.text), {})
+            own.update((passage.id, _text_hash(passage.content)) for passage in example.positives)
         self.fingerprint = digest.hexdigest()
         self.corpus = examples.passages if corpus is None else corpus
-        self.extra = None if corpus is None else _missing(examples.passages, corpus, ids)
+        positives = {key for own in self._answers.values() for key in own}
+        self.extra = None if corpus is None else _missing(examples.passages, corpus, positives)
         """Positives that ``corpus`` lacks, or None if there are none. These positives get scores but never become negatives."""
         self.passages = self.corpus if self.extra is None else concatenate_datasets([self.corpus, self.extra])
         """Passages of ``corpus``, followed by the passages of ``extra``."""
+        self._ids_of_text: dict[str, list[str]] = {
+            text: [] for query, own in self._answers.items() for text in (query, *own.values())
+        }
+        """Hash of a query's or positive's text, which no negative may have -> ids of the passages with this text."""
         for batch in column_batches(self.passages, PASSAGE_COLUMNS):
-            for row in zip(*(batch[name] for name in PASSAGE_COLUMNS), strict=True):
-                passage = Passage(*row)
+            for passage in Passage.of_columns(batch):
                 for key in {_text_hash(passage.content), _text_hash(passage.text)}:
-                    if key in ids_of_text:
-                        ids_of_text[key].append(passage.id)
-        self._ids_of_text, self._answers = ids_of_text, answers
+                    if key in self._ids_of_text:
+                        self._ids_of_text[key].append(passage.id)
 
     def known(self, example: Example) -> set[str]:
         """Return the ids of passages that must not become negatives of an example.
