@@ -261,17 +261,15 @@ class StoredVectors:
     def __init__(self, folder: ShardFolder, name: str) -> None:
         self.name = name  # hash of the texts and the encoder
         self.shards = [shard.vectors for shard in folder]
-        self._ends = np.cumsum([len(vectors) for vectors in self.shards])
-        self._dim = folder.dimension
+        self._shard_size, self._dim = folder.job.shard_size, folder.dimension
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the vectors of the texts at the positions ``rows``: (k,) int64 -> (k, d) float16, both on the CPU."""
-        numbers = rows.numpy()
-        found = np.empty((len(numbers), self._dim), dtype=np.float16)
-        shard_of = np.searchsorted(self._ends, numbers, side="right")
+        shard_of, row_of = np.divmod(rows.numpy(), self._shard_size)
+        found = np.empty((len(rows), self._dim), dtype=np.float16)
         for shard in np.unique(shard_of).tolist():
-            chosen, vectors = shard_of == shard, self.shards[shard]
-            found[chosen] = vectors[numbers[chosen] - (self._ends[shard] - len(vectors))]
+            chosen = shard_of == shard
+            found[chosen] = self.shards[shard][row_of[chosen]]
         return torch.from_numpy(found)
 
 
