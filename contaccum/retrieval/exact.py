@@ -79,24 +79,22 @@ def _search_again(queries: np.ndarray, shards: Shards, k: int, at_least: np.ndar
     if not best:
         return best
     exact, floor, rounding = queries.astype(np.float64), at_least.copy(), _rounding(queries)
-    for shard in tqdm(shards, desc="ties", unit="shard", total=len(shards), disable=None, leave=False):
-        names = np.array(shard.ids, dtype=object)
-        for start, block in row_blocks(shard.vectors):
-            here = names[start : start + len(block)]
-            order: np.ndarray | None = None
-            longest = np.sqrt(np.einsum("nd,nd->n", block, block, dtype=np.float64).max())
-            for query, products in _products(queries, block):
-                # "not <" instead of ">=", because a pair whose product is NaN must be scored too
-                rows = np.flatnonzero(~(products < floor[query] - rounding[query] * longest))
-                scores = _scores(exact[query], block, rows)
-                if len(rows) > k:
-                    if order is None:
-                        order = np.argsort(np.argsort(here))  # position of each id in the sorted list of ids
-                    top = np.lexsort((order[rows], scores))[-k:]
-                    rows, scores = rows[top], scores[top]
-                best[query] = ranked([*best[query], *zip(here[rows], scores.tolist(), strict=True)], k)
-                if len(best[query]) == k:
-                    floor[query] = max(floor[query], best[query][-1][1])
+    for ids, block, _ in row_blocks(tqdm(shards, desc="ties", unit="shard", disable=None, leave=False)):
+        names = np.array(ids, dtype=object)
+        order: np.ndarray | None = None
+        longest = np.sqrt(np.einsum("nd,nd->n", block, block, dtype=np.float64).max())
+        for query, products in _products(queries, block):
+            # "not <" instead of ">=", because a pair whose product is NaN must be scored too
+            rows = np.flatnonzero(~(products < floor[query] - rounding[query] * longest))
+            scores = _scores(exact[query], block, rows)
+            if len(rows) > k:
+                if order is None:
+                    order = np.argsort(np.argsort(names))  # position of each id in the sorted list of ids
+                top = np.lexsort((order[rows], scores))[-k:]
+                rows, scores = rows[top], scores[top]
+            best[query] = ranked([*best[query], *zip(names[rows], scores.tolist(), strict=True)], k)
+            if len(best[query]) == k:
+                floor[query] = max(floor[query], best[query][-1][1])
     return best
 
 
@@ -219,12 +217,9 @@ class TorchCandidates:
         size = count_rows(self._shards) * vectors.shape[1] * vectors.itemsize
         return size <= _RESIDENT * torch.cuda.mem_get_info(self._device)[0]
 
-    def _numpy_blocks(self) -> Iterator[np.ndarray]:
-        for shard in self._shards:
-            yield from (block for _, block in row_blocks(shard.vectors, dtype=shard.vectors.dtype))
-
     def _on_cpu(self) -> Iterator[torch.Tensor]:
-        for block in self._numpy_blocks():  # torch warns about read-only (memory-mapped) arrays, so they are copied
+        for _, block, _ in row_blocks(self._shards, None):
+            # torch warns about read-only (memory-mapped) arrays, so they are copied
             yield torch.from_numpy(block if block.flags.writeable else block.copy())
 
     def _through_pinned_memory(self) -> Iterator[torch.Tensor]:
@@ -234,7 +229,7 @@ class TorchCandidates:
         """
         stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         copies: deque[tuple[torch.Tensor, Any]] = deque()
-        for block in self._numpy_blocks():
+        for _, block, _ in row_blocks(self._shards, None):
             pinned = torch.empty(block.shape, dtype=getattr(torch, block.dtype.name), pin_memory=stream is not None)
             pinned.numpy()[:] = block
             with torch.cuda.stream(stream):  # has no effect if stream is None

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from contaccum.errors import InputError, in_one_line
-from contaccum.retrieval.shards import Shards, count_rows
+from contaccum.retrieval.shards import Shard, Shards, count_rows
 from contaccum.runtime.launch import local_place
 
 TopRows = tuple[np.ndarray, np.ndarray]
@@ -100,10 +100,12 @@ def top_of_block(queries: np.ndarray, block: np.ndarray, k: int) -> tuple[np.nda
     return faiss.knn(queries, block, k, metric=faiss.METRIC_INNER_PRODUCT)
 
 
-def row_blocks(vectors: np.ndarray, *, dtype: Any = np.float32) -> Iterator[tuple[int, np.ndarray]]:
-    """Divide a matrix into blocks of ``BLOCK`` rows. Yield the number of each block's first row, and the block as ``dtype``."""
-    for start in range(0, len(vectors), BLOCK):
-        yield start, np.ascontiguousarray(vectors[start : start + BLOCK], dtype=dtype)
+def row_blocks(shards: Iterable[Shard], dtype: Any = np.float32) -> Iterator[Shard]:
+    """Divide shards into blocks of at most ``BLOCK`` rows, with contiguous vectors. dtype: None keeps the given dtype."""
+    for shard in shards:
+        for start in range(0, len(shard.vectors), BLOCK):
+            rows = slice(start, start + BLOCK)
+            yield Shard(shard.ids[rows], np.ascontiguousarray(shard.vectors[rows], dtype=dtype))
 
 
 def faiss_cpu_candidates(shards: Shards, queries: np.ndarray, k: int) -> TopRows:
@@ -114,19 +116,17 @@ def faiss_cpu_candidates(shards: Shards, queries: np.ndarray, k: int) -> TopRows
     """
     best = np.empty((len(queries), 0), dtype=np.float32), np.empty((len(queries), 0), dtype=np.int64)
     seen = 0
-    for shard in tqdm(shards, desc="search", unit="shard", total=len(shards), disable=None, leave=False):
-        for _, block in row_blocks(shard.vectors):
-            most = min(k, len(block))
-            few = min(most, FEW + 2 * k * len(block) // (seen + len(block)))
-            scores, rows = top_of_block(queries, block, few)
-            merged = _merge(best, (scores, rows + seen), k)
-            if few < most and len(unsure := np.flatnonzero(scores.min(axis=1) >= merged[0].min(axis=1))):
-                scores, rows = top_of_block(queries[unsure], block, most)
-                merged[0][unsure], merged[1][unsure] = _merge(
-                    (best[0][unsure], best[1][unsure]), (scores, rows + seen), k
-                )
-            best = merged
-            seen += len(block)
+    for _, block, _ in row_blocks(tqdm(shards, desc="search", unit="shard", disable=None, leave=False)):
+        most = min(k, len(block))
+        few = min(most, FEW + 2 * k * len(block) // (seen + len(block)))
+        scores, rows = top_of_block(queries, block, few)
+        merged = _merge(best, (scores, rows + seen), k)
+        if few < most and len(unsure := np.flatnonzero(scores.min(axis=1) >= merged[0].min(axis=1))):
+            scores, rows = top_of_block(queries[unsure], block, most)
+            before = best[0][unsure], best[1][unsure]
+            merged[0][unsure], merged[1][unsure] = _merge(before, (scores, rows + seen), k)
+        best = merged
+        seen += len(block)
     return best
 
 
@@ -181,12 +181,11 @@ def flat_index_on_gpus(shards: Shards, gpus: list[int]) -> Any:
         config.device = gpu
         parts.append(faiss.GpuIndexFlatIP(faiss.StandardGpuResources(), width, config))
     size, seen = -(-rows // len(gpus)), 0
-    for shard in shards:
-        for _, block in row_blocks(shard.vectors):
-            while len(block):
-                taken = block[: size - seen % size]
-                parts[seen // size].add(taken)
-                block, seen = block[len(taken) :], seen + len(taken)
+    for _, block, _ in row_blocks(shards):
+        while len(block):
+            taken = block[: size - seen % size]
+            parts[seen // size].add(taken)
+            block, seen = block[len(taken) :], seen + len(taken)
     if len(parts) == 1:
         return parts[0]
     divided = faiss.IndexShards(width, True, True)  # search with threads; row numbers continue from GPU to GPU

@@ -107,13 +107,12 @@ class Index:
             bar = tqdm(total=rows, desc="index", unit="row", disable=None)
             with bar, _one_thread(faiss) if single else nullcontext():
                 pending: list[np.ndarray] = []
-                for shard in shards:
-                    for _, block in row_blocks(shard.vectors):
-                        pending.append(block)
-                        if "NSG" not in factory:  # an NSG index cannot grow, so it gets all rows at once
-                            _add(index, pending.pop(), factory)
-                        bar.update(len(block))
-                    ids += shard.ids
+                for block in row_blocks(shards):
+                    pending.append(block.vectors)
+                    if "NSG" not in factory:  # an NSG index cannot grow, so it gets all rows at once
+                        _add(index, pending.pop(), factory)
+                    bar.update(len(block.ids))
+                    ids += block.ids
                 if pending:
                     _add(index, np.concatenate(pending), factory)
             _check_scores(index, factory, shards[0].vectors[:8])
