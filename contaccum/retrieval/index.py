@@ -38,14 +38,10 @@ _AT_LEAST_ONE = ("nprobe", "efSearch")  # with 0 for such a parameter, an index 
 class Origin:
     """Origin of an index: settings, and fingerprints of the encoder and the texts."""
 
-    factory: str
-    """String for faiss.index_factory, such as ``HNSW32``."""
-    seed: int = 0
-    """Seed of the random sample of vectors that the index was trained on."""
-    encoder: str = ""
-    """Fingerprint of the passage encoder, or an empty string if it is unknown."""
-    source: str = ""
-    """Fingerprint of the ids and texts of the passages, or an empty string if it is unknown."""
+    factory: str  # string for faiss.index_factory, such as HNSW32
+    seed: int = 0  # seed of the random sample of vectors that the index was trained on
+    encoder: str = ""  # fingerprint of the passage encoder; empty if it is unknown
+    source: str = ""  # fingerprint of the ids and texts of the passages; empty if it is unknown
 
 
 @dataclass(frozen=True)

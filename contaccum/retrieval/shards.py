@@ -47,21 +47,14 @@ Shards = Sequence[Shard]
 class EncodingJob:
     """Description of the shards in a folder: texts, encoder and format. Equal jobs have equal shards."""
 
-    kind: str
-    """``query`` or ``passage``."""
-    encoder: str
-    """Fingerprint of the encoder's weights and settings."""
-    source: str
-    """Fingerprint of all ids and texts."""
+    kind: str  # query or passage
+    encoder: str  # fingerprint of the encoder's weights and settings
+    source: str  # fingerprint of all ids and texts
     rows: int  # number of texts
-    shard_size: int
-    """Number of rows in each shard. The last shard may have fewer rows."""
-    dtype: str
-    """``float16`` or ``float32``."""
-    format: str = "npy"
-    """``npy`` or ``parquet``."""
-    text: bool = False
-    """Whether the shards contain the texts, too. Only ``parquet`` can contain them."""
+    shard_size: int  # number of rows in each shard; the last shard may have fewer rows
+    dtype: str  # float16 or float32
+    format: str = "npy"  # npy or parquet
+    text: bool = False  # whether the shards contain the texts, too; only parquet can contain them
 
     def __post_init__(self) -> None:
         """Raise InputError if the dtype or the format is unknown, ``shard_size`` is below 1, or ``rows`` is negative."""
