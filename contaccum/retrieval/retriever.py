@@ -3,7 +3,7 @@
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any
@@ -240,10 +240,8 @@ def index_ranker(index: Index, shards: Shards | None = None) -> Ranker:
         scores, rows = index.search(queries, k)
         if shards is not None:
             _, scores, _ = rescore(queries, shards, rows)
-        return [
-            ranked(
-                (index.ids[row], float(score)) for row, score in zip(*found, strict=True) if row >= 0
-            )  # -1: no passage
+        return [  # row -1: no passage
+            ranked((index.ids[row], float(score)) for row, score in zip(*found, strict=True) if row >= 0)
             for found in zip(rows, scores, strict=True)
         ]
 
@@ -287,10 +285,9 @@ def index_settings(settings: SearchConfig) -> dict[str, Any]:
 
 def _open_index(encoder: "DualEncoder", corpus: Dataset, settings: SearchConfig, shards: Shards) -> Index:
     """Load the saved index of the corpus, or build it from ``shards``. If ``shards`` is empty, encode the corpus to build it."""
-    made_from: dict[str, str] = {}
+    origin = Origin(settings.factory, settings.seed)
     if settings.index_dir is not None:
-        made_from = {"encoder": encoder.fingerprint("passage"), "source": Texts.of_corpus(corpus).fingerprint}
-    origin = Origin(settings.factory, settings.seed, **made_from)
+        origin = replace(origin, encoder=encoder.fingerprint("passage"), source=Texts.of_corpus(corpus).fingerprint)
     index = Index.load_or_build(settings.index_dir, origin, lambda: shards or passage_shards(encoder, corpus, settings))
     index.device = str(encoder.device)
     index.set_search_params(settings.search_params)
