@@ -30,10 +30,10 @@ from torch.autograd.function import once_differentiable
 
 from contaccum.batch import MicroBatch, RowIds
 from contaccum.methods.bank import Bank
+from contaccum.methods.directions import PassageToQuery, QueryToPassage
 from contaccum.methods.logsumexp import PartialLogSumExp
-from contaccum.methods.masking import NO_RULES, PairRows, PairRules
-from contaccum.methods.similarity import MaskedPairs, Similarity, full_precision, tiles
-from contaccum.methods.symmetric import PassageToQuery
+from contaccum.methods.masking import NO_RULES, PairRules
+from contaccum.methods.similarity import Similarity, full_precision
 
 
 class LossValue(NamedTuple):
@@ -132,174 +132,26 @@ class InfoNCE:
         must be the same bank.
         """
         current = passages.flatten(0, 1)  # (b * (1 + H), d)
+        b = len(queries)
         with torch.no_grad(), full_precision(queries.device):
             partial = rows.partial(*passages.shape[:2]) if rows is not None and rows is columns else None
             bank = columns if columns is not None and columns.fill else None
-            penalty = bank.age_penalty() if bank is not None else None
-            sums = _Sums(self.similarity, queries.detach(), current.detach(), partial, penalty)
-            sums.add_current_rows(ids, bank)
-            n_counted = n_summed = len(queries)  # rows in the denominator, and rows in the sum
-            if rows is not None and rows.queries is not None and rows.fill:
-                sums.add_bank_rows(rows, rows.queries, ids.columns.flatten())
-                n_counted, n_summed = n_counted + rows.weighted_rows, n_summed + rows.fill
+            stored = rows if rows is not None and rows.queries is not None and rows.fill else None
+            sums = QueryToPassage(self.similarity, queries.detach(), current.detach(), ids, bank, stored, partial)
             if self.symmetric:
-                stored = rows if n_summed > len(queries) else None
-                sums.average(PassageToQuery(self.similarity, queries.detach(), passages[:, 0].detach(), ids, stored))
-        value = _WithGradients.apply(queries, current, sums.total, sums.for_queries, sums.for_columns) / n_counted
-        found = (sums.n_columns - 1 - sums.n_masked / len(queries), sums.n_masked, 1 / n_counted)
+                positives = passages[:, 0].detach()
+                sums.average(PassageToQuery(self.similarity, queries.detach(), positives, ids, stored))
+        # rows in the denominator, and rows in the sum
+        n_counted, n_summed = (b, b) if stored is None else (b + stored.weighted_rows, b + stored.fill)
+        value = _WithGradients.apply(queries, current, sums.total, sums.for_rows, sums.for_columns) / n_counted
+        found = (sums.n_columns - 1 - sums.n_masked / b, sums.n_masked, 1 / n_counted)
         negatives, masked, weight = (value.new_full((), number) for number in found)
         kept, by_similarity = sums.counts.unbind()
         if self.similarity.rules:
-            negatives = kept / len(queries) - 1  # a row's own positive is always kept
+            negatives = kept / b - 1  # a row's own positive is always kept
         filtered = None if self.similarity.rules.margin is None else by_similarity
         share = n_counted / n_summed
         return LossValue(value, negatives, masked, weight, filtered, partials=(partial,), counted_share=share)
-
-
-class _Sums:
-    """Sum of the losses of all rows, and its gradients for the current queries (b, d) and columns (c, d)."""
-
-    def __init__(
-        self,
-        similarity: Similarity,
-        queries: Tensor,
-        columns: Tensor,
-        partial: PartialLogSumExp | None,
-        penalty: Tensor | None,
-    ) -> None:
-        self.similarity, self.queries, self.columns = similarity, queries, columns
-        self.partial, self.penalty, self.tile = partial, penalty, similarity.tile_on(queries.device)
-        self.scale = 1 / similarity.temperature
-        self.total = queries.new_zeros(())
-        self.for_queries = torch.zeros_like(queries)
-        self.for_columns = torch.zeros_like(columns)
-        self.n_masked = self.n_columns = 0
-        # numbers of (current row, column) pairs: kept by the rules, masked by the similarity rule; 0 without rules
-        self.counts = queries.new_zeros(2, dtype=torch.long)
-
-    def add_current_rows(self, ids: RowIds, bank: Bank | None) -> None:
-        """Add the losses and gradients of the current rows over the current columns and the columns of ``bank``.
-
-        The loss of a row is ``log_sum - positive``, where ``log_sum`` is the log-sum-exp of the row's logits. The gradient of
-        this loss for a logit is exp(logit - log_sum), minus 1 for the row's own positive.
-        """
-        b, c = len(self.queries), len(self.columns)
-        own = torch.arange(0, c, c // b, device=self.queries.device)  # index of the column with each row's own positive
-        masked = self.similarity.masked_pairs(ids.positives, ids.columns.flatten())
-        masked = masked.without(torch.arange(b), torch.arange(0, c, c // b))
-        self.n_masked, self.n_columns = len(masked), c
-        bank_columns, for_rules = None if bank is None else self._bank_columns(ids, bank), None
-        for tile in tiles(b, self.tile // c):
-            rows = self.queries[tile]
-            logits = self.similarity.logits(rows, self.columns, masked.block(tile, slice(0, c)))  # (r, c)
-            positive = scores = logits.gather(1, own[tile].unsqueeze(1)).squeeze(1)
-            if self.similarity.hardness:
-                positive = positive * self.similarity.positive_share
-                logits.scatter_(1, own[tile].unsqueeze(1), positive.unsqueeze(1))
-            if rules := self.similarity.rules:
-                queries = None if ids.queries is None else ids.queries[tile]
-                for_rules = PairRows(queries, ids.columns[tile, 0], scores, self.similarity.scale)
-                own_pairs = tile, slice(0, b)
-                rules.leave_out(logits, for_rules, ids.columns.flatten(), own_pairs, counts=self.counts)
-            log_sum = logits.logsumexp(1)
-            if bank_columns is not None:
-                over_bank, gradient = self._over_bank(tile, for_rules, *bank_columns)
-                log_sum = torch.logaddexp(log_sum, over_bank)
-                self.for_queries[tile].add_((over_bank - log_sum).exp().unsqueeze(1) * gradient)
-            self.total += (log_sum - positive).sum()
-            weights = logits.sub_(log_sum.unsqueeze(1)).exp_()  # (r, c), softmax over the columns
-            weights.scatter_add_(1, own[tile].unsqueeze(1), weights.new_full((len(rows), 1), -1))
-            self.for_queries[tile].addmm_(weights, self.columns, alpha=self.scale)
-            self.for_columns.addmm_(weights.T, rows, alpha=self.scale)
-
-    def _bank_columns(self, ids: RowIds, bank: Bank) -> tuple[Tensor, Tensor, Tensor | None, MaskedPairs]:
-        """Return all bank columns (m, d), their passage ids (m,) and age penalties (m,), and the pairs to mask.
-
-        A pair is (current row, bank column). This function also adds the number of bank columns to ``n_columns``, and the number
-        of these pairs to ``n_masked``.
-        """
-        columns, per_slot = bank.passages[: bank.fill].flatten(0, 1), bank.passages.shape[1]
-        penalty = None if self.penalty is None else self.penalty.unsqueeze(1).expand(-1, per_slot).reshape(-1)
-        masked = bank.masked_columns(ids.positives, slice(0, bank.fill))
-        self.n_masked += len(masked)
-        self.n_columns += len(columns)
-        return columns, bank.column_ids[: bank.fill].flatten(), penalty, masked
-
-    def _over_bank(
-        self,
-        current: slice,
-        for_rules: PairRows | None,
-        columns: Tensor,
-        ids: Tensor,
-        penalty: Tensor | None,
-        masked: MaskedPairs,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the log-sum-exp L of r current rows q over all bank columns k, (r,), and its gradient, (r, d).
-
-            L(q) = log( sum over k of exp(l(q, k)) )        dL/dq = sum over k of exp(l(q, k) - L(q)) k/t
-
-        where l is the logit. Both sums are computed tile by tile, as sums of exp(l - m) with the running maximum m.
-        current: slice of the r current rows. for_rules: these rows as input of the rules, or None without rules. The other
-        arguments are the values that ``_bank_columns`` returned.
-        """
-        rows, rules = self.queries[current], self.similarity.rules
-        masked = masked.block(current, slice(0, len(columns)))
-        limits, maximum = torch.finfo(rows.dtype), None
-        for tile in tiles(len(columns), self.tile // len(rows)):
-            block = masked.block(slice(0, len(rows)), tile)
-            logits = self.similarity.logits(rows, columns[tile], block)  # (r, t)
-            if for_rules is not None:
-                rules.leave_out(logits, for_rules, ids[tile], counts=self.counts)
-            if penalty is not None:
-                logits.sub_(penalty[tile])
-            if self.partial is not None:
-                self.partial.add(current, tile.start, logits)
-            larger = logits.amax(1, keepdim=True)
-            if rules or len(block):  # a row may be masked in all columns of the tile
-                larger.clamp_(min=limits.min)
-            larger = larger if maximum is None else torch.maximum(maximum, larger)
-            weights = logits.sub_(larger).exp_()
-            if maximum is None:
-                total, weighted = weights.sum(1, keepdim=True), weights @ columns[tile]
-            else:
-                rescale = (maximum - larger).exp()
-                total = total * rescale + weights.sum(1, keepdim=True)
-                weighted.mul_(rescale).addmm_(weights, columns[tile])
-            maximum = larger
-        assert maximum is not None
-        over_bank = (maximum + total.log()).squeeze(1)
-        # if all columns of a row are masked, its log-sum-exp is minus infinity and its gradient is zero
-        if rules or len(masked):
-            total = total.clamp(min=limits.tiny)
-        return over_bank, weighted.div_(total * self.similarity.temperature)
-
-    def add_bank_rows(self, bank: Bank, queries: Tensor, column_ids: Tensor) -> None:
-        """Add the losses of the bank rows, and their gradients for the current columns.
-
-        The bank rows themselves get no gradient. queries: bank queries. column_ids: passage id of each current column.
-        """
-        masked = bank.masked_rows(column_ids, slice(0, bank.fill))
-        over_bank = bank.logsumexp()
-        sums = over_bank.new_empty(bank.fill) if self.partial is None else self.partial.columns
-        for tile in tiles(bank.fill, self.tile // len(self.columns)):
-            block = masked.block(slice(0, len(column_ids)), tile)
-            # (c, r), because a sum is fastest over dimension 0
-            logits = self.similarity.logits(self.columns, queries[tile], block)
-            if self.similarity.rules:
-                self.similarity.rules.leave_out(logits.T, bank.rule_rows(tile), column_ids)
-            if self.penalty is not None:
-                logits.sub_(self.penalty[tile])
-            log_sum = torch.logaddexp(torch.logsumexp(logits, 0, out=sums[tile]), over_bank[tile])
-            self.total += (log_sum - bank.positive_logits[tile]).sum()
-            weights = logits.sub_(log_sum).exp_()
-            self.for_columns.addmm_(weights, queries[tile], alpha=self.scale)
-
-    def average(self, other: PassageToQuery) -> None:
-        """Replace the sum and the gradients by means over both directions. other: passage-to-query direction."""
-        self.total = (self.total + other.total) / 2
-        self.for_queries.add_(other.for_queries).div_(2)
-        self.for_columns.unflatten(0, (len(self.queries), -1))[:, 0].add_(other.for_positives)
-        self.for_columns.div_(2)
 
 
 class _WithGradients(torch.autograd.Function):

@@ -12,7 +12,8 @@ from torch import Tensor
 from contaccum.batch import MicroBatch, RowIds
 from contaccum.methods import METHODS, similarity
 from contaccum.methods.bank import Bank
-from contaccum.methods.loss import InfoNCE, _Sums
+from contaccum.methods.directions import QueryToPassage
+from contaccum.methods.loss import InfoNCE
 from contaccum.methods.masking import Guide, PairRules
 from contaccum.methods.objective import Distillation, Loss, Matryoshka, Objective
 
@@ -116,13 +117,13 @@ READS: dict[str, Callable[[Tensor], object]] = {
 @pytest.mark.parametrize("read", READS)
 def test_a_read_from_the_device_fails_on_meta(read, monkeypatch):
     """Negative control: a loss that waits for the device, or mixes devices, does not pass the test above."""
-    plain = _Sums.add_current_rows
+    plain = QueryToPassage._add_current_rows
 
-    def reading(self: _Sums, ids: RowIds, bank: Bank | None) -> None:
-        READS[read](self.queries)
+    def reading(self: QueryToPassage, ids: RowIds, bank: Bank | None) -> None:
+        READS[read](self.rows)
         plain(self, ids, bank)
 
-    monkeypatch.setattr(_Sums, "add_current_rows", reading)
+    monkeypatch.setattr(QueryToPassage, "_add_current_rows", reading)
     for method in METHODS:
         with pytest.raises((RuntimeError, NotImplementedError)):
             take_steps(method, InfoNCE(0.1), steps=1)
