@@ -20,9 +20,6 @@ from contaccum.methods.logsumexp import NestedLogSumExp, PartialLogSumExp, Rollb
 from contaccum.methods.masking import PairRows
 from contaccum.methods.similarity import EntriesById, MaskedPairs, Similarity
 
-STATE_KEYS = {"written_step": "born", "index_in_step": "places"}
-"""Attribute of ``Bank`` -> its name in a saved state, if different."""
-
 
 @dataclass(frozen=True)
 class BankOptions:
@@ -83,8 +80,7 @@ class Bank:
         self.index_in_step = torch.zeros(size, dtype=torch.long)  # index among the rows of its optimizer step
         self.journal = RollbackJournal()
         self._map_ids()
-        self._clear()
-        self._begin_step()
+        self.empty()
 
     @property
     def fill(self) -> int:
@@ -215,14 +211,14 @@ class Bank:
         assert self.queries is not None
         per_slot = self.column_ids.shape[1]
         if rows.stop - rows.start > slots.stop - slots.start:  # look up the side with fewer ids
-            masked = self.masked_rows(self.column_ids[slots].flatten(), rows).transposed()
+            masked = self.masked_rows(self.column_ids[slots].flatten(), rows)
         else:
-            masked = self.masked_columns(self.positives[rows], slots)
+            masked = self.masked_columns(self.positives[rows], slots).transposed()
         first, end = max(rows.start, slots.start), min(rows.stop, slots.stop)
         if len(masked) and first < end:  # a row's own positive is not masked
             own = torch.arange(first, end)
-            masked = masked.without(own - rows.start, (own - slots.start) * per_slot)
-        logits = self.similarity.logits(self.passages[slots].flatten(0, 1), self.queries[rows], masked.transposed())
+            masked = masked.without((own - slots.start) * per_slot, own - rows.start)
+        logits = self.similarity.logits(self.passages[slots].flatten(0, 1), self.queries[rows], masked)
         if self.similarity.hardness and first < end:
             positives = logits.unflatten(0, (-1, per_slot))[first - slots.start : end - slots.start, 0]
             positives[:, first - rows.start : end - rows.start].diagonal().mul_(self.similarity.positive_share)
@@ -291,10 +287,13 @@ class Bank:
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return all tensors that have one entry per slot. The keys are their names in a saved state."""
-        names = ["passages", "column_ids", "positives", "written_step", "index_in_step"]
-        names += [] if self.queries is None else ["queries", "positive_logits"]
-        names += ["query_numbers"] if self.similarity.rules.by_query else []
-        return {STATE_KEYS.get(name, name): getattr(self, name) for name in names}
+        tensors = {"passages": self.passages, "column_ids": self.column_ids, "positives": self.positives}
+        tensors |= {"born": self.written_step, "places": self.index_in_step}
+        if self.queries is not None:
+            tensors |= {"queries": self.queries, "positive_logits": self.positive_logits}
+        if self.similarity.rules.by_query:
+            tensors["query_numbers"] = self.query_numbers
+        return tensors
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the tensors and the other values to save in a checkpoint. Call this only between two optimizer steps."""
@@ -312,9 +311,7 @@ class Bank:
         Raises InputError if the saved tensors do not have the shapes of this bank's tensors. If a setting on which the
         log-sum-exps depend has changed, they are computed again.
         """
-        rows = {
-            name: each for name, each in tensors.items() if not name.endswith(("sums", "closed")) and "/" not in name
-        }
+        rows = {name: each for name, each in tensors.items() if not name.endswith(("sums", "closed"))}
         self._widen(rows["positives"].shape[1] if "positives" in rows else 1)
         own = self._tensors()
         found, expected = ({name: tuple(each.shape) for name, each in part.items()} for part in (rows, own))

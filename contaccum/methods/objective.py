@@ -176,4 +176,4 @@ class MatryoshkaBank(Bank):
             prefix = f"{bank.dim}/"
             own = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
             bank.load_state(own, numbers.get(str(bank.dim), {}))
-        super().load_state(tensors, numbers)
+        super().load_state({name: each for name, each in tensors.items() if "/" not in name}, numbers)
