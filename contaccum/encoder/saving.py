@@ -42,8 +42,7 @@ def save_encoder(query_tower: Tower, passage_tower: Tower, settings: EncoderSett
         by_side = {f"{name}_length": length for name, length in lengths.items()} if shared else {}
         config = {"max_seq_length": lengths[side], "do_lower_case": False, **by_side}
         write_json(path / "sentence_bert_config.json", config)
-        _write_modules(path, _modules(tower, settings))
-        _write_prompts(path, settings, side)
+        _write_model(path, _modules(tower, settings), settings, side)
     # SentenceTransformer.encode treats texts as passages: tied towers use the passage folder with its maximum length
     routes = {"query": (TOWERS[passage_tower is query_tower], query_tower), "document": (TOWERS[1], passage_tower)}
     _write_router(routes, settings, folder)
@@ -59,8 +58,7 @@ def _write_router(routes: dict[str, tuple[str, Tower]], settings: EncoderSetting
         "parameters": {"default_route": "document", "allow_empty_key": True},
     }
     write_json(folder / "router_config.json", router)
-    _write_modules(folder, {"": "Router"})
-    _write_prompts(folder, settings, "document")
+    _write_model(folder, {"": "Router"}, settings, "document")
 
 
 def _routed(name: str, tower: Tower, settings: EncoderSettings) -> dict[str, str]:
@@ -75,14 +73,11 @@ def _modules(tower: Tower, settings: EncoderSettings) -> dict[str, str]:
     return {f"{index}_{kind}" if index else "": kind for index, kind in enumerate(kinds)}
 
 
-def _write_modules(folder: Path, modules: dict[str, str]) -> None:
+def _write_model(folder: Path, modules: dict[str, str], settings: EncoderSettings, side: str) -> None:
+    """Write the modules and both prompts of a sentence-transformers model. side: default prompt, ``query`` or ``document``."""
     listed = enumerate(modules.items())
     rows = [{"idx": i, "name": str(i), "path": path, "type": MODULES + kind} for i, (path, kind) in listed]
     write_json(folder / "modules.json", rows)
-
-
-def _write_prompts(folder: Path, settings: EncoderSettings, side: str) -> None:
-    """Write both prompts for sentence-transformers. side: name of the default prompt, ``query`` or ``document``."""
     prompts = {"query": settings.query_prefix, "document": settings.passage_prefix}
     default = {"default_prompt_name": side if prompts[side] else None, "similarity_fn_name": settings.similarity}
     truncated = {} if settings.truncate_dim is None else {"truncate_dim": settings.truncate_dim}
@@ -102,13 +97,13 @@ def _save_tower(tower: Tower, folder: Path) -> None:
     write_json(folder / "1_Pooling" / "config.json", pooling)
     for index, dense in enumerate(tower.dense, start=2):
         linear, kind = dense.linear, type(dense.activation)
-        sizes = {
+        config = {
             "in_features": linear.in_features,
             "out_features": linear.out_features,
             "bias": linear.bias is not None,
+            "activation_function": f"{kind.__module__}.{kind.__qualname__}",
         }
-        activation = {"activation_function": f"{kind.__module__}.{kind.__qualname__}"}
-        write_json(folder / f"{index}_Dense" / "config.json", {**sizes, **activation})
+        write_json(folder / f"{index}_Dense" / "config.json", config)
         weights = {name: full(tensor).contiguous() for name, tensor in dense.state_dict().items()}
         save_file(weights, folder / f"{index}_Dense" / WEIGHTS)
 
