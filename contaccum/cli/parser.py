@@ -5,11 +5,12 @@ import difflib
 import re
 from argparse import ArgumentError
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from importlib import import_module
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin
+from operator import attrgetter
+from typing import Any, ClassVar, get_args, get_origin
 
 import yaml
 from docstring_parser import parse_from_object
@@ -17,9 +18,6 @@ from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, get_loader
 
 from contaccum import __version__
 from contaccum.errors import InputError
-
-if TYPE_CHECKING:
-    from contaccum.config.declare import SettingSpec
 
 set_parsing_settings(
     add_print_completion_argument=True,
@@ -79,12 +77,17 @@ class Command:
         """Yield (option name, dataclass, field) for every option. Options in the groups of TrainConfig are included."""
         seen = set(self.skip)
         for prefix, kind in self.kinds():
-            for each in fields(kind):
+            for each in _in_order(kind):
                 if is_dataclass(each.type):
-                    yield from ((f"{each.name}.{inner.name}", each.type, inner) for inner in fields(each.type))
+                    yield from ((f"{each.name}.{inner.name}", each.type, inner) for inner in _in_order(each.type))
                 elif prefix or each.name not in seen:
                     yield f"{prefix}.{each.name}".lstrip("."), kind, each
             seen |= set() if prefix else {each.name for each in fields(kind)}
+
+
+def _in_order(kind: Any) -> list[Field]:
+    """Return the fields of a dataclass, in the order of its signature: inherited settings come last."""
+    return sorted(fields(kind), key=attrgetter("kw_only"))
 
 
 MAX_BRACKETS = 200
@@ -131,45 +134,36 @@ def command_parser(name: str, command: Command, documented: bool = True) -> Argu
             action=ConfigFile,
             help="YAML file with any of the settings below, or the name of a ready-made config such as finetune.",
         )
-    declared = list(command.declared())
-    for prefix, kind in command.kinds():
-        own = [each for _, home, each in declared if home is kind]
-        if prefix:
-            parser.add_class_arguments(kind, prefix)
-            continue
-        special = {each.name for each in own if _add_special(parser, each, spec_of(each))}
-        left_out = {each.name for each in fields(kind) if not is_dataclass(each.type)} - {each.name for each in own}
-        if len(own) > len(special) or kind.__name__ == "TrainConfig":
-            parser.add_class_arguments(kind, None, skip=left_out | special)
-    known = {option: (kind, each) for option, kind, each in declared}
-    for action in parser._actions:
-        # also hide the options that set a whole group, which check_arguments refuses
-        if type(action).__name__ == "_ActionConfigLoad" or action.dest in command.hidden:
-            action.help = argparse.SUPPRESS
-        elif documented and action.dest in known:
-            kind, each = known[action.dest]
-            spec, text = spec_of(each), _texts(kind)[each.name]
-            action.help = f"{text} Range: {spec.range()}." if spec.range() else text
-            if spec.unit and action.option_strings:
-                action.metavar = spec.unit.upper()
+    groups: dict[type, Any] = {}
+    for option, kind, each in command.declared():
+        if kind not in groups:
+            groups[kind] = parser.add_argument_group(str(kind.__doc__).partition("\n")[0].rstrip("."))
+        spec, keywords = spec_of(each), _keywords(option, each)
+        if option in command.hidden:
+            keywords["help"] = argparse.SUPPRESS
+        elif documented:
+            keywords["help"] = _texts(kind)[each.name] + (f" Range: {spec.range()}." if spec.range() else "")
+        groups[kind].add_argument(option if spec.positional else f"--{option}", **keywords)
     return parser
 
 
-def _add_special(parser: ArgumentParser, option: Field, spec: "SettingSpec") -> bool:
-    """Add the option only if it is a flag, positional or required, or takes several values. Return whether it was added."""
-    if spec.flag:
-        parser.add_argument(f"--{option.name}", action="store_true")
-    elif spec.positional or spec.required or spec.several:
-        more: dict[str, Any] = {"nargs": "+"} if spec.several else {}
-        if spec.several and not spec.positional:  # the option may be repeated
-            more["action"] = "extend"
-        if spec.metavar:
-            more["metavar"] = spec.metavar
-        if not spec.positional:
-            more["required" if spec.required else "default"] = spec.required or []
-        kind = get_args(option.type)[0] if spec.several else option.type
-        parser.add_argument(option.name if spec.positional else f"--{option.name}", type=kind, **more)
-    return spec.flag or spec.positional or spec.required or spec.several
+def _keywords(option: str, declared: Field) -> dict[str, Any]:
+    """Return the keyword arguments of ``add_argument`` for an option, except ``help``."""
+    from contaccum.config.declare import default_of, spec_of
+
+    spec, default = spec_of(declared), default_of(declared)
+    if spec.flag and "." not in option:
+        return {"action": "store_true"}
+    keywords: dict[str, Any] = {"type": declared.type}
+    if spec.metavar or spec.unit:
+        keywords["metavar"] = spec.metavar or spec.unit.upper()
+    if spec.several:
+        keywords |= {"type": get_args(declared.type)[0], "nargs": "+", "action": "extend"}  # the option may be repeated
+    if spec.positional:
+        return keywords
+    if spec.required or default is MISSING:
+        return keywords | {"required": True}
+    return keywords | {"default": list(default) if spec.several else default}
 
 
 @cache
@@ -194,7 +188,7 @@ def instances(command: Command, options: Namespace) -> list[Any]:
         own = {
             each.name: tuple(given[each.name]) if get_origin(each.type) is tuple else given[each.name]
             for each in fields(kind)
-            if each.name in given and ((kind, each.name) in homes or is_dataclass(each.type))
+            if (kind, each.name) in homes or is_dataclass(each.type)
         }
         made.append(from_mapping(own) if kind is TrainConfig else kind(**own))
         if kind is not TrainConfig:  # validate() checks a TrainConfig
@@ -215,19 +209,16 @@ def make_parser(commands: Mapping[str, Command], arguments: list[str] | None = N
     documented = every or any(word.startswith(("-h", "--help")) for word in arguments or ())
     chosen = arguments[0] if arguments else ""
 
-    def add(group: str, to: Any) -> None:
-        for name, command in commands.items():
-            if name.rpartition(" ")[0] == group:
-                full = every or chosen == (group or name)
-                made = command_parser(name, command, documented) if full else new_parser(f"contaccum {name}", "")
-                to.add_subcommand(name.rpartition(" ")[2], made, help=command.summary)
-
-    top = parser.add_subcommands(metavar="COMMAND")
-    add("", top)
-    data = new_parser("contaccum data", "Check, convert and download data sets.")
-    top.add_subcommand("data", data, help="check, convert or download a data set")
-    if every or chosen == "data":
-        add("data", data.add_subcommands(metavar="COMMAND"))
+    groups = {"": parser.add_subcommands(metavar="COMMAND")}
+    for name, command in commands.items():
+        group, _, last = name.rpartition(" ")
+        if group not in groups:  # data check and so on
+            data = new_parser("contaccum data", "Check, convert and download data sets.")
+            groups[""].add_subcommand(group, data, help="check, convert or download a data set")
+            groups[group] = data.add_subcommands(metavar="COMMAND")
+        full = every or chosen == (group or name)
+        made = command_parser(name, command, documented) if full else new_parser(f"contaccum {name}", "")
+        groups[group].add_subcommand(last, made, help=command.summary)
     return parser
 
 

@@ -150,6 +150,11 @@ def spec_of(declared: Field) -> SettingSpec:
     return declared.metadata.get("setting", UNLIMITED)
 
 
+def default_of(declared: Field) -> Any:
+    """Return the default of a dataclass field, or MISSING."""
+    return declared.default if declared.default_factory is MISSING else declared.default_factory()
+
+
 def leaves(options: Any, prefix: str = "") -> Iterator[tuple[str, Any, Field]]:
     """Yield (name, dataclass instance, field) for every setting.
 
@@ -238,11 +243,10 @@ def unused_options(options: Sequence[Any], prefix: str = "--") -> Iterator[str]:
 
     for name, (owner, each) in declared.items():
         spec = spec_of(each)
-        default = each.default if each.default_factory is MISSING else each.default_factory()
         against = (*spec.unused_with, *getattr(owner, "unused_with", ()))
         unused = [f"with {prefix}{other}" for other in against if holds(other)]
         unused += [f"without {prefix}{spec.needs}"] if spec.needs and not holds(spec.needs) else []
-        if unused and values[name] != default and not (spec.used_with and holds(spec.used_with)):
+        if unused and values[name] != default_of(each) and not (spec.used_with and holds(spec.used_with)):
             yield f"{prefix}{name} has no effect {unused[0]}"
 
 
