@@ -139,10 +139,7 @@ def unpack(archive: Path, name: str, target: Path, limit: int = MAX_UNPACKED) ->
     the archive is damaged, is encrypted, exceeds a limit or lacks the folder ``name``, or if an entry of the archive is a link or
     has a path that leaves the folder.
     """
-    left = limit = min(limit, MAX_RATIO * archive.stat().st_size + (1 << 20))
-    too_large = InputError(
-        f"{archive}: unpacks to more than {limit} bytes; the archive may be damaged or wrong. Try the download again."
-    )
+    limit = min(limit, MAX_RATIO * archive.stat().st_size + (1 << 20))
     try:
         with zipfile.ZipFile(archive) as bundle, whole_folder(target) as part:
             if (number := len(bundle.infolist())) > _MAX_ENTRIES:
@@ -153,8 +150,14 @@ def unpack(archive: Path, name: str, target: Path, limit: int = MAX_UNPACKED) ->
                 raise InputError(
                     f"{archive}: has no folder {name!r}; a BEIR archive must contain a folder with the name of the data set"
                 )
+            # zipfile stops with an error at an entry that unpacks to more than its file_size
+            if sum(entry.file_size for _, entry in own) > limit:
+                raise InputError(
+                    f"{archive}: unpacks to more than {limit} bytes; the archive may be damaged or wrong. Try the download again."
+                )
             for path, entry in own:
-                left -= _extract(bundle, entry, part.joinpath(*path.parts[1:]), left, too_large)
+                entry.filename = str(PurePosixPath(*path.parts[1:]))
+                bundle.extract(entry, part)
     except (zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError, UnicodeDecodeError) as error:
         raise InputError(f"{archive}: not a readable zip archive ({error})") from error
 
@@ -170,17 +173,6 @@ def _safe_path(entry: zipfile.ZipInfo, archive: Path) -> PurePosixPath:
     if entry.flag_bits & 1 or entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise InputError(f"{archive}: entry {entry.filename!r} is encrypted or has an unknown compression")
     return path
-
-
-def _extract(bundle: zipfile.ZipFile, entry: zipfile.ZipInfo, path: Path, left: int, too_large: InputError) -> int:
-    """Write one entry to ``path``, and return the number of bytes written. Raise ``too_large`` for more than ``left`` bytes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with bundle.open(entry) as source, open(path, "wb") as file:
-        while chunk := source.read(CHUNK):
-            if file.tell() + len(chunk) > left:
-                raise too_large
-            file.write(chunk)
-        return file.tell()
 
 
 def alone(folder: Path, kind: str) -> AbstractContextManager[None]:

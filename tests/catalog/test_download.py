@@ -209,7 +209,7 @@ def test_what_a_process_killed_while_unpacking_left_is_swept(server, tmp_path):
     call = (
         "import os, signal, sys\n"
         "from contaccum.catalog import download\n"
-        "download._extract = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "download.zipfile.ZipFile.extract = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "download.beir_folder('nq', sys.argv[1], base_url=sys.argv[2], md5=sys.argv[3])\n"
     )
     assert subprocess.run([python(), "-c", call, cache, server.url, md5], check=False).returncode == -9
