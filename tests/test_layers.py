@@ -54,7 +54,6 @@ LIGHT = [
     "config/encoder.py",
     "config/groups.py",
     "config/run.py",
-    "config/loss.py",
     "config/commands.py",
     "config/experiments.py",
     "config/spellings.py",

@@ -1,6 +1,6 @@
 """Settings of all commands. A setting is declared once: type, default, help text, unit, range, and methods that use it.
 
-This module declares the config of a training run, checks it, and writes it as YAML. It does not import torch.
+This module declares the config of a training run, checks it, and writes it as YAML. No module of this package imports torch.
 """
 
 import warnings
@@ -29,11 +29,11 @@ from contaccum.config.groups import (
     BatchConfig,
     DataConfig,
     DataPolicy,
+    LossConfig,
     MixtureConfig,
     OptimConfig,
     ReplayConfig,
 )
-from contaccum.config.loss import LossConfig
 from contaccum.config.run import METRIC_CUTS, METRIC_MEASURES, RunConfig
 from contaccum.config.spellings import without_removed
 from contaccum.errors import InputError

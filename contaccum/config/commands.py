@@ -1,4 +1,4 @@
-"""Options of the commands for search, evaluation, mining, models and data. This module does not import torch."""
+"""Options of the commands for search, evaluation, mining, models and data."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal

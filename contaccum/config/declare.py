@@ -1,7 +1,4 @@
-"""Declare settings: default, range, unit, methods that read the setting, and whether a resumed run may change the setting.
-
-This module does not import torch.
-"""
+"""Declare settings: default, range, unit, methods that read the setting, and whether a resumed run may change the setting."""
 
 import math
 import operator
@@ -122,7 +119,6 @@ class SettingSpec(NamedTuple):
         return all(bound is None or holds(value, bound) for holds, bound in bounds)
 
 
-UNLIMITED = SettingSpec()
 LIMITS = {
     "pairs": 10**7, "entries": 10**9, "layers": 1000, "dimensions": 10**5, "minutes": 10**6, "processes": 4096, "epochs": 10**6,
     "rounds": 1000, "seeds": 1000, "runs": 1000, "tokens": 10**9,
@@ -147,7 +143,7 @@ def setting(default: Any = MISSING, *, factory: Any = MISSING, kw_only: Any = MI
 
 def spec_of(declared: Field) -> SettingSpec:
     """Return the metadata of a dataclass field. A field that was declared without ``setting`` has no limits."""
-    return declared.metadata.get("setting", UNLIMITED)
+    return declared.metadata.get("setting", SettingSpec())
 
 
 def default_of(declared: Field) -> Any:

@@ -1,4 +1,4 @@
-"""Options of the encoder: how to load it, how to encode texts with it, and how to train it. This module does not import torch."""
+"""Options of the encoder: how to load it, how to encode texts with it, and how to train it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields

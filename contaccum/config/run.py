@@ -1,7 +1,4 @@
-"""Option group `run` of the training config, and checks of its values.
-
-This module does not import torch.
-"""
+"""Option group `run` of the training config, and checks of its values."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
