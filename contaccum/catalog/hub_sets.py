@@ -129,26 +129,20 @@ def files_by_split(builder: DatasetBuilder) -> dict[str, list[str]]:
     return {str(split): list(paths) for split, paths in (builder.config.data_files or {}).items()}
 
 
-class HubSplit:
-    """Files of one split of a data set, and functions that read these files."""
+def split_files(name: HubName, builder: DatasetBuilder, split: str, only: bool = False) -> list[str]:
+    """Return the files of a split. only: if the data set has a single split, use this split, whatever its name.
 
-    def __init__(self, name: HubName, configuration: str | None, split: str, only: bool = False) -> None:
-        """Find the files of a split. only: if the data set has a single split, use this split, whatever its name."""
-        self.name, self.builder = name, name.builder(configuration)
-        found = files_by_split(self.builder)
-        if split not in found and not (only and len(found) == 1):
-            raise InputError(f"{name.text}: split {split!r} not found; found {', '.join(found)}")
-        self.files = found[split] if split in found else next(iter(found.values()))
+    Raises InputError if there is no such split.
+    """
+    found = files_by_split(builder)
+    if split not in found and not (only and len(found) == 1):
+        raise InputError(f"{name.text}: split {split!r} not found; found {', '.join(found)}")
+    return found[split] if split in found else next(iter(found.values()))
 
-    def key(self) -> list[Any]:
-        """Return a cache key that changes if a file changes: addresses of Hub files, ``file_key`` of local files."""
-        return [file if _REMOTE.fullmatch(file) else file_key(Path(file)) for file in self.files]
 
-    def stream(self) -> Iterator[Record]:
-        """Read the rows of all files. Hub files are read over the network and not stored."""
-        with self.name.available():
-            for file in self.files:
-                yield from (row for _, row in file_rows(file))
+def _key(files: list[str]) -> list[Any]:
+    """Return a cache key that changes if a file changes: addresses of Hub files, ``file_key`` of local files."""
+    return [file if _REMOTE.fullmatch(file) else file_key(Path(file)) for file in files]
 
 
 def fetch_hub(text: str, split: str) -> Path:
@@ -164,16 +158,16 @@ def fetch_hub(text: str, split: str) -> Path:
     name = HubName.of(text)
     if name.is_retrieval_set():
         return _retrieval_folder(name, split)
-    files = HubSplit(name, name.configuration, name.split or split)
+    files = split_files(name, name.builder(name.configuration), name.split or split)
 
     def write(folder: Path) -> None:
         with open(folder / "examples.jsonl", "w", encoding="utf-8", newline="\n") as file:
-            for number, line in example_lines(name, (row for _, row in name.rows(files.files))):
+            for number, line in example_lines(name, (row for _, row in name.rows(files))):
                 if number == 1 and not name.columns:
                     kind_of_record(json.loads(line), SourceLocation(Path(text), 1))
                 file.write(f"{line}\n")
 
-    key = [name.repository, name.configuration, name.columns, files.key()]
+    key = [name.repository, name.configuration, name.columns, _key(files)]
     return cached_folder("hub", key, write) / "examples.jsonl"
 
 
@@ -187,26 +181,30 @@ class HubLines:
             raise InputError(
                 f"{text}: has corpus, queries and judgements, which cannot be streamed. Set data.streaming to false."
             )
-        self._files = HubSplit(self._name, self._name.configuration, self._name.split or split)
+        builder = self._name.builder(self._name.configuration)
+        self._files = split_files(self._name, builder, self._name.split or split)
+        self.version = str(builder.hash)
+        """Hash that ``datasets`` gives to this version of the data set."""
         self.path = Path(text)  # name of the data set, for error messages
-
-    def version(self) -> str:
-        """Return the hash that ``datasets`` gives to this version of the data set."""
-        return str(self._files.builder.hash)
 
     def columns(self) -> list[str]:
         """Return the fields to which the name maps columns, or the columns of the first row (InputError if there is none)."""
         if self._name.columns:
             return list(self._name.columns)
-        if first := next(self._files.stream(), {}):
+        if first := next(self._rows(), {}):
             return list(first)
         raise InputError(f"{self._name.text}: the data set is empty; it needs at least one example")
 
     def lines(self, rejected: RejectedRecords) -> Iterator[tuple[int, str]]:
         """Convert every row to a JSON line; yield the row number (from 1) and the line."""
-        for number, line in example_lines(self._name, self._files.stream()):
+        for number, line in example_lines(self._name, self._rows()):
             rejected.start(SourceLocation(self.path, number), line)
             yield number, line
+
+    def _rows(self) -> Iterator[Record]:
+        with self._name.available():
+            for file in self._files:
+                yield from (row for _, row in file_rows(file))
 
 
 def example_lines(name: HubName, rows: Iterable[Record]) -> Iterator[tuple[int, str]]:
@@ -264,13 +262,13 @@ def _retrieval_folder(name: HubName, split: str) -> Path:
             f"{name.text}: has a corpus and queries, but no judgements; expected a configuration named default or qrels"
         )
     splits = (name.split or "corpus", name.split or "queries", name.split or split)
-    parts = [HubSplit(name, part, each, True) for part, each in zip(wanted, splits, strict=True)]
+    parts = [split_files(name, name.builder(part), each, True) for part, each in zip(wanted, splits, strict=True)]
 
     def write(folder: Path) -> None:
-        corpus, queries, grades = (name.rows(part.files) for part in parts)
+        corpus, queries, grades = (name.rows(files) for files in parts)
         beir_from_rows(folder, name.text, corpus, queries, {split: grades})
 
-    return cached_folder("hub", [name.repository, split, *(part.key() for part in parts)], write)
+    return cached_folder("hub", [name.repository, split, *map(_key, parts)], write)
 
 
 class _RowLocation(SourceLocation):

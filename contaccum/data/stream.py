@@ -146,7 +146,7 @@ def open_stream(data: DataConfig, scores: bool = False) -> StreamSet:
         return StreamSet(
             data.train,
             lambda rejected: line_examples(rows.path, rows.lines(rejected), kind, rejected, scores),
-            _hash([rows.version(), data.split]),
+            _hash([rows.version, data.split]),
             data,
             scores,
         )
