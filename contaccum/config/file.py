@@ -1,7 +1,4 @@
-"""Find and check YAML files of settings. Files that are too large or contain anything but settings are refused.
-
-This module does not import torch.
-"""
+"""Find and check YAML files of settings. Files that are too large or contain anything but settings are refused."""
 
 import os
 from collections.abc import Collection, Iterator
@@ -12,7 +9,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from contaccum.config.declare import MAX_DIGITS
-from contaccum.config.spellings import REMOVED, REMOVED_VALUES, refuse_removed, unknown
+from contaccum.config.spellings import is_ignored, refuse_removed, unknown
 from contaccum.errors import InputError
 
 MAX_BYTES = 1 << 20
@@ -84,21 +81,19 @@ def check_config_file(path: str | Path, text: str, known: Collection[str] | None
         if name in lines:
             raise _error(path, key, f"duplicate setting {name!r} (first in line {lines[name]}); give each setting once")
         lines[name] = key.start_mark.line + 1
-        if not isinstance(value, yaml.MappingNode) and any(each.startswith(f"{name}.") for each in known or ()):
+        is_group = any(each.startswith(f"{name}.") for each in known or ())
+        if is_group and not isinstance(value, yaml.MappingNode):
             raise _error(path, value, f"{name} is {_kind(value)}, expected a group of settings")
         text = value.value if isinstance(value, yaml.ScalarNode) else _kind(value)
+        plain = {"true": True, "false": False}.get(text.lower(), text)
         if name == "format_version":
             check_version(text, f"{path}:{lines[name]}")
-            parent.value = [pair for pair in parent.value if pair[0] is not key]
-        elif name in REMOVED or (name, text) in REMOVED_VALUES:
-            plain = {"true": True, "false": False}.get(text.lower(), text)
-            if name not in REMOVED or plain != REMOVED[name][0]:
-                refuse_removed(f"{path}:{lines[name]}: ", name, plain)
-            parent.value = [pair for pair in parent.value if pair[0] is not key]
-        elif "[" in name or known is None:
+        elif not is_ignored(name, plain):
+            refuse_removed(f"{path}:{lines[name]}: ", name, plain)
+            if "[" not in name and known is not None and name not in known and not is_group:
+                raise _error(path, key, f"{name}: no such setting{unknown(name, text, known)}")
             continue
-        elif not any(each == name or each.startswith(f"{name}.") for each in known):
-            raise _error(path, key, f"{name}: no such setting{unknown(name, text, known)}")
+        parent.value = [pair for pair in parent.value if pair[0] is not key]
     return ConfigText(yaml.serialize(root), {name: f"{path}:{line}" for name, line in lines.items()})
 
 

@@ -1,7 +1,4 @@
-"""Hints for names of settings that are not valid: removed settings, settings of other trainers, and misspelt names.
-
-This module does not import torch.
-"""
+"""Hints for names of settings that are not valid: removed settings, settings of other trainers, and misspelt names."""
 
 import difflib
 from collections.abc import Collection, Mapping
@@ -111,6 +108,11 @@ def unknown(name: str, value: str, known: Collection[str], prefix: str = "") -> 
     return closest(name, known, prefix)
 
 
+def is_ignored(name: str, value: Any) -> bool:
+    """Return whether a setting was removed and has the value that is still accepted."""
+    return name in REMOVED and value == REMOVED[name][0]
+
+
 def without_removed(values: Mapping[str, Any], where: str | None = None, prefix: str = "") -> dict[str, Any]:
     """Return ``values`` without the removed settings that have their accepted value (see REMOVED).
 
@@ -121,7 +123,7 @@ def without_removed(values: Mapping[str, Any], where: str | None = None, prefix:
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
             kept[key] = without_removed(value, where, f"{name}.")
-        elif name not in REMOVED or value != REMOVED[name][0]:
+        elif not is_ignored(name, value):
             if where is not None:
                 refuse_removed(where, name, value)
             kept[key] = value
