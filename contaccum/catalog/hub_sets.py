@@ -195,11 +195,12 @@ class HubLines:
             return list(first)
         raise InputError(f"{self._name.text}: the data set is empty; it needs at least one example")
 
-    def lines(self, rejected: RejectedRecords) -> Iterator[tuple[int, str]]:
-        """Convert every row to a JSON line; yield the row number (from 1) and the line."""
+    def lines(self, rejected: RejectedRecords) -> Iterator[tuple[SourceLocation, str]]:
+        """Convert every row to a JSON line; yield the location (the row number, from 1) and the line."""
         for number, line in example_lines(self._name, self._rows()):
-            rejected.start(SourceLocation(self.path, number), line)
-            yield number, line
+            location = SourceLocation(self.path, number)
+            rejected.start(location, line)
+            yield location, line
 
     def _rows(self) -> Iterator[Record]:
         with self._name.available():

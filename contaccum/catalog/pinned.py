@@ -248,10 +248,8 @@ def _passage(record: Record, location: SourceLocation, number: int) -> dict[str,
 
 def _queries(files: list[Path]) -> Iterator[dict[str, Any]]:
     for file in files:
-        for number, line in numbered_lines(file):
+        for location, line in numbered_lines(file):
             key, tab, text = line.partition("\t")
             if not (key and tab and text.strip()):
-                raise SourceLocation(file, number).error(
-                    f"found {line[:40]!r}; expected a query id, a tab and the query"
-                )
+                raise location.error(f"found {line[:40]!r}; expected a query id, a tab and the query")
             yield {"_id": key, "text": text.strip()}

@@ -94,7 +94,7 @@ def _build_corpus(source: Path, policy: DataPolicy, folder: Path) -> None:
     """
     hashes, about, rejected = _write_corpus(source, policy, folder, {})
     again = _passages(source, policy.repair, RejectedRecords.of(policy))
-    repeated = repeated_ids(hashes, ((line, passage.id) for line, passage in again)).values()
+    repeated = repeated_ids(hashes, ((location.line, passage.id) for location, passage in again)).values()
     if repeated:
         dropped = [lines[:-1] if policy.repair else lines[1:] for lines in repeated]
         first = {line: lines[0] for lines, gone in zip(repeated, dropped, strict=True) for line in gone}
@@ -114,11 +114,11 @@ def _write_corpus(
     writer, rejected = TableWriter(folder / "passages.arrow", PASSAGE_COLUMNS), RejectedRecords.of(policy)
     hashes, empty = array("q"), 0
     passages = _passages(source, policy.repair, rejected)
-    for line, passage in tqdm(passages, desc=f"reading {source.name}", unit=" passages", disable=None):
-        if line in dropped:
+    for location, passage in tqdm(passages, desc=f"reading {source.name}", unit=" passages", disable=None):
+        if location.line in dropped:
             if not policy.repair:
-                message = duplicate_id("passage", passage.id, f"line {dropped[line]}")
-                rejected.reject(SourceLocation(source, line).error(message))
+                message = duplicate_id("passage", passage.id, f"line {dropped[location.line]}")
+                rejected.reject(location.error(message))
             continue
         empty += is_blank(passage.text)
         hashes.append(hash(passage.id))
@@ -131,14 +131,14 @@ def _write_corpus(
     return hashes, about, rejected
 
 
-def _passages(source: Path, repair: bool, rejected: RejectedRecords) -> Iterator[tuple[int, Passage]]:
-    """Yield the line number and the passage of each record. Without ``repair``, a passage without text is rejected."""
-    for line, passage in numbered_corpus(source, rejected):
+def _passages(source: Path, repair: bool, rejected: RejectedRecords) -> Iterator[tuple[SourceLocation, Passage]]:
+    """Yield the location and the passage of each record. Without ``repair``, a passage without text is rejected."""
+    for location, passage in numbered_corpus(source, rejected):
         if not repair and is_blank(passage.text):
             found = f"passage {passage.id!r} has an empty text; every passage needs a text. Use --repair to accept it."
-            rejected.reject(SourceLocation(source, line).error(found))
+            rejected.reject(location.error(found))
         else:
-            yield line, passage
+            yield location, passage
 
 
 def repeated_ids(hashes: array, ids: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
@@ -168,14 +168,14 @@ def open_queries(path: str | Path, policy: DataPolicy, ids: Collection[str] | No
     texts: dict[str, str] = {}
     lines: dict[str, int] = {}
     repeated = 0
-    for line, query in numbered_queries(source, rejected):
+    for location, query in numbered_queries(source, rejected):
         if query.id in lines:
             if not policy.repair:
                 message = duplicate_id("query", query.id, f"line {lines[query.id]}")
-                rejected.reject(SourceLocation(source, line).error(message))
+                rejected.reject(location.error(message))
                 continue
             repeated += 1
-        lines[query.id] = line
+        lines[query.id] = location.line
         if ids is None or query.id in ids:
             texts[query.id] = query.text
     if not lines:

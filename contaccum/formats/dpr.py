@@ -24,8 +24,8 @@ _HEADER_WORDS = {
 _QUESTION_ROW = "two columns separated by a tab: a question, and a list of answers such as ['a', 'b']"
 
 
-def dpr_corpus(path: Path, rejected: RejectedRecords = STRICT) -> Iterator[tuple[int, Passage]]:
-    """Yield the line number and the passage of each row of a DPR corpus TSV such as psgs_w100.tsv.
+def dpr_corpus(path: Path, rejected: RejectedRecords = STRICT) -> Iterator[tuple[SourceLocation, Passage]]:
+    """Yield the location and the passage of each row of a DPR corpus TSV such as psgs_w100.tsv.
 
     The columns are id, text and title. A cell may be in quotes. A header (id, text, title) is skipped.
     """
@@ -50,23 +50,23 @@ def _is_header(row: list[str], location: SourceLocation) -> bool:
     return True
 
 
-def id_text_lines(path: Path, rejected: RejectedRecords = STRICT) -> Iterator[tuple[int, str, str]]:
-    """Yield the line number, the id and the text of each line of MS MARCO's collection.tsv or queries.tsv.
+def id_text_lines(path: Path, rejected: RejectedRecords = STRICT) -> Iterator[tuple[SourceLocation, str, str]]:
+    """Yield the location, the id and the text of each line of MS MARCO's collection.tsv or queries.tsv.
 
     These files have no header, and quotation marks are part of the text.
     """
-    for number, line in numbered_lines(path, rejected=rejected):
+    for location, line in numbered_lines(path, rejected=rejected):
         key, *texts = line.split("\t")
         fault = ""
-        if number == 1 and {cell.strip().lower() for cell in (key, *texts)} <= _HEADER_WORDS:
+        if location.line == 1 and {cell.strip().lower() for cell in (key, *texts)} <= _HEADER_WORDS:
             fault = f"found the header {line!r}; a file of ids and texts must have no header. Delete the line"
         elif len(texts) != 1 or key.split() != [key]:
             found = f"found {len(texts) + 1} columns" if len(texts) != 1 else f"the id is {key!r}"
             fault = f"{found}; each line must be an id without spaces, then a tab, then a text"
         if fault:
-            rejected.reject(SourceLocation(path, number).error(fault))
+            rejected.reject(location.error(fault))
         else:
-            yield number, key, texts[0]
+            yield location, key, texts[0]
 
 
 def read_questions(path: Path, rejected: RejectedRecords = STRICT) -> Iterator[Question]:
@@ -102,8 +102,8 @@ def _tab_rows(
     read: Callable[[list[str], SourceLocation], Element],
     rejected: RejectedRecords,
     is_header: Callable[[list[str], SourceLocation], bool] = lambda row, location: False,
-) -> Iterator[tuple[int, Element]]:
-    """Convert each row with ``read``. Yield the number of the first line of the row, and the converted row.
+) -> Iterator[tuple[SourceLocation, Element]]:
+    """Convert each row with ``read``. Yield the location of the row (its first line), and the converted row.
 
     A cell in quotes may have several lines. The first row is skipped if it is a header; rejected rows before it do not count.
     """
@@ -118,7 +118,7 @@ def _tab_rows(
             rejected.reject(error)
         else:
             first = False
-            yield location.line, element
+            yield location, element
 
 
 def _rows(path: Path, expected: str, rejected: RejectedRecords) -> Iterator[tuple[SourceLocation, list[str]]]:
@@ -127,8 +127,8 @@ def _rows(path: Path, expected: str, rejected: RejectedRecords) -> Iterator[tupl
     If a quote is not closed, only the first line of that row is rejected, because the next lines may be valid rows.
     """
     source = numbered_lines(path, blank=True, rejected=rejected)  # a cell in quotes may have empty lines
-    again: list[tuple[int, str]] = []
-    taken: list[tuple[int, str]] = []
+    again: list[tuple[SourceLocation, str]] = []
+    taken: list[tuple[SourceLocation, str]] = []
 
     def lines() -> Iterator[str]:
         while line := again.pop() if again else next(source, None):
@@ -141,8 +141,7 @@ def _rows(path: Path, expected: str, rejected: RejectedRecords) -> Iterator[tupl
         try:
             row = next(rows, None)
         except csv.Error as error:
-            (number, line), *others = taken
-            location = SourceLocation(path, number)
+            (location, line), *others = taken
             rejected.start(location, line)
             rejected.reject(location.error(f"{error} (perhaps a quote is not closed); each row needs {expected}"))
             again += reversed(others)
@@ -151,6 +150,6 @@ def _rows(path: Path, expected: str, rejected: RejectedRecords) -> Iterator[tupl
         if row is None:
             return
         if "".join(row).strip():
-            location = SourceLocation(path, taken[0][0])
+            location = taken[0][0]
             rejected.start(location, "\n".join(line for _, line in taken))
             yield location, row

@@ -39,15 +39,14 @@ def json_lines(
     path: Path, expected: str, read: Read[Element], rejected: RejectedRecords = STRICT
 ) -> Iterator[tuple[SourceLocation, Element]]:
     """Yield the location and the JSON object of each line, converted by ``read``. expected: valid record, for error messages."""
-    return json_objects(path, numbered_lines(path, rejected=rejected), expected, read, rejected)
+    return json_objects(numbered_lines(path, rejected=rejected), expected, read, rejected)
 
 
 def json_objects(
-    path: Path, lines: Iterable[tuple[int, str]], expected: str, read: Read[Element], rejected: RejectedRecords
+    lines: Iterable[tuple[SourceLocation, str]], expected: str, read: Read[Element], rejected: RejectedRecords
 ) -> Iterator[tuple[SourceLocation, Element]]:
-    """Convert the JSON objects in numbered lines, as ``json_lines`` does. path: name of the file, for error messages."""
-    for count, (number, line) in enumerate(lines, 1):
-        location = SourceLocation(path, number)
+    """Convert the JSON objects in numbered lines, as ``json_lines`` does."""
+    for count, (location, line) in enumerate(lines, 1):
         try:
             element = read(_object_of(line, location, expected), location, count + rejected.undecodable)
         except InputError as error:
@@ -84,7 +83,7 @@ def json_stream(file: BufferedReader, path: Path, expected: str) -> Iterator[tup
     if file.peek(1)[:1] == b"[":
         yield from _ListReader(file, path, expected).objects(lambda record, *_: record, STRICT)
     else:
-        yield from json_objects(path, lines_of(file, path), expected, lambda record, *_: record, STRICT)
+        yield from json_objects(lines_of(file, path), expected, lambda record, *_: record, STRICT)
 
 
 class _ListReader:

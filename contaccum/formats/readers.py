@@ -73,17 +73,17 @@ def beir_file(folder: str | Path, name: str) -> Path:
     raise InputError(f"{folder}: {name} not found; a BEIR folder has corpus.jsonl, queries.jsonl and qrels/<split>.tsv")
 
 
-def numbered_corpus(path: str | Path, rejected: RejectedRecords = STRICT) -> Iterator[tuple[int, Passage]]:
-    """Yield the line number and the passage of each record of a corpus.
+def numbered_corpus(path: str | Path, rejected: RejectedRecords = STRICT) -> Iterator[tuple[SourceLocation, Passage]]:
+    """Yield the location and the passage of each record of a corpus.
 
     The file is a BEIR corpus.jsonl, a DPR TSV or MS MARCO's collection.tsv.
     """
     path = Path(path)
     if _layout(path, rejected.limit) != "lines":
         if _columns(path, rejected.limit) == 2:
-            return ((line, Passage(key, "", text)) for line, key, text in id_text_lines(path, rejected))
+            return ((location, Passage(key, "", text)) for location, key, text in id_text_lines(path, rejected))
         return dpr_corpus(path, rejected)
-    return ((location.line, passage) for location, passage in json_lines(path, _PASSAGE, _passage, rejected))
+    return json_lines(path, _PASSAGE, _passage, rejected)
 
 
 def _passage(record: Record, location: SourceLocation, number: int) -> Passage:
@@ -91,20 +91,20 @@ def _passage(record: Record, location: SourceLocation, number: int) -> Passage:
     return Passage(id_field(record, "_id", location), title, text)
 
 
-def numbered_queries(path: str | Path, rejected: RejectedRecords = STRICT) -> Iterator[tuple[int, Query]]:
-    """Yield the line number and the query of each record of a BEIR queries.jsonl or MS MARCO's queries.tsv.
+def numbered_queries(path: str | Path, rejected: RejectedRecords = STRICT) -> Iterator[tuple[SourceLocation, Query]]:
+    """Yield the location and the query of each record of a BEIR queries.jsonl or MS MARCO's queries.tsv.
 
     A query without text is rejected.
     """
     path = Path(path)
     if _layout(path, rejected.limit) != "columns" or _columns(path, rejected.limit) != 2:
-        yield from ((location.line, query) for location, query in json_lines(path, _QUERY, _query, rejected))
+        yield from json_lines(path, _QUERY, _query, rejected)
         return
-    for line, key, text in id_text_lines(path, rejected):
+    for location, key, text in id_text_lines(path, rejected):
         if text.strip():
-            yield line, Query(key, text)
+            yield location, Query(key, text)
         else:
-            rejected.reject(_empty_query(key, SourceLocation(path, line)))
+            rejected.reject(_empty_query(key, location))
 
 
 def _empty_query(key: str, location: SourceLocation) -> InputError:
@@ -123,8 +123,8 @@ def read_qrels(path: str | Path, rejected: RejectedRecords = STRICT) -> Iterator
     path = Path(path)
     separator, columns = _qrels_form(path, rejected.limit)
     first = True
-    for number, line in numbered_lines(path, rejected=rejected):
-        cells, location = line.split(separator), SourceLocation(path, number)
+    for location, line in numbered_lines(path, rejected=rejected):
+        cells = line.split(separator)
         try:
             if not cells or len(cells) != columns:
                 needed = _GRADES if first else f"{columns} columns, as in the previous lines"
@@ -135,7 +135,7 @@ def read_qrels(path: str | Path, rejected: RejectedRecords = STRICT) -> Iterator
                 continue
             if not cells[0] or not cells[-2]:
                 raise location.error("found an empty id; queries and passages need an id")
-            judgement = Judgement(cells[0], cells[-2], grade_of(cells[-1], location), number)
+            judgement = Judgement(cells[0], cells[-2], grade_of(cells[-1], location), location.line)
         except InputError as error:
             rejected.reject(error)
         else:
@@ -167,14 +167,14 @@ def numbered_examples(
 
 
 def line_examples(
-    path: Path, lines: Iterable[tuple[int, str]], kind: Kind, rejected: RejectedRecords, scores: bool = False
+    path: Path, lines: Iterable[tuple[SourceLocation, str]], kind: Kind, rejected: RejectedRecords, scores: bool = False
 ) -> Iterator[tuple[SourceLocation, Example]]:
     """Yield the location and the example of each numbered line. kind: format. path: name of the file, for error messages."""
     if kind not in RECORDS:
         raise InputError(
             f"{path}: is a {kind} file; training examples are DPR JSON, JSONL of query, pos and neg, or Tevatron JSONL"
         )
-    return json_objects(path, lines, RECORDS[kind], reader_of(kind, scores), rejected)
+    return json_objects(lines, RECORDS[kind], reader_of(kind, scores), rejected)
 
 
 def kind_of_data(path: str | Path, max_bad_records: int = 0) -> Kind:
@@ -196,7 +196,7 @@ def _kind_of_table(path: Path, max_bad_records: int) -> Kind:
     the second cell starts with a list, or the first cell cannot be an id (it is empty or contains white space). Other files
     with two columns have ids and texts (MS MARCO): ``queries`` if the file name contains ``quer``, otherwise ``corpus``.
     """
-    rows = [line.split("\t") for _, line in _first_lines(path, max_bad_records)]
+    rows = [line.split("\t") for line in _first_lines(path, max_bad_records)]
     if not rows:
         raise InputError(f"{path}: is empty; it must contain {_FILES}")
     columns = _columns(path, max_bad_records)
@@ -218,17 +218,17 @@ def _columns(path: Path, max_bad_records: int) -> int | None:
 
     Return None if no line has 2 or 3 columns.
     """
-    rows = [line.split("\t") for _, line in _first_lines(path, max_bad_records)]
+    rows = [line.split("\t") for line in _first_lines(path, max_bad_records)]
     if rows and [cell.strip().lower() for cell in rows[0]] == HEADER:
         return 3  # a cell in quotes can have several lines, each with fewer columns
     counts = [len(row) for row in rows]
     return _most_common([count for count in counts if count in (2, 3)])
 
 
-def _first_lines(path: Path, max_bad_records: int) -> list[tuple[int, str]]:
+def _first_lines(path: Path, max_bad_records: int) -> list[str]:
     """Return the first 2 n + 1 lines, where n is max_bad_records (at most 100). Even with n invalid lines, most are valid."""
     enough = 2 * min(max_bad_records, _SAMPLE) + 1
-    return list(islice(numbered_lines(path, rejected=RejectedRecords(enough - 1)), enough))
+    return [line for _, line in islice(numbered_lines(path, rejected=RejectedRecords(enough - 1)), enough)]
 
 
 def _most_common(found: Iterable[Value]) -> Value | None:
@@ -245,7 +245,7 @@ def _layout(path: Path, max_bad_records: int) -> Literal["list", "lines", "colum
     first = first_character(path)
     if not max_bad_records:
         return "list" if first == "[" else "lines" if first == "{" else "columns"
-    lines = [line for _, line in _first_lines(path, max_bad_records)] or [""]
+    lines = _first_lines(path, max_bad_records) or [""]
     if first == "[" and not (len(lines) > 1 and _is_whole_list(lines[0])):
         return "list"
     starts = [(line.lstrip().startswith("{"), line.count("\t") in (1, 2)) for line in lines]
@@ -263,7 +263,7 @@ def _is_whole_list(line: str) -> bool:
 def _qrels_form(path: Path, max_bad_records: int) -> tuple[str | None, int]:
     """Return the separator (None: white space) and the number of columns: 3 or 4, or 0 if no line has 3 or 4 columns."""
     forms = []
-    for _, line in _first_lines(path, max_bad_records):
+    for line in _first_lines(path, max_bad_records):
         separator = "\t" if line.count("\t") == 2 else None
         forms.append((separator, len(line.split(separator))))
     return _most_common([form for form in forms if form[1] in (3, 4)]) or (None, 0)

@@ -232,8 +232,10 @@ def first_character(path: Path) -> str:
     return ""
 
 
-def numbered_lines(path: Path, blank: bool = False, rejected: RejectedRecords = STRICT) -> Iterator[tuple[int, str]]:
-    """Yield the number (from 1) and the text of each line of a file. The text has no line end.
+def numbered_lines(
+    path: Path, blank: bool = False, rejected: RejectedRecords = STRICT
+) -> Iterator[tuple[SourceLocation, str]]:
+    """Yield the location and the text of each line of a file. The text has no line end.
 
     Blank lines are skipped, unless ``blank`` is true.
     """
@@ -243,7 +245,7 @@ def numbered_lines(path: Path, blank: bool = False, rejected: RejectedRecords = 
 
 def lines_of(
     file: BinaryIO, path: Path, blank: bool = False, rejected: RejectedRecords = STRICT
-) -> Iterator[tuple[int, str]]:
+) -> Iterator[tuple[SourceLocation, str]]:
     """Yield the lines of an open file, as ``numbered_lines`` does. path: name of the file, for error messages."""
     for number, raw in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), 1):
         location = SourceLocation(path, number)
@@ -258,7 +260,7 @@ def lines_of(
             continue
         if blank or line.strip(_SPACE):
             rejected.start(location, line)
-            yield number, line
+            yield location, line
 
 
 def _text_of(raw: bytes, location: SourceLocation) -> str:

@@ -16,7 +16,7 @@ from datasets import Dataset
 from contaccum.data.corpus import find_rows
 from contaccum.data.tables import column_batches
 from contaccum.errors import InputError
-from contaccum.formats.records import SourceLocation, numbered_lines
+from contaccum.formats.records import numbered_lines
 from contaccum.runtime.files import whole_file
 
 Run = dict[str, list[tuple[str, float]]]
@@ -70,8 +70,7 @@ def read_run(path: str | Path) -> Run:
     """
     path = Path(path)
     scores: dict[str, dict[str, float]] = {}
-    for number, line in numbered_lines(path):
-        location = SourceLocation(path, number)
+    for location, line in numbered_lines(path):
         columns = line.split()
         if len(columns) != 6:
             raise location.error(f"found {len(columns)} columns; expected {_COLUMNS}")
