@@ -202,14 +202,11 @@ class _Builder:
     def build(self) -> None:
         examples = numbered_examples(self.path, self.rejected, self.with_scores)
         for location, example in tqdm(examples, desc=f"reading {self.path.name}", unit=" examples", disable=None):
-            try:
+            with self.rejected:
                 check_texts(location, example, self.rows)
                 if first := self.locations.get(example.query.id):
                     where = f"record {first.record}" if first.record else f"line {first.line}"
                     raise location.error(duplicate_id("query", example.query.id, where, repairable=False))
-            except InputError as error:
-                self.rejected.reject(error)
-            else:
                 self._add(location, example)
         for name in _LISTS:
             _save(self.folder, f"{name}_offsets", self.ends[name])

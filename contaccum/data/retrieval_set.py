@@ -150,15 +150,12 @@ def read_grades(source: Path, policy: DataPolicy, known: Sequence[_MissingIds] =
         if any(key in each.rejected for key, each in zip(ids, known, strict=False)):
             orphaned += 1
             continue
-        try:
+        with rejected:
             _check_judgement(source, judgement, known, qrels)
-        except InputError as error:
-            rejected.reject(error)
-            continue
-        judgements += 1
-        qrels.setdefault(ids[0], {})[ids[1]] = judgement.grade
-        for key, first in zip(ids, lines, strict=True):
-            first.setdefault(key, judgement.line)
+            judgements += 1
+            qrels.setdefault(ids[0], {})[ids[1]] = judgement.grade
+            for key, first in zip(ids, lines, strict=True):
+                first.setdefault(key, judgement.line)
     if not qrels:
         found = "no valid judgement" if orphaned or rejected.entries else "is empty"
         raise InputError(f"{source}: {found}; it needs at least one judgement")

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from contaccum.errors import InputError
 from contaccum.formats.json_records import refuse_lone_surrogates
 from contaccum.formats.records import STRICT, Passage, Question, RejectedRecords, SourceLocation, numbered_lines
 
@@ -112,11 +111,8 @@ def _tab_rows(
         if first and location.line == 1 + len(rejected.entries) and is_header(row, location):
             first = False
             continue
-        try:
+        with rejected:
             element = read(row, location)
-        except InputError as error:
-            rejected.reject(error)
-        else:
             first = False
             yield location, element
 

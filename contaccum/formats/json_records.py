@@ -47,12 +47,8 @@ def json_objects(
 ) -> Iterator[tuple[SourceLocation, Element]]:
     """Convert the JSON objects in numbered lines, as ``json_lines`` does."""
     for count, (location, line) in enumerate(lines, 1):
-        try:
-            element = read(_object_of(line, location, expected), location, count + rejected.undecodable)
-        except InputError as error:
-            rejected.reject(error)
-        else:
-            yield location, element
+        with rejected:
+            yield location, read(_object_of(line, location, expected), location, count + rejected.undecodable)
 
 
 def _object_of(line: str, location: SourceLocation, expected: str) -> Record:
@@ -104,14 +100,10 @@ class _ListReader:
             self._record += 1
             location, (value, text) = self._location(), self._value()
             rejected.start(location, text)
-            try:
+            with rejected:
                 if _SURROGATE.search(text):
                     refuse_lone_surrogates(value, location)
-                element = read(record_of(value, location, self._expected), location, self._record)
-            except InputError as error:
-                rejected.reject(error)
-            else:
-                yield location, element
+                yield location, read(record_of(value, location, self._expected), location, self._record)
         self._expect("]")
         if self._peek():
             raise self._location().error("text follows the end of the list; the file must end there")

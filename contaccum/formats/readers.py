@@ -125,7 +125,7 @@ def read_qrels(path: str | Path, rejected: RejectedRecords = STRICT) -> Iterator
     first = True
     for location, line in numbered_lines(path, rejected=rejected):
         cells = line.split(separator)
-        try:
+        with rejected:
             if not cells or len(cells) != columns:
                 needed = _GRADES if first else f"{columns} columns, as in the previous lines"
                 raise location.error(f"found {len(cells)} columns; a line must have {needed}")
@@ -136,9 +136,6 @@ def read_qrels(path: str | Path, rejected: RejectedRecords = STRICT) -> Iterator
             if not cells[0] or not cells[-2]:
                 raise location.error("found an empty id; queries and passages need an id")
             judgement = Judgement(cells[0], cells[-2], grade_of(cells[-1], location), location.line)
-        except InputError as error:
-            rejected.reject(error)
-        else:
             first = False
             yield judgement
 

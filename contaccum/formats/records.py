@@ -124,6 +124,7 @@ class RejectedRecords:
     """Invalid records of one file. The first ``limit`` invalid records are skipped; the error of the next one is raised.
 
     A reader calls ``start`` for each record before it checks the record. If the record is invalid, the reader calls ``reject``.
+    A block ``with rejected:`` does this for an InputError that is raised inside the block.
     """
 
     def __init__(self, limit: int = 0, max_unpacked: float | None = None) -> None:
@@ -154,6 +155,14 @@ class RejectedRecords:
         where = {"file": str(path), "line": line} | ({"record": record} if record else {})
         text = {"text": self._text[:LONGEST], "cut": len(self._text) > LONGEST}
         self.entries.append({**where, "error": str(error), **text})
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if isinstance(error, InputError):
+            self.reject(error)
+        return isinstance(error, InputError)
 
 
 STRICT = RejectedRecords()
