@@ -109,7 +109,7 @@ def _split(path: Path, name: str, judged: JudgedSplit, strict: bool) -> Stats:
 def _examples(examples: ExampleTable) -> Stats:
     lengths = examples.positives.lengths
     first = examples.positives.offsets[:-1][lengths > 0]
-    scored = 0 if examples.teacher is None else int(np.count_nonzero(~np.isnan(examples.teacher.positives[first])))
+    scored = int(np.count_nonzero(~np.isnan(examples.positives.scores_or_nan[first])))
     return {
         "examples": len(lengths),
         "queries without a positive": int(np.count_nonzero(lengths == 0)),
@@ -205,9 +205,9 @@ def convert(
     if target.exists() and not (to == "beir" and target.is_dir() and not any(target.iterdir())):
         raise InputError(f"{target}: already exists; choose a new path")
     found = open_dataset(source, split, policy).examples(scores=True)
-    if found.teacher is not None and to in ("beir", "dpr"):
+    if found.positives.scores is not None and to in ("beir", "dpr"):
         warnings.warn(f"{source}: teacher scores are dropped, because {to} has no field for them", stacklevel=2)
-        found = replace(found, teacher=None)
+        found = replace(found, positives=replace(found.positives, scores=None))
     examples = tqdm(found, desc="converting", unit=" examples", disable=None)
     if to == "beir":
         kept = found.queries.select(np.flatnonzero(found.positives.lengths))

@@ -12,7 +12,6 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from itertools import islice, repeat
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from datasets import Dataset
@@ -42,17 +41,6 @@ _LISTS = ("positives", "negatives", "others")
 _SCORED = ("positives", "negatives")
 
 
-class FlatTeacherScores(NamedTuple):
-    """Teacher scores of all examples, float32. A missing score is NaN.
-
-    ``positives[i]`` is the score of the passage ``positives.values[i]`` of an ExampleTable or a TrainSet. ``negatives[i]`` is
-    the score of ``negatives.values[i]``.
-    """
-
-    positives: np.ndarray
-    negatives: np.ndarray
-
-
 @dataclass
 class _Problem:
     """Problem that causes a warning: description, number of cases, and message of the first case."""
@@ -79,7 +67,8 @@ class ExampleTable:
     """Training examples as tables.
 
     ``positives``, ``negatives`` and ``others`` (DPR's ``negative_ctxs``) have one list for each query: row numbers in the table
-    ``passages``. Iteration reads the passages from disk and yields the examples that have a positive, in file order.
+    ``passages``. Positives and negatives may have teacher scores. Iteration reads the passages from disk and yields the examples
+    that have a positive, in file order.
     """
 
     queries: Dataset  # columns id, text
@@ -89,7 +78,6 @@ class ExampleTable:
     others: Ragged
     fingerprint: str = ""
     left_out: int = 0  # number of rejected records
-    teacher: FlatTeacherScores | None = None  # None: scores were not requested, or the file has none
 
     def __len__(self) -> int:
         return int(np.count_nonzero(self.positives.lengths))
@@ -117,10 +105,9 @@ class ExampleTable:
 
         Each score is the shortest decimal that rounds to the stored float32: 0.1, not 0.10000000149.
         """
-        if self.teacher is None:
+        if self.positives.scores is None:
             return None
-        lists = zip((self.positives, self.negatives), self.teacher, strict=True)
-        found = [scores[ragged.offsets[number] : ragged.offsets[number + 1]] for ragged, scores in lists]
+        found = [ragged.scores_or_nan[ragged.span(number)] for ragged in (self.positives, self.negatives)]
         if np.isnan(found[0][0]):
             return None
         return TeacherScores(*([float(str(score)) for score in part] for part in found))
@@ -153,14 +140,12 @@ def load_examples(path: str | Path, policy: DataPolicy, scores: bool = False) ->
         raise InputError(f"{path}: is empty; it needs at least one example")
     if not about.answerable:
         raise InputError(f"{path}: no query has a positive passage; at least one query must have one")
-    lists = {
-        name: Ragged(*(load_array(folder / f"{name}_{part}.npy") for part in ("offsets", "values"))) for name in _LISTS
-    }
+    lists = {}
+    for name in _LISTS:
+        parts = ("offsets", "values", "scores") if about.scored and name in _SCORED else ("offsets", "values")
+        lists[name] = Ragged(*(load_array(folder / f"{name}_{part}.npy") for part in parts))
     queries, passages = (Dataset.from_file(str(folder / f"{name}.arrow")) for name in ("queries", "passages"))
-    teacher = None
-    if about.scored:
-        teacher = FlatTeacherScores(*(load_array(folder / f"{name}_scores.npy") for name in _SCORED))
-    return ExampleTable(queries, passages, **lists, fingerprint=about.fingerprint, left_out=about.bad, teacher=teacher)
+    return ExampleTable(queries, passages, **lists, fingerprint=about.fingerprint, left_out=about.bad)
 
 
 def _save(folder: Path, name: str, numbers: array, dtype: type = np.int64) -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from contaccum.batch import MISSING, NO_PASSAGE
-from contaccum.data.train_set import Mixture, TrainSet
+from contaccum.data.train_set import TrainSet
 from contaccum.errors import InputError
 
 # Each constant gives an independent random stream, so the number of hard negatives does not affect the choice of positives.
@@ -67,7 +67,7 @@ class StepSampler:
         vectors: one vector for each query, (n, d), for the order ``near``.
         """
         self._in_file_order, self._vectors = order == "file", None if vectors is None else rounded(vectors)
-        self._positives, self._negatives, self._teacher = train_set.positives, train_set.negatives, train_set.teacher
+        self._positives, self._negatives = train_set.positives, train_set.negatives
         self._passages = len(train_set.passages)
         self._seed = [seed] if member is None else [seed, MEMBER, member]
         self.size, self.hard_negatives, self._fill = global_batch_size, hard_negatives, fill
@@ -108,20 +108,20 @@ class StepSampler:
         passages = np.empty((len(queries), 1 + self.hard_negatives), dtype=np.int64)  # (N, 1 + H)
         passages[:, 0] = [rows[index] for rows, index in zip(known, chosen, strict=True)]
         teacher = np.full(passages.shape, np.nan, dtype=np.float32)  # (N, 1 + H)
-        if self._teacher is not None:
-            teacher[:, 0] = self._teacher.positives[self._positives.offsets[queries] + chosen]
+        if self._positives.scores is not None:
+            teacher[:, 0] = self._positives.scores[self._positives.offsets[queries] + chosen]
         if self.hard_negatives:
             random = random_stream(*self._seed, NEGATIVES, step)
             for number, query in enumerate(queries):
                 hard = random.permutation(len(self._negatives.row(query)))[: self.hard_negatives]
                 passages[number, 1:] = self._filled_up(self._negatives.row(query)[hard], known[number], random)
-                if self._teacher is not None:
+                if self._negatives.scores is not None:
                     rows = self._negatives.offsets[query] + hard
-                    teacher[number, 1 : 1 + len(hard)] = self._teacher.negatives[rows]
+                    teacher[number, 1 : 1 + len(hard)] = self._negatives.scores[rows]
         positives = np.full((len(queries), max(map(len, known))), NO_PASSAGE, dtype=np.int64)  # (N, P)
         for number, rows in enumerate(known):
             positives[number, : len(rows)] = rows
-        return StepRows(queries, passages, positives, None if self._teacher is None else teacher)
+        return StepRows(queries, passages, positives, None if self._positives.scores is None else teacher)
 
     def _query_rows(self, start: int, count: int) -> np.ndarray:
         """Return the row numbers of the queries of the examples ``start`` to ``start + count - 1``, (count,) int64."""
@@ -172,7 +172,7 @@ class MixtureSampler:
 
     def __init__(
         self,
-        mixture: Mixture,
+        mixture: TrainSet,
         seed: int,
         global_batch_size: int,
         hard_negatives: int,
@@ -187,7 +187,7 @@ class MixtureSampler:
         weights = np.array([member.weight for member in mixture.members], dtype=np.float64)
         self._shares = weights / weights.sum()
         self._one_set = batches == "one_set"
-        self._scored = mixture.teacher is not None
+        self._scored = mixture.positives.scores is not None
         self._seed, self.size, self.hard_negatives = seed, global_batch_size, hard_negatives
         sizes = [(len(member.set.queries), len(member.set.passages)) for member in mixture.members]
         # row numbers of the first query and of the first passage of each set, (sets + 1, 2)
@@ -256,7 +256,7 @@ def make_sampler(
 
     batches: ``mixed`` or ``one_set``, see MixtureSampler. Other arguments: see StepSampler. A mixture does not use ``vectors``.
     """
-    if isinstance(train_set, Mixture):
+    if train_set.parts:
         return MixtureSampler(train_set, seed, global_batch_size, hard_negatives, batches, fill, order)
     return StepSampler(train_set, seed, global_batch_size, hard_negatives, None, fill, order, vectors)
 

@@ -6,7 +6,7 @@ import json
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, SupportsIndex, TypeVar
 
@@ -35,33 +35,49 @@ _TEXTS = 2000  # number of texts per tokenizer call; the tokenizer divides them 
 
 @dataclass(frozen=True)
 class Ragged:
-    """n lists of integers, stored in one array. List i is ``values[offsets[i]:offsets[i + 1]]``."""
+    """n lists of integers, stored in one array. List i is ``values[offsets[i]:offsets[i + 1]]``.
+
+    The integers are row numbers of passages, which may have teacher scores.
+    """
 
     offsets: np.ndarray  # (n + 1,) int64
     values: np.ndarray  # (offsets[n],) int64
+    scores: np.ndarray | None = None  # (offsets[n],) float32, NaN if missing. None: not requested, or the data has none
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     def row(self, index: SupportsIndex) -> np.ndarray:
         """Return list ``index`` as a view of ``values``, int64."""
+        return self.values[self.span(index)]
+
+    def span(self, index: SupportsIndex) -> slice:
+        """Return the slice of ``values`` and ``scores`` that is list ``index``."""
         number = index.__index__()
-        return self.values[self.offsets[number] : self.offsets[number + 1]]
+        return slice(self.offsets[number], self.offsets[number + 1])
 
     @property
     def lengths(self) -> np.ndarray:
         """Length of every list, (n,) int64."""
         return np.diff(self.offsets)
 
-    def take(self, rows: np.ndarray) -> tuple["Ragged", np.ndarray]:
-        """Return the lists at the positions ``rows``, and for each value of these lists its index in ``values``."""
-        indices = [np.empty(0, dtype=np.int64), *(np.arange(*self.offsets[row : row + 2]) for row in rows)]
-        used = np.concatenate(indices)
-        return Ragged(np.cumsum([0, *self.lengths[rows]], dtype=np.int64), self.values[used]), used
+    @property
+    def scores_or_nan(self) -> np.ndarray:
+        """Teacher scores, (offsets[n],) float32. If there are none, all are NaN."""
+        return np.full(len(self.values), np.nan, dtype=np.float32) if self.scores is None else self.scores
+
+    def take(self, rows: np.ndarray) -> "Ragged":
+        """Return the lists at the positions ``rows``."""
+        return self.chosen(Ragged.of(range(*self.offsets[row : row + 2]) for row in rows))
+
+    def chosen(self, indices: "Ragged") -> "Ragged":
+        """Return lists of the values, and their scores, at the positions in ``indices``."""
+        scores = None if self.scores is None else self.scores[indices.values]
+        return Ragged(indices.offsets, self.values[indices.values], scores)
 
     def renumbered(self, used: np.ndarray) -> "Ragged":
         """Replace each value by its index in ``used``, which is sorted and contains every value."""
-        return Ragged(self.offsets, np.searchsorted(used, self.values))
+        return replace(self, values=np.searchsorted(used, self.values))
 
     @classmethod
     def of(cls, rows: Iterable[Iterable[int]]) -> "Ragged":
@@ -80,8 +96,10 @@ class Ragged:
         """
         starts = np.cumsum([0, *sizes])
         values = [part.values + start for part, start in zip(parts, starts, strict=False)]
-        ends = np.cumsum([0, *(length for part in parts for length in part.lengths)])
-        return cls(ends, np.concatenate(values))
+        ends = np.cumsum(np.concatenate([[0], *(part.lengths for part in parts)]))
+        scored = any(part.scores is not None for part in parts)
+        scores = np.concatenate([part.scores_or_nan for part in parts]) if scored else None
+        return cls(ends, np.concatenate(values), scores)
 
 
 class TableWriter:

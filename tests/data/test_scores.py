@@ -163,5 +163,5 @@ def test_a_repeated_passage_keeps_its_first_score(tmp_path):
         "pos_scores": [5, 4, 3],
         "neg_scores": [2, 1, 0],
     }
-    teacher = open_train_set(write(tmp_path / "t.jsonl", lines(twice)), hard_negatives=1, scores=True).teacher
-    assert (teacher.positives.tolist(), teacher.negatives.tolist()) == ([5, 4], [2])
+    found = open_train_set(write(tmp_path / "t.jsonl", lines(twice)), hard_negatives=1, scores=True)
+    assert (found.positives.scores.tolist(), found.negatives.scores.tolist()) == ([5, 4], [2])
