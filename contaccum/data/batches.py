@@ -105,22 +105,28 @@ class BatchForm:
         """Select the pairs of this process from the pairs of a micro-batch."""
         return np.split(pairs, self.world)[self.rank]
 
-    def smallest(self, query: int, passage: int, per_query: int) -> int:
-        """Return the smallest allowed size of a micro-batch, in pairs, or in tokens if ``micro_batch_tokens`` is set.
 
-        query, passage: tokens of the longest query and of the longest passage. per_query: number of passages of a query. Raises
-        InputError if a query with its passages can have more than ``micro_batch_tokens`` tokens.
-        """
-        if self.micro_batch_tokens is None:
-            return 1
-        needed = query + per_query * passage
-        if needed > self.micro_batch_tokens:
-            raise InputError(
-                f"batch.micro_batch_tokens is {self.micro_batch_tokens}, but a query with its passages can have {needed} tokens: "
-                f"{query} for the query and {per_query} times {passage} for its passages. Raise "
-                "batch.micro_batch_tokens, or lower model.max_query_length and model.max_passage_length."
-            )
-        return needed
+class JoinedTokens:
+    """Concatenation of token tables."""
+
+    def __init__(self, tables: Sequence[TokenTable]) -> None:
+        self._tables = tables
+        self._starts = np.cumsum([0, *map(len, tables)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def rows(self, indices: Sequence[int] | np.ndarray) -> list[np.ndarray]:
+        """Return the token ids of the texts at ``indices``: one int32 array for each index."""
+        numbers = np.searchsorted(self._starts, indices, side="right") - 1
+        return [
+            self._tables[number].rows([index - self._starts[number]])[0]
+            for index, number in zip(indices, numbers, strict=True)
+        ]
+
+    def longest(self) -> int:
+        """Return the number of tokens of the longest text."""
+        return max(table.longest() for table in self._tables)
 
 
 class Batches(ABC):
@@ -131,15 +137,32 @@ class Batches(ABC):
     """
 
     def __init__(
-        self, sampler: StepSampler | MixtureSampler | StreamSampler, form: BatchForm, longest: tuple[int, int]
+        self,
+        sampler: StepSampler | MixtureSampler | StreamSampler,
+        query_tokens: TokenTable | JoinedTokens | TextTokens,
+        passage_tokens: TokenTable | JoinedTokens | TextTokens,
+        form: BatchForm,
     ) -> None:
-        """Check that one pair fits into a micro-batch. ``longest``: tokens of the longest query and of the longest passage."""
+        """Raise InputError if a query with its passages can have more than ``micro_batch_tokens`` tokens."""
         assert 0 <= form.rank < form.world
         self._sampler, self._form = sampler, form
+        self._query_tokens, self._passage_tokens = query_tokens, passage_tokens
         self.size = form.micro_batch_tokens or form.micro_batch_size
         """Number of pairs of a micro-batch in one process. With ``micro_batch_tokens``: maximum number of padded tokens."""
-        self.smallest = form.smallest(*longest, 1 + sampler.hard_negatives)
+        self.smallest = self._longest_pair(form.micro_batch_tokens) if form.micro_batch_tokens else 1
         """Smallest valid ``size``: one pair. With ``micro_batch_tokens``: number of tokens of the longest possible pair."""
+
+    def _longest_pair(self, limit: int) -> int:
+        query, passage = self._query_tokens.longest(), self._passage_tokens.longest()
+        per_query = 1 + self._sampler.hard_negatives
+        needed = query + per_query * passage
+        if needed > limit:
+            raise InputError(
+                f"batch.micro_batch_tokens is {limit}, but a query with its passages can have {needed} tokens: {query} for the "
+                f"query and {per_query} times {passage} for its passages. Raise batch.micro_batch_tokens, or lower "
+                "model.max_query_length and model.max_passage_length."
+            )
+        return needed
 
     @abstractmethod
     def clone(self) -> "Batches":
@@ -204,31 +227,11 @@ class Batches(ABC):
         )
 
 
-class JoinedTokens:
-    """Concatenation of token tables."""
-
-    def __init__(self, tables: Sequence[TokenTable]) -> None:
-        self._tables = tables
-        self._starts = np.cumsum([0, *map(len, tables)])
-
-    def __len__(self) -> int:
-        return int(self._starts[-1])
-
-    def rows(self, indices: Sequence[int] | np.ndarray) -> list[np.ndarray]:
-        """Return the token ids of the texts at ``indices``: one int32 array for each index."""
-        numbers = np.searchsorted(self._starts, indices, side="right") - 1
-        return [
-            self._tables[number].rows([index - self._starts[number]])[0]
-            for index, number in zip(indices, numbers, strict=True)
-        ]
-
-    def longest(self) -> int:
-        """Return the number of tokens of the longest text."""
-        return max(table.longest() for table in self._tables)
-
-
 class BatchSource(Batches):
     """Micro-batches of one process, from token tables."""
+
+    _query_tokens: TokenTable | JoinedTokens
+    _passage_tokens: TokenTable | JoinedTokens
 
     def __init__(
         self,
@@ -240,10 +243,8 @@ class BatchSource(Batches):
     ) -> None:
         assert len(query_tokens) == len(train_set.queries)
         assert len(passage_tokens) == len(train_set.passages)
+        super().__init__(sampler, query_tokens, passage_tokens, form)
         self._query_ids = train_set.queries["id"]
-        self._query_tokens, self._passage_tokens = query_tokens, passage_tokens
-        longest = (query_tokens.longest(), passage_tokens.longest()) if form.micro_batch_tokens else (0, 0)
-        super().__init__(sampler, form, longest)
 
     def clone(self) -> "Batches":
         other = copy.copy(self)
@@ -261,16 +262,12 @@ class BatchSource(Batches):
 class StreamSource(Batches):
     """Micro-batches of one process, from a stream. Every process reads the whole stream, so processes do not exchange ids."""
 
-    def __init__(
-        self, sampler: StreamSampler, query_tokens: TextTokens, passage_tokens: TextTokens, form: BatchForm
-    ) -> None:
-        self._query_tokens, self._passage_tokens = query_tokens, passage_tokens
-        # the longest texts of a stream are unknown: assume max_length tokens
-        super().__init__(sampler, form, (query_tokens.max_length, passage_tokens.max_length))
+    _query_tokens: TextTokens
+    _passage_tokens: TextTokens
 
     def clone(self) -> "Batches":
         other = copy.copy(self)  # the clone reads the same stream
-        other._query_tokens, other._passage_tokens = self._query_tokens.clone(), self._passage_tokens.clone()
+        other._query_tokens, other._passage_tokens = copy.deepcopy((self._query_tokens, self._passage_tokens))
         return other
 
     def _tokens(self, rows: StreamRows, indices: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:

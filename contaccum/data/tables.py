@@ -248,25 +248,25 @@ class TextTokens:
     ) -> None:
         """Copy the tokenizer. Raise InputError if it is a slow tokenizer.
 
-        prefix: text to put before each text. vocabulary: number of word embeddings; ``rows`` raises InputError for a token id
-        without a word embedding. None: token ids are not checked.
+        max_length: maximum number of tokens of a text, including special tokens. A longer text is truncated. prefix: text to put
+        before each text. vocabulary: number of word embeddings; ``rows`` raises InputError for a token id without a word
+        embedding. None: token ids are not checked.
         """
         require_fast(tokenizer)
         self._tokenizer, self._prefix = copy.deepcopy(tokenizer), require_utf8(prefix, f"prefix {prefix!a}")
-        self._vocabulary, self.max_length = vocabulary, max_length
-        """Maximum number of tokens of a text, including special tokens. A longer text is truncated."""
+        self._vocabulary, self._max_length = vocabulary, max_length
 
     def rows(self, texts: Iterable[tuple[str, ...]]) -> list[np.ndarray]:
         """Return the token ids of each text as an int32 array. A text is a tuple of columns, such as title and text."""
         contents = [self._prefix + " ".join(columns).strip() for columns in texts]
-        encoded = self._tokenizer(contents, truncation=True, max_length=self.max_length, return_attention_mask=False)
+        encoded = self._tokenizer(contents, truncation=True, max_length=self._max_length, return_attention_mask=False)
         largest = max((max(row, default=0) for row in encoded["input_ids"]), default=0)
         require_known_ids(largest, self._vocabulary, self._tokenizer)
         return [np.array(row, dtype="<i4") for row in encoded["input_ids"]]
 
-    def clone(self) -> "TextTokens":
-        """Return a copy that another thread can use."""
-        return TextTokens(self._tokenizer, self.max_length, self._prefix, self._vocabulary)
+    def longest(self) -> int:
+        """Return the maximum number of tokens of a text, because the texts are not known."""
+        return self._max_length
 
 
 def build_token_table(
