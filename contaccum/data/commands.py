@@ -24,13 +24,13 @@ from datasets import Dataset
 from tqdm import tqdm
 
 from contaccum.config import DataPolicy
-from contaccum.data.corpus import beir_records, load_questions, open_corpus, open_queries
-from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
-from contaccum.data.examples import ExampleTable, load_examples
+from contaccum.data.corpus import beir_records
+from contaccum.data.dataset import DEFAULT_POLICY, RetrievalDataset, open_dataset
+from contaccum.data.examples import ExampleTable
 from contaccum.data.retrieval_set import JudgedSplit, judged_split, keep_answerable, qrels_file, splits_of
 from contaccum.data.tables import PASSAGE_COLUMNS, column_batches
 from contaccum.errors import InputError
-from contaccum.formats.records import Example, plain_id, plain_split, record_line, write_beir_folder
+from contaccum.formats.records import Example, Question, plain_id, plain_split, record_line, write_beir_folder
 from contaccum.formats.training import Form, example_record, framed
 from contaccum.runtime.files import sweep, whole_file, whole_folder
 
@@ -44,50 +44,44 @@ def check(path: str | Path, split: str | None = None, policy: DataPolicy = DEFAU
     are counted in words.
     """
     data = open_dataset(path, split or "train", policy)
-    # a data set that was downloaded by name has a local path and may have a policy with repair
-    path, kind, policy = data.path, data.kind, data.policy
-    if kind == "beir":
-        about = _beir(path, split, policy)
-    elif kind == "corpus":
-        corpus = open_corpus(path, policy)
-        about = _passages(corpus.table) | _left_out(corpus.left_out)
-    elif kind == "queries":
-        if path.name.removesuffix(".gz") not in ("queries.jsonl", "queries.tsv"):
+    about: Stats = {"path": str(data.name), "kind": data.kind}
+    if data.kind == "beir":
+        return about | _beir(data, split)
+    if data.kind == "corpus":
+        about |= _passages(data.corpus)
+    elif data.kind == "queries":
+        if data.path.name.removesuffix(".gz") not in ("queries.jsonl", "queries.tsv"):
             warnings.warn(
-                f"{path}: read as queries, because no record has a title. A search would read this file as passages; to check "
-                "it as passages, name it corpus.jsonl.",
+                f"{data.path}: read as queries, because no record has a title. A search would read this file as passages; to "
+                "check it as passages, name it corpus.jsonl.",
                 stacklevel=2,
             )
-        queries = open_queries(path, policy)
-        words = _spread(_words(queries.texts.values()))
-        about = {"queries": len(queries.texts), "words per query": words, **_left_out(queries.left_out)}
-    elif kind == "questions":
-        about = _questions(path, policy)
+        about |= _queries(data.queries)
+    elif data.kind == "questions":
+        about |= _questions(data.questions)
     else:
-        about = _examples(load_examples(path, policy, scores=True))
-    return {"path": str(data.name), "kind": kind, **about}
+        about |= _examples(data.examples(scores=True))
+    return about | _left_out(sum(data.left_out.values()))
 
 
 def _left_out(records: int) -> Stats:
     return {"bad records left out": records} if records else {}
 
 
-def _beir(path: Path, split: str | None, policy: DataPolicy) -> Stats:
-    splits = [split] if split else splits_of(path)
+def _beir(data: RetrievalDataset, split: str | None) -> Stats:
+    splits = [split] if split else splits_of(data.path)
     if not splits:
-        raise InputError(f"{path}: qrels/<split>.tsv not found; a data set needs at least one split")
-    corpus = open_corpus(path, policy)
-    queries = open_queries(path, policy)
-    judged = {name: judged_split(path, name, policy) for name in splits}
+        raise InputError(f"{data.path}: qrels/<split>.tsv not found; a data set needs at least one split")
+    corpus, queries = data.corpus, data.queries
+    judged = {name: judged_split(data.path, name, data.policy) for name in splits}
     named = Counter(query for each in judged.values() for query in each.qrels)
     return {
-        **_passages(corpus.table),
-        "queries": len(queries.texts),
-        "words per query": _spread(_words(queries.texts.values())),
-        "queries without a judgement": len(queries.texts.keys() - named.keys()),
+        **_passages(corpus),
+        **_queries(queries),
+        "queries without a judgement": len(queries.keys() - named.keys()),
         "queries in several splits": sum(count > 1 for count in named.values()),
-        **_left_out(corpus.left_out + queries.left_out),
-        "splits": {name: _split(path, name, each, policy.strict) for name, each in judged.items()},
+        **_left_out(sum(data.left_out.values())),
+        "splits": {name: _split(data.path, name, each, data.policy.strict) for name, each in judged.items()},
     }
 
 
@@ -119,7 +113,6 @@ def _examples(examples: ExampleTable) -> Stats:
         "positives per query": _spread(lengths),
         "hard negatives per query": _spread(examples.negatives.lengths),
         "other negatives per query": _spread(examples.others.lengths),
-        **_left_out(examples.left_out),
     }
 
 
@@ -139,13 +132,15 @@ def _passages(corpus: Dataset) -> Stats:
     }
 
 
-def _questions(path: Path, policy: DataPolicy) -> Stats:
-    questions, left_out = load_questions(path, policy)
+def _queries(texts: dict[str, str]) -> Stats:
+    return {"queries": len(texts), "words per query": _spread(_words(texts.values()))}
+
+
+def _questions(questions: Sequence[Question]) -> Stats:
     return {
         "questions": len(questions),
         "words per question": _spread(_words(question.text for question in questions)),
         "answers per question": _spread([len(question.answers) for question in questions]),
-        **_left_out(left_out),
     }
 
 

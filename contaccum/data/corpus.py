@@ -1,4 +1,4 @@
-"""Read a corpus as a memory-mapped table, and read files of queries and of questions.
+"""Read a corpus as a memory-mapped table, and read files of queries.
 
 The first call for a corpus checks it and writes an Arrow file into the cache. Later calls map this Arrow file into memory.
 """
@@ -30,9 +30,8 @@ from contaccum.data.tables import (
     write_rejected,
 )
 from contaccum.errors import InputError
-from contaccum.formats.dpr import read_questions
 from contaccum.formats.readers import beir_file, numbered_corpus, numbered_queries
-from contaccum.formats.records import Passage, Question, RejectedRecords, SourceLocation, is_blank
+from contaccum.formats.records import Passage, RejectedRecords, SourceLocation, is_blank
 from contaccum.runtime.locks import cached_folder, file_key
 
 
@@ -184,16 +183,6 @@ def open_queries(path: str | Path, policy: DataPolicy, ids: Collection[str] | No
     if repeated:
         warnings.warn(f"{source}: {repeated} queries are skipped, because a later query has the same id", stacklevel=2)
     return Queries(texts, source, len(rejected.entries))
-
-
-def load_questions(path: str | Path, policy: DataPolicy) -> tuple[list[Question], int]:
-    """Read a DPR question file. Return the questions and the number of rejected records."""
-    rejected = RejectedRecords.of(policy)
-    questions = list(read_questions(Path(path), rejected))
-    if not questions:
-        raise InputError(f"{path}: is empty; it needs at least one question")
-    report_rejected(Path(path), rejected)
-    return questions, len(rejected.entries)
 
 
 def beir_records(table: Dataset) -> Iterator[dict[str, str]]:

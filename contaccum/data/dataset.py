@@ -9,7 +9,7 @@ from datasets import Dataset
 
 from contaccum.catalog import fetch
 from contaccum.config import DataConfig, DataPolicy
-from contaccum.data.corpus import load_questions, open_corpus, open_queries
+from contaccum.data.corpus import open_corpus, open_queries
 from contaccum.data.examples import ExampleTable, load_examples
 from contaccum.data.retrieval_set import (
     JudgedSplit,
@@ -26,8 +26,9 @@ from contaccum.data.stream import StreamSet, open_stream
 from contaccum.data.tables import Ragged, report_rejected
 from contaccum.data.train_set import Member, TrainSet, check_hard_negatives, check_scores, from_examples, mixture_of
 from contaccum.errors import InputError
+from contaccum.formats.dpr import read_questions
 from contaccum.formats.readers import Kind, kind_of_data
-from contaccum.formats.records import Question
+from contaccum.formats.records import Question, RejectedRecords
 
 DEFAULT_POLICY = DataPolicy()
 
@@ -77,8 +78,12 @@ class RetrievalDataset:
     @cached_property
     def questions(self) -> list[Question]:
         """Questions and answers of a DPR question file."""
-        questions, left_out = load_questions(self.path, self.policy)
-        self._count(self.path.name, left_out)
+        rejected = RejectedRecords.of(self.policy)
+        questions = list(read_questions(self.path, rejected))
+        if not questions:
+            raise InputError(f"{self.path}: is empty; it needs at least one question")
+        report_rejected(self.path, rejected)
+        self._count(self.path.name, len(rejected.entries))
         return questions
 
     @cached_property
@@ -112,7 +117,9 @@ class RetrievalDataset:
     def examples(self, scores: bool = False) -> ExampleTable:
         """Return the data set as training examples. scores: read teacher scores too (a BEIR folder has none)."""
         if self.kind != "beir":
-            return load_examples(self.path, self.policy, scores)
+            examples = load_examples(self.path, self.policy, scores)
+            self._count(self.path.name, examples.left_out)
+            return examples
         none: list[list[int]] = [[] for _ in self._judged.queries]
         positives, negatives, others = (Ragged.of(rows) for rows in (*self._judged.graded_rows(), none))
         queries = Dataset.from_dict({"id": list(self._judged.queries), "text": list(self._judged.queries.values())})

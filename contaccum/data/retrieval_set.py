@@ -87,8 +87,8 @@ def judged_split(path: str | Path, split: str, policy: DataPolicy) -> JudgedSpli
     """
     source = qrels_file(path, split)
     grades = read_grades(source, policy)
-    queries = open_queries(path, policy, grades.queries.keys())
-    known = [_MissingIds("query", grades.queries, queries.texts, queries.source, queries.left_out)]
+    queries = open_queries(path, policy, grades.qrels.keys())
+    known = [_MissingIds("query", grades.qrels, queries.texts, queries.source, queries.left_out)]
     if known[0].missing:
         grades = read_grades(source, policy, known)
     corpus = open_corpus(path, policy)
@@ -121,8 +121,7 @@ def judged_split(path: str | Path, split: str, policy: DataPolicy) -> JudgedSpli
 
 class Grades(NamedTuple):
     qrels: Qrels
-    queries: dict[str, int]  # query id -> line number of its first judgement
-    passages: dict[str, int]  # passage id -> line number of its first judgement
+    passages: dict[str, None]  # ids of the judged passages, in the order of the file
     judgements: int  # number of accepted lines
     orphaned: int  # number of lines that name a rejected query or passage
     rejected: RejectedRecords
@@ -142,7 +141,7 @@ class _MissingIds:
 def read_grades(source: Path, policy: DataPolicy, known: Sequence[_MissingIds] = ()) -> Grades:
     """Read a qrels file. Reject judgements with an unknown id; skip judgements that name a rejected query or passage."""
     qrels: Qrels = {}
-    lines: tuple[dict[str, int], dict[str, int]] = ({}, {})
+    passages: dict[str, None] = {}
     judgements = orphaned = 0
     rejected = RejectedRecords.of(policy)
     for judgement in read_qrels(source, rejected):
@@ -154,12 +153,11 @@ def read_grades(source: Path, policy: DataPolicy, known: Sequence[_MissingIds] =
             _check_judgement(source, judgement, known, qrels)
             judgements += 1
             qrels.setdefault(ids[0], {})[ids[1]] = judgement.grade
-            for key, first in zip(ids, lines, strict=True):
-                first.setdefault(key, judgement.line)
+            passages[ids[1]] = None
     if not qrels:
         found = "no valid judgement" if orphaned or rejected.entries else "is empty"
         raise InputError(f"{source}: {found}; it needs at least one judgement")
-    return Grades(qrels, *lines, judgements, orphaned, rejected)
+    return Grades(qrels, passages, judgements, orphaned, rejected)
 
 
 def _check_judgement(source: Path, judgement: Judgement, known: Sequence[_MissingIds], qrels: Qrels) -> None:
