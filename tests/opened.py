@@ -41,21 +41,21 @@ def open_examples(path: str | Path, split: str = "train", **policy: int) -> Exam
     return open_dataset(path, split, DataPolicy(**policy)).examples()  # type: ignore[arg-type]
 
 
-def load_examples(path: str | Path, scores: bool = False, **policy: int) -> ExampleTable:
+def load_examples(path: Path, scores: bool = False, **policy: int) -> ExampleTable:
     return examples.load_examples(path, DataPolicy(**policy), scores)  # type: ignore[arg-type]
 
 
-def judged_split(path: str | Path, split: str, **policy: int) -> JudgedSplit:
+def judged_split(path: Path, split: str, **policy: int) -> JudgedSplit:
     return retrieval_set.judged_split(path, split, DataPolicy(**policy))  # type: ignore[arg-type]
 
 
-def read_corpus(path: str | Path) -> Iterator[Passage]:
+def read_corpus(path: Path) -> Iterator[Passage]:
     return (passage for _, passage in numbered_corpus(path))
 
 
-def read_queries(path: str | Path) -> Iterator[Query]:
+def read_queries(path: Path) -> Iterator[Query]:
     return (query for _, query in numbered_queries(path))
 
 
-def read_examples(path: str | Path) -> Iterator[Example]:
+def read_examples(path: Path) -> Iterator[Example]:
     return (example for _, example in numbered_examples(path))

@@ -60,15 +60,14 @@ def duplicate_id(what: str, key: str, first: object, repairable: bool = True) ->
     return f"duplicate {what} id {key!r} (first at {first}); ids must be unique.{fix}"
 
 
-def open_corpus(path: str | Path, policy: DataPolicy) -> Corpus:
+def open_corpus(path: Path, policy: DataPolicy) -> Corpus:
     """Open a corpus: a BEIR folder, a corpus.jsonl, a DPR TSV or MS MARCO's collection.tsv.
 
     A passage with a duplicate id or without text is invalid. Published data sets have such passages, so ``repair`` accepts them
     with a warning: of several passages with the same id, the last is used, as in BEIR's loader; passages without text are kept.
     """
-    source = Path(path)
-    if os.path.isdir(source):  # Path.is_dir raises an error for some strings
-        source = beir_file(source, "corpus.jsonl")
+    # Path.is_dir raises an error for some strings
+    source = beir_file(path, "corpus.jsonl") if os.path.isdir(path) else path
     if not os.path.isfile(source):
         raise InputError(f"{source}: no such file or folder")
     RejectedRecords.of(policy)  # raises an error if max_bad_records is negative
@@ -156,13 +155,13 @@ def repeated_ids(hashes: array, ids: Iterable[tuple[int, str]]) -> dict[str, lis
     return {key: found for key, found in lines.items() if len(found) > 1}
 
 
-def open_queries(path: str | Path, policy: DataPolicy, ids: Collection[str] | None = None) -> Queries:
+def open_queries(path: Path, policy: DataPolicy, ids: Collection[str] | None = None) -> Queries:
     """Read queries from a BEIR folder, a queries.jsonl or a queries.tsv. If ``ids`` is given, return only these queries.
 
     A duplicate query id is an invalid record. With ``repair``, the last query with the id is used, and a warning gives the number
     of skipped queries.
     """
-    source = beir_file(path, "queries.jsonl") if os.path.isdir(path) else Path(path)
+    source = beir_file(path, "queries.jsonl") if os.path.isdir(path) else path
     rejected = RejectedRecords.of(policy)
     texts: dict[str, str] = {}
     lines: dict[str, int] = {}

@@ -113,7 +113,7 @@ class ExampleTable:
         return TeacherScores(*([float(str(score)) for score in part] for part in found))
 
 
-def load_examples(path: str | Path, policy: DataPolicy, scores: bool = False) -> ExampleTable:
+def load_examples(path: Path, policy: DataPolicy, scores: bool = False) -> ExampleTable:
     """Open a file of training examples: DPR JSON, JSONL of query, pos and neg, or Tevatron JSONL.
 
     An example with an empty text or a duplicate query id is invalid. Two problems cause a warning, or InputError with ``strict``:
@@ -122,7 +122,6 @@ def load_examples(path: str | Path, policy: DataPolicy, scores: bool = False) ->
 
     scores: read teacher scores too. In each example, either all positives and negatives must have a finite score, or none.
     """
-    path = Path(path)
     if not os.path.isfile(path):
         raise InputError(f"{path}: no such file or folder")
     if policy.repair:

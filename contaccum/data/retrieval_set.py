@@ -65,7 +65,7 @@ class JudgedSplit(RetrievalSet):
         return positives, [[self.rows[key] for key, grade in judged.items() if grade <= 0] for judged in grades]
 
 
-def qrels_file(folder: str | Path, split: str) -> Path:
+def qrels_file(folder: Path, split: str) -> Path:
     """Return the path of the qrels file of a split. If the split does not exist, raise an InputError that lists the splits."""
     splits = splits_of(folder)
     if split not in splits:
@@ -73,13 +73,13 @@ def qrels_file(folder: str | Path, split: str) -> Path:
     return beir_file(folder, f"qrels/{split}.tsv")
 
 
-def splits_of(folder: str | Path) -> list[str]:
+def splits_of(folder: Path) -> list[str]:
     """Return the names of the splits of a BEIR folder, in alphabetical order."""
-    files = [path.name for path in (Path(folder) / "qrels").glob("*") if path.name.endswith((".tsv", ".tsv.gz"))]
+    files = [path.name for path in (folder / "qrels").glob("*") if path.name.endswith((".tsv", ".tsv.gz"))]
     return sorted({name.removesuffix(".gz").removesuffix(".tsv") for name in files})
 
 
-def judged_split(path: str | Path, split: str, policy: DataPolicy) -> JudgedSplit:
+def judged_split(path: Path, split: str, policy: DataPolicy) -> JudgedSplit:
     """Read one split of a BEIR folder: queries, corpus and qrels. The queries have the order of the qrels file.
 
     ``max_bad_records`` applies to each of the three files. A judgement that names a rejected query or passage is skipped, but

@@ -61,9 +61,8 @@ _GRADE = re.compile(r" *[+-]?[0-9]{1,5} *")
 _GRADES = "3 columns (query-id, corpus-id, score), or TREC's 4 columns (query, iteration, passage, grade)"
 
 
-def beir_file(folder: str | Path, name: str) -> Path:
+def beir_file(folder: Path, name: str) -> Path:
     """Return the path of the file ``name`` in a BEIR folder. The file may be gzipped, or have MS MARCO's name for it."""
-    folder = Path(folder)
     other = _MSMARCO_NAMES.get(name, name)
     for path in (folder / name, folder / f"{name}.gz", folder / other, folder / f"{other}.gz"):
         if path.is_file():
@@ -73,12 +72,11 @@ def beir_file(folder: str | Path, name: str) -> Path:
     raise InputError(f"{folder}: {name} not found; a BEIR folder has corpus.jsonl, queries.jsonl and qrels/<split>.tsv")
 
 
-def numbered_corpus(path: str | Path, rejected: RejectedRecords = STRICT) -> Iterator[tuple[SourceLocation, Passage]]:
+def numbered_corpus(path: Path, rejected: RejectedRecords = STRICT) -> Iterator[tuple[SourceLocation, Passage]]:
     """Yield the location and the passage of each record of a corpus.
 
     The file is a BEIR corpus.jsonl, a DPR TSV or MS MARCO's collection.tsv.
     """
-    path = Path(path)
     if _layout(path, rejected.limit) != "lines":
         if _columns(path, rejected.limit) == 2:
             return ((location, Passage(key, "", text)) for location, key, text in id_text_lines(path, rejected))
@@ -91,12 +89,11 @@ def _passage(record: Record, location: SourceLocation, number: int) -> Passage:
     return Passage(id_field(record, "_id", location), title, text)
 
 
-def numbered_queries(path: str | Path, rejected: RejectedRecords = STRICT) -> Iterator[tuple[SourceLocation, Query]]:
+def numbered_queries(path: Path, rejected: RejectedRecords = STRICT) -> Iterator[tuple[SourceLocation, Query]]:
     """Yield the location and the query of each record of a BEIR queries.jsonl or MS MARCO's queries.tsv.
 
     A query without text is rejected.
     """
-    path = Path(path)
     if _layout(path, rejected.limit) != "columns" or _columns(path, rejected.limit) != 2:
         yield from json_lines(path, _QUERY, _query, rejected)
         return
@@ -118,9 +115,8 @@ def _query(record: Record, location: SourceLocation, number: int) -> Query:
     return query
 
 
-def read_qrels(path: str | Path, rejected: RejectedRecords = STRICT) -> Iterator[Judgement]:
+def read_qrels(path: Path, rejected: RejectedRecords = STRICT) -> Iterator[Judgement]:
     """Yield the judgements of a qrels file. The file is a BEIR TSV, with or without a header, or a TREC file."""
-    path = Path(path)
     separator, columns = _qrels_form(path, rejected.limit)
     first = True
     for location, line in numbered_lines(path, rejected=rejected):
@@ -147,7 +143,7 @@ def grade_of(text: str, location: SourceLocation) -> int:
 
 
 def numbered_examples(
-    path: str | Path, rejected: RejectedRecords = STRICT, scores: bool = False
+    path: Path, rejected: RejectedRecords = STRICT, scores: bool = False
 ) -> Iterator[tuple[SourceLocation, Example]]:
     """Yield the location and the example of each record of a file of training examples.
 
@@ -156,7 +152,6 @@ def numbered_examples(
     ``scores``, teacher scores are read: ``pos_scores`` and ``neg_scores`` in JSONL (FlagEmbedding), or the ``score`` of each
     passage in Tevatron. The ``score`` in a DPR file is a search score and is ignored.
     """
-    path = Path(path)
     kind = kind_of_data(path, rejected.limit)
     if kind == "dpr" and _layout(path, rejected.limit) == "list":
         return json_list(path, RECORDS["dpr"], reader_of("dpr"), rejected)
@@ -174,9 +169,8 @@ def line_examples(
     return json_objects(lines, RECORDS[kind], reader_of(kind, scores), rejected)
 
 
-def kind_of_data(path: str | Path, max_bad_records: int = 0) -> Kind:
+def kind_of_data(path: Path, max_bad_records: int = 0) -> Kind:
     """Detect the format of a folder or file from the first records. Skip up to ``max_bad_records`` invalid records."""
-    path = Path(path)
     if os.path.isdir(path):
         beir_file(path, "corpus.jsonl")  # raises an error for other folders
         return "beir"
