@@ -23,7 +23,7 @@ from contaccum.data.retrieval_set import (
     splits_of,
 )
 from contaccum.data.stream import StreamSet, open_stream
-from contaccum.data.tables import Ragged, report_rejected
+from contaccum.data.tables import report_rejected
 from contaccum.data.train_set import Member, TrainSet, check_hard_negatives, check_scores, from_examples, mixture_of
 from contaccum.errors import InputError
 from contaccum.formats.dpr import read_questions
@@ -34,11 +34,7 @@ DEFAULT_POLICY = DataPolicy()
 
 
 class RetrievalDataset:
-    """A data set of any format. A property reads and checks files at its first use. Invalid files raise InputError.
-
-    Published data sets have duplicate ids and passages without text. A BEIR folder that was downloaded by name (BEIR, MTEB,
-    MIRACL, Hub) is therefore always read with ``repair``.
-    """
+    """A data set of any format. A property reads and checks files at its first use. Invalid files raise InputError."""
 
     def __init__(self, name: str | Path, split: str, policy: DataPolicy) -> None:
         self.name, self.split, self._policy = name, split, policy
@@ -52,7 +48,10 @@ class RetrievalDataset:
 
     @cached_property
     def policy(self) -> DataPolicy:
-        """Policy for invalid records. ``repair`` is always on for a BEIR folder that was downloaded by name."""
+        """Policy for invalid records. ``repair`` is always on for a BEIR folder that was downloaded by name.
+
+        Published data sets (BEIR, MTEB, MIRACL, Hub) have duplicate ids and passages without text.
+        """
         published = self.path.is_dir() and not os.path.exists(self.name)
         return replace(self._policy, repair=True) if published else self._policy
 
@@ -116,14 +115,11 @@ class RetrievalDataset:
 
     def examples(self, scores: bool = False) -> ExampleTable:
         """Return the data set as training examples. scores: read teacher scores too (a BEIR folder has none)."""
-        if self.kind != "beir":
-            examples = load_examples(self.path, self.policy, scores)
-            self._count(self.path.name, examples.left_out)
-            return examples
-        none: list[list[int]] = [[] for _ in self._judged.queries]
-        positives, negatives, others = (Ragged.of(rows) for rows in (*self._judged.graded_rows(), none))
-        queries = Dataset.from_dict({"id": list(self._judged.queries), "text": list(self._judged.queries.values())})
-        return ExampleTable(queries, self._judged.corpus, positives, negatives, others, self._judged.corpus_hash)
+        if self.kind == "beir":
+            return self._judged.examples()
+        examples = load_examples(self.path, self.policy, scores)
+        self._count(self.path.name, examples.left_out)
+        return examples
 
     def train_set(self, hard_negatives: int = 0, scores: bool = False) -> TrainSet:
         """Return the queries and passages for training.

@@ -13,8 +13,8 @@ from datasets import Dataset
 
 from contaccum.config import DataPolicy
 from contaccum.data.corpus import find_rows, open_corpus, open_queries
-from contaccum.data.examples import load_examples
-from contaccum.data.tables import report_rejected
+from contaccum.data.examples import ExampleTable, load_examples
+from contaccum.data.tables import Ragged, report_rejected
 from contaccum.errors import InputError
 from contaccum.formats.readers import beir_file, read_qrels
 from contaccum.formats.records import Judgement, RejectedRecords, SourceLocation
@@ -58,11 +58,14 @@ class JudgedSplit(RetrievalSet):
     rows: dict[str, int]  # passage id -> row number in ``corpus``; contains only judged passages
     judgements: int  # number of accepted lines of the qrels file, repeated lines included
 
-    def graded_rows(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Return the row numbers of the positives of each query, and the row numbers of its other judged passages."""
+    def examples(self) -> ExampleTable:
+        """Convert the split to training examples. Judged passages with a grade of 0 or less become hard negatives."""
         grades = self.qrels.values()
-        positives = [[self.rows[key] for key, grade in judged.items() if grade > 0] for judged in grades]
-        return positives, [[self.rows[key] for key, grade in judged.items() if grade <= 0] for judged in grades]
+        positives = Ragged.of([self.rows[key] for key, grade in each.items() if grade > 0] for each in grades)
+        negatives = Ragged.of([self.rows[key] for key, grade in each.items() if grade <= 0] for each in grades)
+        others = Ragged.of([] for _ in grades)
+        queries = Dataset.from_dict({"id": list(self.queries), "text": list(self.queries.values())})
+        return ExampleTable(queries, self.corpus, positives, negatives, others, self.corpus_hash)
 
 
 def qrels_file(folder: Path, split: str) -> Path:

@@ -1,4 +1,7 @@
-"""Choose the training examples of each step. The choice depends only on the seed and the step number."""
+"""Choose the training examples of each step.
+
+The choice depends only on the seed and the step number, so a checkpoint stores only the step number.
+"""
 
 import warnings
 from typing import NamedTuple
@@ -40,8 +43,6 @@ class StepRows(NamedTuple):
 
 class StepSampler:
     """Chooses the examples of each step from one training set.
-
-    The choice depends only on the seed and the step number, so a checkpoint stores only the step number.
 
     The epochs follow each other without end. ``order`` is the order of the examples in each epoch: random (``shuffled``), as in
     the training set (``file``), or with similar queries in each step (``near``, see ``near_order``). Step s takes examples s * N
@@ -163,7 +164,7 @@ class StepSampler:
 
 
 class MixtureSampler:
-    """Chooses the examples of each step from a mixture. The choice depends only on the seed and the step number.
+    """Chooses the examples of each step from a mixture.
 
     With ``mixed``, each of the N examples of a step comes from a random set. With ``one_set``, all N examples of a step come from
     the same random set. The probability of a set is proportional to the weight of the set. Each set has a separate StepSampler.

@@ -1,9 +1,4 @@
-"""Streams of training examples, for data sets that are too large for the cache.
-
-The examples pass in order through a shuffle buffer. After the last example, the stream starts again. The examples of a step
-depend only on the seed, the size of the shuffle buffer and the step number. To reach a step, the stream reads all earlier
-examples.
-"""
+"""Streams of training examples, for data sets that are too large for the cache."""
 
 import hashlib
 import json
@@ -193,8 +188,9 @@ class StreamSampler:
     """Chooses the examples of each step from a stream.
 
     The choice depends only on the seed, the size of the shuffle buffer and the step number. Each step continues reading where the
-    previous step stopped. The shuffle buffer yields a random example, and the next example of the stream takes its place. At the
-    end of an epoch, the buffer yields all remaining examples in random order.
+    previous step stopped, so a resumed run reads all earlier examples again. The shuffle buffer yields a random example, and the
+    next example of the stream takes its place. At the end of an epoch, the buffer yields all remaining examples in random order,
+    and the stream starts again.
 
     Positives and hard negatives are drawn as in StepSampler. If a query has too few hard negatives, ``data.fill_negatives``
     decides: ``random`` adds random passages of other examples in the step and in the shuffle buffer, ``none`` adds MISSING.

@@ -102,11 +102,7 @@ def mixture_of(members: Sequence[Member]) -> TrainSet:
 
 
 def from_examples(examples: ExampleTable, hard_negatives: int) -> TrainSet:
-    """Make a training set of the examples that have a positive.
-
-    If a query has fewer than ``hard_negatives`` hard negatives, its other negatives (``others``) fill the gap, in file order. If
-    ``hard_negatives`` is 0, the training set has no negatives.
-    """
+    """Make a training set of the examples that have a positive. If ``hard_negatives`` is 0, the set has no negatives."""
     kept = np.flatnonzero(examples.positives.lengths)
     count = len(examples.negatives)
     # n lists of hard negatives, then n lists of other negatives
