@@ -35,14 +35,11 @@ _TEXTS = 2000  # number of texts per tokenizer call; the tokenizer divides them 
 
 @dataclass(frozen=True)
 class Ragged:
-    """n lists of integers, stored in one array. List i is ``values[offsets[i]:offsets[i + 1]]``.
-
-    The integers are row numbers of passages, which may have teacher scores.
-    """
+    """n lists of row numbers, stored in one array. List i is ``values[offsets[i]:offsets[i + 1]]``."""
 
     offsets: np.ndarray  # (n + 1,) int64
     values: np.ndarray  # (offsets[n],) int64
-    scores: np.ndarray | None = None  # (offsets[n],) float32, NaN if missing. None: not requested, or the data has none
+    scores: np.ndarray | None = None  # (offsets[n],) float32, teacher scores or NaN; None: not requested, or none found
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -68,7 +65,10 @@ class Ragged:
 
     def take(self, rows: np.ndarray) -> "Ragged":
         """Return the lists at the positions ``rows``."""
-        return self.chosen(Ragged.of(range(*self.offsets[row : row + 2]) for row in rows))
+        lengths = self.lengths[rows]
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        indices = np.arange(offsets[-1]) + np.repeat(self.offsets[rows] - offsets[:-1], lengths)
+        return self.chosen(Ragged(offsets, indices))
 
     def chosen(self, indices: "Ragged") -> "Ragged":
         """Return lists of the values, and their scores, at the positions in ``indices``."""

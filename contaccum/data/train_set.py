@@ -107,11 +107,11 @@ def from_examples(examples: ExampleTable, hard_negatives: int) -> TrainSet:
     count = len(examples.negatives)
     # n lists of hard negatives, then n lists of other negatives
     pool = Ragged.concatenated([examples.negatives, examples.others], [0, 0])
-    chosen: list[list[int]] = []
-    for number in kept:
-        hard, others = (range(*pool.offsets[row : row + 2]) for row in (number, count + number))
-        missing = max(0, hard_negatives - len(hard))
-        chosen.append([*hard, *others[:missing]] if hard_negatives else [])
+    chosen: list[list[int]] = [[] for _ in kept]
+    if hard_negatives:
+        for number, indices in zip(kept, chosen, strict=True):
+            hard, others = (range(*pool.offsets[row : row + 2]) for row in (number, count + number))
+            indices += [*hard, *others[: max(0, hard_negatives - len(hard))]]
     return _train_set(examples, kept, examples.positives.take(kept), pool.chosen(Ragged.of(chosen)))
 
 
