@@ -32,8 +32,7 @@ from contaccum.data.retrieval_set import splits_of
 from contaccum.errors import InputError, Interrupted
 from contaccum.evaluation.metrics import read_metrics
 from contaccum.evaluation.significance import Comparison, compare
-from contaccum.experiments.auto_state import STATE_FILE, State
-from contaccum.experiments.budget import parse_time
+from contaccum.experiments.auto_state import STATE_FILE, State, parse_time
 from contaccum.experiments.compare import Configure
 from contaccum.experiments.jobs import delete_weights, run_job
 from contaccum.experiments.page import duration, gigabytes

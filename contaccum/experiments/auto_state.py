@@ -12,6 +12,20 @@ from contaccum.training.run_folder import config_differences
 STATE_FILE = "auto.json"
 
 
+def parse_time(text: str) -> float:
+    """Convert a text such as 90s, 30m or 2h to seconds. Raise InputError for another text or less than 1 second."""
+    unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:])
+    try:
+        seconds = float(text[:-1]) * unit if unit else 0.0
+    except ValueError:
+        seconds = 0.0
+    if not 1 <= seconds < 1e9:
+        raise InputError(
+            f"--time is {text!r}; it must be a time from 1 second to 1e9 seconds: a number followed by s, m or h, such as 30m"
+        )
+    return seconds
+
+
 @dataclass
 class State:
     """Content of ``auto.json``: settings, measurements and decisions."""

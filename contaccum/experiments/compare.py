@@ -22,7 +22,6 @@ from contaccum.data.dataset import open_dataset, open_training
 from contaccum.data.retrieval_set import same_content
 from contaccum.errors import Failed, InputError
 from contaccum.evaluation.metrics import read_metrics
-from contaccum.experiments.budget import limited, measured_step, parse_budget
 from contaccum.experiments.jobs import (
     Outcome,
     RunJob,
@@ -46,7 +45,7 @@ from contaccum.experiments.settings import (
     variants,
 )  # fmt: skip
 from contaccum.experiments.study_report import StudyResult, write_report
-from contaccum.experiments.tuning import Tuned, run_name, rung_shares, tune
+from contaccum.experiments.tuning import Tuned, limited, measured_step, parse_budget, run_name, rung_shares, tune
 from contaccum.runtime.files import read_json, write_json
 from contaccum.runtime.launch import StopSignals, require_one_process
 from contaccum.runtime.locks import LOCK_FILE, waiting_lock

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from contaccum.config import METHOD_SPECS
-from contaccum.experiments.budget import Budget
 from contaccum.experiments.page import MISSING, Section, Table, draw_all, html, legend, markdown, number
 from contaccum.experiments.report import best_first, runs_csv, sections_of, tests_table
 from contaccum.experiments.run_records import (
@@ -19,7 +18,7 @@ from contaccum.experiments.run_records import (
     group_runs,
     load_run_record,
 )
-from contaccum.experiments.tuning import Tuned
+from contaccum.experiments.tuning import Budget, Tuned
 from contaccum.runtime.files import whole_file, write_json, write_text
 
 PLOTS = "plots"

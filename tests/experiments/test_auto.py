@@ -18,7 +18,7 @@ from contaccum.config.experiments import AutoConfig
 from contaccum.errors import InputError
 from contaccum.evaluation.significance import compare
 from contaccum.experiments import auto
-from contaccum.experiments.budget import parse_time
+from contaccum.experiments.auto_state import parse_time
 from contaccum.experiments.page import duration
 from contaccum.experiments.plan import FittingSize
 from contaccum.experiments.tuning import rung_shares, survivors

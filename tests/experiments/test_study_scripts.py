@@ -20,9 +20,8 @@ from ideas import Idea, Variant
 
 from contaccum.batch import MicroBatch, RowIds, Tokens
 from contaccum.config import validate
-from contaccum.experiments.budget import limited, parse_budget
 from contaccum.experiments.settings import read_settings
-from contaccum.experiments.tuning import rung_shares
+from contaccum.experiments.tuning import limited, parse_budget, rung_shares
 from contaccum.methods import METHODS
 from contaccum.methods.loss import InfoNCE
 

@@ -9,9 +9,8 @@ from helpers import train_config
 
 from contaccum.config import METHOD_SPECS
 from contaccum.errors import InputError
-from contaccum.experiments.budget import limited, parse_budget
 from contaccum.experiments.settings import Variant, read_settings, read_values, variants
-from contaccum.experiments.tuning import Tuned, rung_shares, survivors, tune
+from contaccum.experiments.tuning import Tuned, limited, parse_budget, rung_shares, survivors, tune
 
 FULL = Fraction(1)
 
