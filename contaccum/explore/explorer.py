@@ -14,7 +14,7 @@ from contaccum.encoder import DualEncoder, load_encoder
 from contaccum.errors import InputError
 from contaccum.evaluation.metrics import CUTOFFS, cutoffs_within, evaluate_run
 from contaccum.explore import html
-from contaccum.explore.html import grades_of_text, judged_passages, losses
+from contaccum.explore.html import grades_of_text, losses
 from contaccum.retrieval.encode import Texts
 from contaccum.retrieval.retriever import BM25_NAME, Retriever
 from contaccum.retrieval.runs import RankedPassage, Run, read_passages
@@ -163,7 +163,7 @@ class Explorer:
         The list is sorted by the metric of ``left`` minus the metric of ``right``, lowest first. number: page number, from 1.
         """
         systems = self.chosen(left, right)
-        found = losses(systems[0].scores, systems[1].scores if len(systems) > 1 else None, metric)
+        found = list(losses([system.scores for system in systems], metric).items())
         start = QUERIES_PER_PAGE * (number - 1)
         what = f"{metric} of {left} minus {metric} of {right}" if len(systems) > 1 else f"{metric} of {left}"
         last = min(start + QUERIES_PER_PAGE, len(found))
@@ -179,8 +179,7 @@ class Explorer:
         if query_id not in self.data.queries:
             raise InputError(f"query {query_id!r} is not in the split {self.split}; choose a query of this split")
         systems, query, grades = self.chosen(left, right), self.data.queries[query_id], self.data.qrels[query_id]
-        passages = judged_passages(grades, [system.run[query_id] for system in systems])
-        read = read_passages(self.data.corpus, [(passage.id, 0.0) for passage in passages])
+        read = read_passages(self.data.corpus, [(passage_id, 0.0) for passage_id in grades])
         titles = {passage.id: passage.title or passage.text for passage in read}
         found = []
         for system in systems:
@@ -190,6 +189,6 @@ class Explorer:
         return html.styled(
             html.heading(query),
             html.note(f"query {query_id} of the split {self.split}"),
-            html.judged(passages, titles, [system.name for system in systems], self.systems[0].k),
+            html.judged(grades, {system.name: system.run[query_id] for system in systems}, titles, systems[0].k),
             html.columns(found),
         )

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
 
 from contaccum.errors import InputError
 from contaccum.retrieval.retriever import WORDS, words_of
@@ -17,29 +16,6 @@ from contaccum.retrieval.runs import RankedPassage
 
 Grades = Mapping[str, int]
 """Passage id -> grade. A grade above 0 means relevant."""
-
-
-class Loss(NamedTuple):
-    """Values of a metric for one query, from one or two systems."""
-
-    query_id: str
-    left: float
-    right: float | None
-    """Value of the second system, or None if only one system is shown."""
-
-    @property
-    def difference(self) -> float:
-        """Left value minus right value, or the left value if only one system is shown."""
-        return self.left - (self.right or 0.0)
-
-
-class JudgedPassage(NamedTuple):
-    """Judged passage of a query, with its rank in each ranking."""
-
-    id: str
-    grade: int
-    ranks: list[int | None]
-    """Rank in each ranking, from 1. A rank is None if the ranking lacks the passage."""
 
 
 def grades_of_text(text: str, queries: Mapping[str, str], qrels: Mapping[str, Grades]) -> dict[str, int]:
@@ -56,26 +32,19 @@ def grades_of_text(text: str, queries: Mapping[str, str], qrels: Mapping[str, Gr
     return grades
 
 
-def losses(
-    left: Mapping[str, Mapping[str, float]], right: Mapping[str, Mapping[str, float]] | None, metric: str
-) -> list[Loss]:
-    """Return the value of a metric for every query, sorted by left value minus right value, lowest first.
+def losses(scores: Sequence[Mapping[str, Mapping[str, float]]], metric: str) -> dict[str, list[float]]:
+    """Return the values of a metric for every query: query id -> values, sorted by the last value, lowest first.
 
-    If ``right`` is None, the queries are sorted by the left value. left, right: query id -> metric -> value. Both systems
-    must have the same queries. Raises InputError if the metric was not computed.
+    The values are those of each system, and for two systems also the first minus the second. scores: for each system, query id ->
+    metric -> value. All systems must have the same queries. Raises InputError if the metric was not computed.
     """
-    known = next(iter(left.values()), {metric: 0.0})
+    known = next(iter(scores[0].values()), {metric: 0.0})
     if metric not in known:
         raise InputError(f"metric {metric!r} was not computed; choose one of {', '.join(known)}")
-    found = [Loss(query, own[metric], right[query][metric] if right else None) for query, own in left.items()]
-    return sorted(found, key=lambda loss: loss.difference)
-
-
-def judged_passages(grades: Grades, rankings: Sequence[Sequence[tuple[str, float]]]) -> list[JudgedPassage]:
-    """Return the judged passages of a query with their ranks in each ranking, sorted by grade (highest first), then by id."""
-    ranks = [{passage_id: rank for rank, (passage_id, _) in enumerate(ranking, 1)} for ranking in rankings]
-    found = [JudgedPassage(key, grade, [each.get(key) for each in ranks]) for key, grade in grades.items()]
-    return sorted(found, key=lambda passage: (-passage.grade, passage.id))
+    found = {query: [system[query][metric] for system in scores] for query in scores[0]}
+    if len(scores) > 1:
+        found = {query: [left, right, left - right] for query, (left, right) in found.items()}
+    return dict(sorted(found.items(), key=lambda item: item[1][-1]))
 
 
 def relevant_among(grades: Grades, hits: Sequence[RankedPassage]) -> tuple[int, int]:
@@ -163,31 +132,32 @@ def _highlighted(query: str, text: str) -> str:
     return "".join(parts) + safe(text[end:])
 
 
-def judged(passages: Sequence[JudgedPassage], titles: Mapping[str, str], labels: Sequence[str], k: int) -> str:
-    """Return an HTML table of the judged passages of a query: title, id, grade, and the rank for each system.
+def judged(
+    grades: Grades, rankings: Mapping[str, Sequence[tuple[str, float]]], titles: Mapping[str, str], k: int
+) -> str:
+    """Return an HTML table of the judged passages of a query: title, id, grade, and the rank in each ranking.
 
-    k: number of passages in a ranking. If the ranking of a system lacks a passage, the rank is "> k".
+    The passages are sorted by grade (highest first), then by id. rankings: name of a system -> its k best passages. The rank of
+    a passage that a ranking lacks is "> k".
     """
-    rows = [
-        _row(
-            f'{safe(titles[passage.id])} <span class="note">{safe(passage.id)}</span>',
-            {"grade": str(passage.grade)}
-            | {label: str(rank or f"> {k}") for label, rank in zip(labels, passage.ranks, strict=True)},
-        )
-        for passage in passages
-    ]
-    return _table(["judged passage", "grade", *labels], rows)
-
-
-def lost(found: Sequence[Loss], queries: Mapping[str, str], labels: Sequence[str]) -> str:
-    """Return an HTML table of queries and their metric values. Each query is a button for the script ``CHOOSE``."""
+    ranks = {label: {found: rank for rank, (found, _) in enumerate(hits, 1)} for label, hits in rankings.items()}
     rows = []
-    for loss in found:
-        values = {labels[0]: f"{loss.left:.3f}"}
-        if loss.right is not None:
-            values |= {labels[1]: f"{loss.right:.3f}", "difference": f"{loss.difference:+.3f}"}
-        button = f'<button data-query="{safe(loss.query_id)}">{safe(queries[loss.query_id])}</button>'
-        rows.append(_row(button, values))
+    for passage_id, grade in sorted(grades.items(), key=lambda item: (-item[1], item[0])):
+        title = f'{safe(titles[passage_id])} <span class="note">{safe(passage_id)}</span>'
+        places = {label: str(own.get(passage_id, f"> {k}")) for label, own in ranks.items()}
+        rows.append(_row(title, {"grade": str(grade)} | places))
+    return _table(["judged passage", "grade", *rankings], rows)
+
+
+def lost(found: Sequence[tuple[str, list[float]]], queries: Mapping[str, str], labels: Sequence[str]) -> str:
+    """Return an HTML table of queries and their values from ``losses``. Each query is a button for the script ``CHOOSE``."""
+    rows = []
+    for query_id, values in found:
+        cells = {label: f"{value:.3f}" for label, value in zip(labels, values, strict=False)}
+        if len(labels) > 1:
+            cells["difference"] = f"{values[-1]:+.3f}"
+        button = f'<button data-query="{safe(query_id)}">{safe(queries[query_id])}</button>'
+        rows.append(_row(button, cells))
     return _table(["query", *labels, *["difference"][: len(labels) - 1]], rows)
 
 

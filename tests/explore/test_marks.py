@@ -6,15 +6,7 @@ import pytest
 
 from contaccum.errors import InputError
 from contaccum.explore import html
-from contaccum.explore.html import (
-    JudgedPassage,
-    Loss,
-    grades_of_text,
-    judged_passages,
-    losses,
-    ranking,
-    relevant_among,
-)
+from contaccum.explore.html import grades_of_text, judged, losses, ranking, relevant_among
 from contaccum.retrieval.runs import RankedPassage
 
 
@@ -28,28 +20,24 @@ def test_a_typed_query_is_known_by_its_words():
 def test_queries_come_by_what_the_left_side_lost():
     left = {"q1": {"m": 0.5, "n": 0.0}, "q2": {"m": 0.1, "n": 0.2}, "q3": {"m": 0.5, "n": 0.1}}
     right = {"q1": {"m": 0.25, "n": 0.0}, "q2": {"m": 0.6, "n": 0.2}, "q3": {"m": 0.25, "n": 1.0}}
-    found = losses(left, right, "m")
-    assert found == [Loss("q2", 0.1, 0.6), Loss("q1", 0.5, 0.25), Loss("q3", 0.5, 0.25)]
-    assert [loss.difference for loss in found] == [-0.5, 0.25, 0.25]
-    assert [loss.query_id for loss in losses(left, right, "n")] == ["q3", "q1", "q2"]
-    assert [loss.query_id for loss in losses(right, left, "m")] == ["q1", "q3", "q2"]
-    alone = losses(left, None, "n")
-    assert [(loss.query_id, loss.right, loss.difference) for loss in alone] == [
-        ("q1", None, 0.0),
-        ("q3", None, 0.1),
-        ("q2", None, 0.2),
-    ]
+    found = losses([left, right], "m")
+    assert list(found.items()) == [("q2", [0.1, 0.6, -0.5]), ("q1", [0.5, 0.25, 0.25]), ("q3", [0.5, 0.25, 0.25])]
+    assert list(losses([left, right], "n")) == ["q3", "q1", "q2"]
+    assert list(losses([right, left], "m")) == ["q1", "q3", "q2"]
+    assert list(losses([left], "n").items()) == [("q1", [0.0]), ("q3", [0.1]), ("q2", [0.2])]
     with pytest.raises(InputError, match="metric 'o' was not computed; choose one of m, n"):
-        losses(left, right, "o")
+        losses([left, right], "o")
 
 
 def test_judged_passages_have_their_rank_in_each_ranking():
-    rankings = [[("c", 3.0), ("a", 2.0)], [("x", 9.0), ("y", 8.0), ("b", 7.0)]]
-    assert judged_passages({"b": 1, "a": 1, "c": 0, "d": 2}, rankings) == [
-        JudgedPassage("d", 2, [None, None]),
-        JudgedPassage("a", 1, [2, None]),
-        JudgedPassage("b", 1, [None, 3]),
-        JudgedPassage("c", 0, [1, None]),
+    rankings = {"one": [("c", 3.0), ("a", 2.0)], "two": [("x", 9.0), ("y", 8.0), ("b", 7.0)]}
+    table = judged({"b": 1, "a": 1, "c": 0, "d": 2}, rankings, {key: f"title {key}" for key in "abcd"}, 3)
+    rows = [row.split("</tr>")[0] for row in table.split("<tr>")[2:]]
+    assert [Elements(row).cells for row in rows] == [
+        ["title d d", "2", "> 3", "> 3"],
+        ["title a a", "1", "2", "> 3"],
+        ["title b b", "1", "> 3", "3"],
+        ["title c c", "0", "1", "> 3"],
     ]
 
 
@@ -74,15 +62,20 @@ class Elements(HTMLParser):
         self.tags: set[str] = set()
         self.attributes: set[str] = set()
         self.words = ""
+        self.cells: list[str] = []
         self.feed(page)
         self.close()
 
     def handle_starttag(self, tag, attrs):
         self.tags.add(tag)
+        if tag == "td":
+            self.cells.append("")
         self.attributes |= {name for name, _ in attrs}
 
     def handle_data(self, data):
         self.words += data
+        if self.cells:
+            self.cells[-1] += data
 
 
 HOSTILE = (
@@ -96,8 +89,8 @@ def hostile_page() -> str:
         html.heading(HOSTILE),
         html.note(HOSTILE),
         html.columns([html.ranking(HOSTILE, HOSTILE, [hit], {HOSTILE: 1}, HOSTILE)]),
-        html.judged([JudgedPassage(HOSTILE, 1, [None])], {HOSTILE: HOSTILE}, [HOSTILE], 100),
-        html.lost([Loss(HOSTILE, 0.0, 1.0)], {HOSTILE: HOSTILE}, [HOSTILE, HOSTILE + "2"]),
+        html.judged({HOSTILE: 1}, {HOSTILE: []}, {HOSTILE: HOSTILE}, 100),
+        html.lost([(HOSTILE, [0.0, 1.0, -1.0])], {HOSTILE: HOSTILE}, [HOSTILE, HOSTILE + "2"]),
     )
 
 
