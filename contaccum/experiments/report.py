@@ -9,7 +9,6 @@ from contaccum.errors import InputError
 from contaccum.experiments.page import MISSING, Section, Table, draw_all, html, legend, number, text
 from contaccum.experiments.run_records import (
     AGES,
-    ChooseReference,
     Difference,
     RunGroup,
     RunRecord,
@@ -45,10 +44,11 @@ def console_report(
             stacklevel=2,
         )
     groups = group_runs(runs)
-    found = differences(groups, metric, _reference_run(runs, groups, against)) if against else []
     table = runs_table(runs, metric)
-    parts = [(table if wide else table.without(WIDE_ONLY)).markdown()]
+    parts, found = [(table if wide else table.without(WIDE_ONLY)).markdown()], []
     if against:
+        by_size = [group for members in by_global_batch(groups).values() for group in members]
+        found = differences(by_size, metric, [_reference_folder(runs, against)], equal_batch=False)
         parts.append(tests_table(found).markdown())
     if page:
         sections = sections_of(runs, groups, metric, found)
@@ -56,15 +56,15 @@ def console_report(
     return "\n\n".join(parts)
 
 
-def _reference_run(runs: Sequence[RunRecord], groups: Sequence[RunGroup], folder: str) -> ChooseReference:
-    """Return a function that chooses the group of the run in ``folder`` as the reference."""
+def _reference_folder(runs: Sequence[RunRecord], folder: str) -> Path:
+    """Return the folder of the reference run. Raise InputError if ``folder`` is no run of the report, or was not evaluated."""
     named = next((run for run in runs if run.folder.resolve() == Path(folder).resolve()), None)
     if named is None:
         known = ", ".join(str(run.folder) for run in runs)
         raise InputError(f"--against is {folder}; it must be one of the runs {known}")
     if not named.per_query:
         raise InputError(f"{folder}: has no metrics per query; evaluate the run on the test data first")
-    return lambda _: next(group for group in groups if named in group.runs)
+    return named.folder
 
 
 def sections_of(

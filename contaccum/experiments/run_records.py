@@ -4,7 +4,7 @@ import json
 import os
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -269,34 +269,22 @@ class Difference(NamedTuple):
     p_both: float | None
 
 
-ChooseReference = Callable[[list[RunGroup]], RunGroup | None]
-"""Function that returns the reference group from a list of groups, or None for no reference."""
-
-
-def best_of_runs(folders: Collection[Path], metric: str) -> ChooseReference:
-    """Return a function that chooses the group with the best metric, among the groups whose first run is in ``folders``."""
-
-    def choose(groups: list[RunGroup]) -> RunGroup | None:
-        scored = [group for group in groups if group.runs[0].folder in folders and group.scores(metric)]
-        return max(scored, key=lambda group: group.score(metric)[0] or 0.0, default=None)
-
-    return choose
-
-
 def differences(
-    groups: list[RunGroup], metric: str, choose: ChooseReference, equal_batch: bool = True
+    groups: list[RunGroup], metric: str, reference: Collection[Path], equal_batch: bool = True
 ) -> list[Difference]:
-    """Test each group against a reference group, which ``choose`` chooses from all groups.
+    """Test each group against a reference group: the one with the best metric among the groups with a run in ``reference``.
 
-    equal_batch: True chooses the reference of a trained group from the groups with the same global batch size, and the baselines.
+    reference: folders of runs. equal_batch: True chooses the reference of a trained group from the groups with the same global
+    batch size, and the baselines.
     """
     pairs, baselines = [], [group for group in groups if group.method is None]
     for size, members in by_global_batch(groups).items() if equal_batch else [(None, groups)]:
-        reference = choose(groups if size is None else [*members, *baselines])
-        if reference is not None and reference.per_query():
-            others = [group for group in members if group.label != reference.label and group.per_query()]
-            pairs += [(group, reference) for group in others]
-    found = [compare(group.per_query(), reference.per_query(), metric) for group, reference in pairs]
+        known = groups if size is None else [*members, *baselines]
+        chosen = [one for one in known if any(run.folder in reference for run in one.runs) and one.scores(metric)]
+        best = max(chosen, key=lambda group: group.score(metric)[0] or 0.0, default=None)
+        if best is not None and best.per_query():
+            pairs += [(group, best) for group in members if group.label != best.label and group.per_query()]
+    found = [compare(group.per_query(), other.per_query(), metric) for group, other in pairs]
     permutation, t = holm([one.p_permutation for one in found]), holm([one.p_t for one in found])
     corrected = iter(holm([one.p_both for one in found if one.p_both is not None]))
     both = [None if one.p_both is None else next(corrected) for one in found]

@@ -13,7 +13,6 @@ from contaccum.experiments.report import best_first, runs_csv, sections_of, test
 from contaccum.experiments.run_records import (
     Difference,
     RunGroup,
-    best_of_runs,
     differences,
     group_runs,
     load_run_record,
@@ -38,8 +37,7 @@ class StudyResult(NamedTuple):
     @property
     def equal_batch(self) -> bool:
         """True if only runs with equal global batch sizes are compared."""
-        tuned = {name for each in self.tuned for candidate in each.variant.candidates for name, _ in candidate}
-        return self.budget is None and "batch.global_batch_size" not in tuned
+        return self.budget is None and "batch.global_batch_size" not in _tuned_names(self.tuned)
 
 
 def write_report(output: Path, folders: Sequence[Path], result: StudyResult) -> Path:
@@ -49,7 +47,7 @@ def write_report(output: Path, folders: Sequence[Path], result: StudyResult) -> 
     """
     runs, metric = [load_run_record(folder) for folder in folders], result.metric
     groups = group_runs(runs, result.labels)
-    found = differences(groups, metric, best_of_runs(result.reference, metric), result.equal_batch)
+    found = differences(groups, metric, result.reference, result.equal_batch)
     sections = sections_of(runs, groups, metric, found, result.failed, equal_cost=not result.equal_batch)
     if result.budget is not None:
         sections.insert(1, _budget_section(groups, metric, found, result.budget))

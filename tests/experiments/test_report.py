@@ -21,7 +21,7 @@ from contaccum.experiments.report import (
     settings_table,
     verdict,
 )
-from contaccum.experiments.run_records import best_of_runs, differences, group_runs, load_run_record
+from contaccum.experiments.run_records import differences, group_runs, load_run_record
 
 
 def folder(
@@ -172,7 +172,7 @@ def test_mean_deviation_and_reference_equal_hand_computed_values(tmp_path):
         ["cont_accum size=16", "0.4050", "0.0071", "2", "8.0"],
     ]
     runs = {run.folder for group in groups if group.method == "cont_accum" for run in group.runs}
-    found = differences(groups, "ndcg@10", best_of_runs(runs, "ndcg@10"))
+    found = differences(groups, "ndcg@10", runs)
     assert {one.reference.label for one in found} == {"cont_accum size=24"}  # the best of the method's settings
     assert [round(one.found.difference, 4) for one in found] == [-0.2, -0.095]
     assert all(one.p_permutation >= one.found.p_permutation for one in found)
@@ -215,12 +215,10 @@ def test_each_global_batch_size_has_its_own_reference(tmp_path):
                                       ("d", "grad_accum", 32, 0.3)):  # fmt: skip
         folder(tmp_path / name, method, [1.0], score, **{"batch.global_batch_size": size})
     groups = group_runs([load_run_record(tmp_path / name) for name in "abcd"])
-    choose = best_of_runs(
-        {run.folder for group in groups if group.method == "grad_cache" for run in group.runs}, "ndcg@10"
-    )
-    found = differences(groups, "ndcg@10", choose)
+    reference = {run.folder for group in groups if group.method == "grad_cache" for run in group.runs}
+    found = differences(groups, "ndcg@10", reference)
     assert [(one.group.runs[0].name, one.reference.runs[0].name) for one in found] == [("b", "a"), ("d", "c")]
-    across = differences(groups, "ndcg@10", choose, equal_batch=False)  # as at equal budget: one reference for all
+    across = differences(groups, "ndcg@10", reference, equal_batch=False)  # as at equal budget: one reference for all
     assert len({one.reference.label for one in across}) == 1
     assert len(across) == 3
 
@@ -234,7 +232,7 @@ def test_a_baseline_is_the_reference_at_each_global_batch_size(tmp_path):
     for each in baselines:
         (each / "config.yaml").unlink()
     groups = group_runs([load_run_record(each) for each in (*runs, *baselines)])
-    found = differences(groups, "ndcg@10", best_of_runs({tmp_path / "untrained"}, "ndcg@10"))
+    found = differences(groups, "ndcg@10", {tmp_path / "untrained"})
     assert {one.reference.label for one in found} == {"untrained"}
     assert [one.group.label for one in found][-1] == "bm25"
     assert len(found) == 3
@@ -341,7 +339,7 @@ def test_verdict_names_the_best_setting_and_what_differs_from_the_reference(tmp_
     first, warning = verdict(groups, "ndcg@10", [])[0].split(": ")
     assert first == "cont_accum size=24 has the highest ndcg@10"
     assert "No significance test was made" in warning
-    found = differences(groups, "ndcg@10", lambda _: groups[0])
+    found = differences(groups, "ndcg@10", {run.folder for run in groups[0].runs})
     for p, side in (
         (0.04, "better" if found[0].found.difference > 0 else "worse"),
         (0.06, "not significantly different"),
