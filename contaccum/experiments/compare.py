@@ -6,13 +6,11 @@ report.
 
 import os
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from functools import cache
-from itertools import count
 from pathlib import Path
 
 from contaccum.config import METHOD_SPECS, TrainConfig, validate
@@ -45,7 +43,7 @@ from contaccum.experiments.settings import (
     variants,
 )  # fmt: skip
 from contaccum.experiments.study_report import StudyResult, write_report
-from contaccum.experiments.tuning import Tuned, limited, measured_step, parse_budget, run_name, rung_shares, tune
+from contaccum.experiments.tuning import Tuned, limited, measured_step, parse_budget, rung_shares, tune
 from contaccum.runtime.files import read_json, write_json
 from contaccum.runtime.launch import StopSignals, require_one_process
 from contaccum.runtime.locks import LOCK_FILE, waiting_lock
@@ -79,18 +77,15 @@ def compare(configure: Configure, options: CompareConfig) -> Path:
     study = Study(configure, options)
     study.check()
     study.output.mkdir(parents=True, exist_ok=True)
-    with waiting_lock(study.output / LOCK_FILE, after=1.0), StopSignals() as signals:
-        study.signals = signals
+    with waiting_lock(study.output / LOCK_FILE, after=1.0), study.signals:
         return study.run()
 
 
 class Study:
     """Comparison of methods and settings. The methods of this class plan, check and start the runs."""
 
-    signals: StopSignals
-
     def __init__(self, configure: Configure, options: CompareConfig) -> None:
-        self.configure, self.options = configure, options
+        self.configure, self.options, self.signals = configure, options, StopSignals()
         self.base = configure({})
         if not self.base.output_dir:
             raise InputError("output_dir: not set; it must name the folder of the comparison")
@@ -223,9 +218,10 @@ class Study:
         config = self._config(variant, candidate)
         seconds = measured_step(config, self.output) if self.budget is not None and self.budget.unit == "s" else None
         config = replace(limited(config, self.budget, share, seconds), seed=seed)
-        return self._planned(
-            run_name(variant, candidate, seed, share), "run", config, "runs" if share == 1 else "tuning"
-        )
+        name = f"{named(variant.label, candidate)}-seed{seed}"
+        if share == 1:
+            return self._planned(name, "run", config)
+        return self._planned(f"{name}-{share.numerator}of{share.denominator}", "run", config, "tuning")
 
     def _planned_baselines(self, kinds: list[str], varied: Mapping[str, list[str]]) -> list[PlannedRun]:
         """Plan to evaluate BM25 once, and the untrained encoder with each combination of values that changes this encoder."""
@@ -271,7 +267,6 @@ class Study:
                     )
 
     def run(self) -> Path:
-        """Train and evaluate all runs that are not finished. Write the report and return the path of report.html."""
         if self.budget is not None and self.budget.unit == "s":
             self._check_folders()
         tune(self.tuned, self._train_candidates)
@@ -330,18 +325,10 @@ class Study:
                 # runs/ contains tuning runs with the full budget; keep their weights, to evaluate the chosen one on the test data
                 keep = self.options.keep_weights if test else run.folder.parent.name == "runs"
                 write_json(file, {"kind": run.kind, "config": asdict(run.config), "test": test, "keep_weights": keep})
-                jobs.append(RunJob(run.name, file, file.with_suffix(".log")))
-        ended = count(1)
-
-        def report(outcome: Outcome) -> None:
-            result = "done" if outcome.exit_code == 0 else f"exit code {outcome.exit_code}, {outcome.last_line}"
-            print(
-                f"[{next(ended)}/{len(jobs)}] {outcome.job.name}: {result} ({outcome.seconds:.0f} s)", file=sys.stderr
-            )
-
+                jobs.append(RunJob(run.name, file))
         slots = device_slots(self.base.run.device, self.options.parallel)
         with self.signals.deferred():
-            return run_jobs(jobs, slots, self.signals, report)
+            return run_jobs(jobs, slots, self.signals)
 
 
 def _queries(data: str, split: str) -> tuple[str, str]:

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict
@@ -49,11 +48,15 @@ class Job(TypedDict):
 
 
 class RunJob(NamedTuple):
-    """Job to run, with its job file and the log file of its worker."""
+    """Job to run."""
 
     name: str
     file: Path  # contains a Job as JSON
-    log: Path
+
+    @property
+    def log(self) -> Path:
+        """File for the output of the worker."""
+        return self.file.with_suffix(".log")
 
 
 class Outcome(NamedTuple):
@@ -101,10 +104,8 @@ def device_slots(device: str, parallel: int | None) -> list[dict[str, str]]:
     return [{"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count))} if shared else {}] * count
 
 
-def run_jobs(
-    jobs: list[RunJob], slots: list[dict[str, str]], signals: StopSignals, report: Callable[[Outcome], None]
-) -> list[Outcome]:
-    """Run all jobs, call ``report`` after each job, and return the outcomes of failed jobs.
+def run_jobs(jobs: list[RunJob], slots: list[dict[str, str]], signals: StopSignals) -> list[Outcome]:
+    """Run all jobs, print a line at the end of each job, and return the outcomes of failed jobs.
 
     After a signal, the workers save checkpoints and stop. This function then raises Interrupted.
     """
@@ -117,9 +118,12 @@ def run_jobs(
                     running[number] = Worker(waiting.popleft(), environment)
                 elif number in running and running[number].process.poll() is not None:
                     outcome = running.pop(number).wait()
-                    report(outcome)
+                    result = "done"
                     if outcome.exit_code:
                         failed.append(outcome)
+                        result = f"exit code {outcome.exit_code}, {outcome.last_line}"
+                    ended = f"[{len(jobs) - len(waiting) - len(running)}/{len(jobs)}] {outcome.job.name}"
+                    print(f"{ended}: {result} ({outcome.seconds:.0f} s)", file=sys.stderr)
             if signals.received:
                 raise Interrupted(signals.received, "stopped; run the same command again to continue")
             time.sleep(POLL_SECONDS)

@@ -19,7 +19,7 @@ from contaccum.config import TrainConfig, affects, train_settings
 from contaccum.config.groups import OptimConfig
 from contaccum.errors import InputError
 from contaccum.experiments.plan import ask
-from contaccum.experiments.settings import Values, Variant, named
+from contaccum.experiments.settings import Values, Variant
 from contaccum.runtime.files import read_json, write_json
 from contaccum.training.run_folder import flat
 
@@ -216,9 +216,3 @@ def tune(tuned: list[Tuned], train: Callable[[list[tuple[Variant, Values, Fracti
             mine = {candidate: score for (owner, candidate), score in zip(runs, scores, strict=True) if owner is each}
             each.trained.append(len(mine))
             each.rungs.append({candidate: score for candidate, score in mine.items() if score is not None})
-
-
-def run_name(variant: Variant, candidate: Values, seed: int, share: Fraction) -> str:
-    """Return the name of a training run, such as ``cont_accum-size=64-seed0-1of9``."""
-    part = "" if share == 1 else f"-{share.numerator}of{share.denominator}"
-    return f"{named(variant.label, candidate)}-seed{seed}{part}"
