@@ -19,7 +19,6 @@ import sys
 import time
 import warnings
 from dataclasses import asdict, replace
-from fractions import Fraction
 from functools import cached_property
 from math import gcd
 from pathlib import Path
@@ -32,7 +31,7 @@ from contaccum.data.retrieval_set import splits_of
 from contaccum.errors import InputError, Interrupted
 from contaccum.evaluation.metrics import read_metrics
 from contaccum.evaluation.significance import Comparison, compare
-from contaccum.experiments.auto_state import STATE_FILE, State, parse_time
+from contaccum.experiments.auto_state import EVALUATIONS, FEWEST_STEPS, STATE_FILE, TUNING, State, parse_time
 from contaccum.experiments.compare import Configure
 from contaccum.experiments.jobs import delete_weights, run_job
 from contaccum.experiments.page import duration, gigabytes
@@ -40,7 +39,7 @@ from contaccum.experiments.plan import fitting_size
 from contaccum.experiments.run_records import METRICS_FILE, TUNED_FILE, dev_score
 from contaccum.experiments.settings import Values, Variant, named
 from contaccum.experiments.study_report import StudyResult, write_report
-from contaccum.experiments.tuning import Tuned, rung_shares, survivors, tune
+from contaccum.experiments.tuning import Tuned, rung_shares, tune
 from contaccum.runtime.engine import Engine
 from contaccum.runtime.files import remove_folder
 from contaccum.runtime.launch import StopSignals, require_one_process
@@ -65,11 +64,8 @@ CHOSEN = (
     "optim.warmup_ratio", "run.eval_steps", "run.save_steps", "run.drift_steps",
 )  # fmt: skip
 """Settings that ``contaccum auto`` sets itself."""
-TUNING = 0.2  # share of the total time that tuning may take
 SAFETY = 0.94  # the final run is planned for this share of the remaining time
-FEWEST_STEPS = 8  # minimum number of steps of a tuning run; shorter runs do not show which settings are better
 MOST_EPOCHS = 20  # maximum number of epochs of a run
-EVALUATIONS = 4  # number of dev evaluations during the final run
 DEV_QUERIES, DEV_PASSAGES = 300, 2000  # maximum size of the small dev set
 
 
@@ -128,7 +124,7 @@ class Auto:
     def run(self) -> str:
         self._divide()
         self._measure()
-        candidates, budget = self._tuning_plan()
+        candidates, budget = self.state.tuning_plan(self._candidates(), self.total)
         self._check_time(len(candidates) > 1)
         if self.options.dry_run:
             return self._plan_text(candidates, budget)
@@ -233,46 +229,17 @@ class Auto:
     def _most_steps(self, values: Values) -> int:
         return max(1, MOST_EPOCHS * self._queries // int(dict(values)["batch.global_batch_size"]))
 
-    def _step_seconds(self, values: Values) -> float:
-        changes = dict(values)
-        return self.state.seconds[changes["method"]] * int(changes["batch.global_batch_size"])
-
-    def _tuning_plan(self) -> tuple[list[Values], float]:
-        """Return the candidates to try in the tuning time, and the planned seconds of a run in the last rung.
-
-        With only one candidate there is no tuning, and the seconds are 0.
-        """
-        candidates, overhead = self._candidates(), self.state.seconds["run"]
-        for count in range(len(candidates), 1, -1):
-            shares, trained = rung_shares(count, None), count
-            runs, full = 0, Fraction(0)
-            for share in shares:
-                runs, full, trained = runs + trained, full + trained * share, survivors(trained)
-            budget = (TUNING * self.total - runs * overhead) / float(full)
-            slowest = max(map(self._step_seconds, candidates[:count]))
-            if budget * float(shares[0]) >= FEWEST_STEPS * slowest:
-                return candidates[:count], budget
-        return candidates[:1], 0.0
-
     def _check_time(self, tuning: bool) -> None:
         """Raise InputError if the measurements left no time to train. tuning: settings will be tuned."""
         if self.state.tuning or self.state.steps:
             return
-        left = self._seconds_left() - (TUNING * self.total if tuning else 0)
+        left = self.state.seconds_left(self.total) - (TUNING * self.total if tuning else 0)
         if left <= 0:
             raise InputError(
                 f"--time is {self.options.time}, but it leaves no time to train: the measurements took "
-                f"{duration(self.state.elapsed)}, and the evaluations need {duration(self._evaluation_seconds())}. Use a longer "
-                "time and another folder."
+                f"{duration(self.state.elapsed)}, and the evaluations need {duration(self.state.evaluation_seconds)}. Use a "
+                "longer time and another folder."
             )
-
-    def _evaluation_seconds(self) -> float:
-        seconds = self.state.seconds
-        return seconds.get("untrained", seconds["dev"]) + EVALUATIONS * seconds["dev"]
-
-    def _seconds_left(self) -> float:
-        """Return the seconds that the steps of the final run may take."""
-        return self.total - self.state.elapsed - self.state.seconds["run"] - self._evaluation_seconds()
 
     def _tune(self, candidates: list[Values], budget: float) -> None:
         """Choose the candidate with the best dev metric by successive halving."""
@@ -290,7 +257,7 @@ class Auto:
 
         Return None if training fails, for example at a high learning rate, or if the tuning time is used up.
         """
-        steps = max(1, min(self._most_steps(values), int(seconds / self._step_seconds(values))))
+        steps = max(1, min(self._most_steps(values), int(seconds / self.state.step_seconds(values))))
         config = self._run_config(f"tune/{named('run', values)}-{steps}", dict(values), steps, evaluations=0)
         folder = Path(config.output_dir)
         if not (folder / TUNED_FILE).is_file():
@@ -322,7 +289,7 @@ class Auto:
         """Train with the chosen settings for the remaining time, and evaluate the model."""
         values = tuple(self.state.chosen.items())
         if not self.state.steps:
-            steps = int(SAFETY * self._seconds_left() / self._measured_step(values))
+            steps = int(SAFETY * self.state.seconds_left(self.total) / self._measured_step(values))
             self.state.steps = max(1, min(self._most_steps(values), steps))
             self.state.save()
         config = self._run_config("train", dict(values), self.state.steps, EVALUATIONS)
@@ -331,10 +298,10 @@ class Auto:
             run_job("run", config, self.test)
 
     def _measured_step(self, values: Values) -> float:
-        """Return the mean seconds of a step in the tuning runs with ``values``. Without such runs, return ``_step_seconds``."""
+        """Return the mean seconds of a step in the tuning runs with ``values``. Without such runs, return ``step_seconds``."""
         runs = (self.output / "tune").glob(f"{named('run', values)}-*")
         logged = [line["seconds"] for run in runs for line in read_log(run) if "loss" in line]
-        return statistics.mean(logged) if logged else self._step_seconds(values)
+        return statistics.mean(logged) if logged else self.state.step_seconds(values)
 
     def _verdict(self) -> str:
         """Write the report. Return a text with the verdict, the metrics, and the paths of model and report."""

@@ -1,15 +1,21 @@
-"""File ``auto.json``, from which a later call of ``contaccum auto`` continues."""
+"""File ``auto.json``, from which a later call of ``contaccum auto`` continues, and the use of the time limit."""
 
 import time
 from dataclasses import asdict, dataclass, field, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from contaccum.errors import InputError
+from contaccum.experiments.settings import Values
+from contaccum.experiments.tuning import rung_shares, survivors
 from contaccum.runtime.files import read_json, write_json
 from contaccum.training.run_folder import config_differences
 
 STATE_FILE = "auto.json"
+TUNING = 0.2  # share of the total time that tuning may take
+FEWEST_STEPS = 8  # minimum number of steps of a tuning run; shorter runs do not show which settings are better
+EVALUATIONS = 4  # number of dev evaluations during the final run
 
 
 def parse_time(text: str) -> float:
@@ -70,3 +76,32 @@ class State:
     @property
     def elapsed(self) -> float:
         return self.spent + time.monotonic() - self.began
+
+    @property
+    def evaluation_seconds(self) -> float:
+        """Seconds of the dev evaluations during the final run and of the evaluation on the test data."""
+        return self.seconds.get("untrained", self.seconds["dev"]) + EVALUATIONS * self.seconds["dev"]
+
+    def seconds_left(self, total: float) -> float:
+        """Return the seconds that the steps of the final run may take. total: time limit of the command."""
+        return total - self.elapsed - self.seconds["run"] - self.evaluation_seconds
+
+    def step_seconds(self, values: Values) -> float:
+        changes = dict(values)
+        return self.seconds[changes["method"]] * int(changes["batch.global_batch_size"])
+
+    def tuning_plan(self, candidates: list[Values], total: float) -> tuple[list[Values], float]:
+        """Return the candidates to try in the tuning time, and the planned seconds of a run in the last rung.
+
+        candidates: the most promising first. With only one candidate there is no tuning, and the seconds are 0.
+        """
+        for count in range(len(candidates), 1, -1):
+            shares, trained = rung_shares(count, None), count
+            runs, full = 0, Fraction(0)
+            for share in shares:
+                runs, full, trained = runs + trained, full + trained * share, survivors(trained)
+            budget = (TUNING * total - runs * self.seconds["run"]) / float(full)
+            slowest = max(map(self.step_seconds, candidates[:count]))
+            if budget * float(shares[0]) >= FEWEST_STEPS * slowest:
+                return candidates[:count], budget
+        return candidates[:1], 0.0

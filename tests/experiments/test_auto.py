@@ -63,7 +63,7 @@ def planned(tmp_path):
         config = train_config(data, tmp_path / "auto")
         made = auto.Auto(lambda changes: config, AutoConfig(memory="8GB", time=limit))
         made.state.seconds = SECONDS
-        return made, *made._tuning_plan()
+        return made, *made.state.tuning_plan(made._candidates(), made.total)
 
     return plan
 
@@ -99,7 +99,7 @@ def test_time_that_leaves_no_training_is_refused(planned, limit, enough):
     made, candidates, _ = planned(limit)
     made.state.spent = 15.0  # seconds of the measurements
     made.state.seconds = {**SECONDS, "dev": 2.0, "run": 1.0}
-    assert made._evaluation_seconds() == pytest.approx(5 * 2.0)
+    assert made.state.evaluation_seconds == pytest.approx(5 * 2.0)
     if enough:
         made._check_time(len(candidates) > 1)
         return
