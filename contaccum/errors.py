@@ -35,7 +35,7 @@ def in_one_line(error: BaseException) -> str:
     its C++ function, file and line number.
     """
     words, kind = _FAISS_PREFIX.sub("", " ".join(str(error).split()))[:300], type(error).__name__
-    needs_class = isinstance(error, LookupError | TypeError | AttributeError | AssertionError)
+    needs_class = isinstance(error, LookupError | TypeError | AttributeError | ArithmeticError | AssertionError)
     return f"{kind}: {words}" if words and needs_class else words or kind
 
 

@@ -4,8 +4,8 @@ import json
 import os
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypedDict
 import numpy as np
 
 from contaccum.config import METHOD_SPECS, affects, train_settings
-from contaccum.errors import InputError
+from contaccum.errors import InputError, library_errors
 from contaccum.evaluation.metrics import read_metrics
 from contaccum.evaluation.significance import Comparison, QueryScores, compare, holm
 from contaccum.runtime.files import read_json
@@ -123,16 +123,11 @@ class RunRecord:
         return {line["step"]: line[name] for line in self.steps if line.get(name) is not None}
 
 
-@contextmanager
-def name_unusable_file(path: Path) -> Iterator[None]:
-    """Raise InputError with the name of the file if its content causes an error in the ``with`` block."""
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise InputError(
-            f"{path}: unexpected content ({type(error).__name__}: {error}); the file was changed or damaged after contaccum "
-            "wrote it"
-        ) from error
+def _content_errors(path: Path) -> AbstractContextManager[None]:
+    """Return a context manager that raises InputError if the content of the file ``path`` causes an error in its block."""
+    kinds = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
+    fix = "; the file was changed or damaged after contaccum wrote it"
+    return library_errors(f"{path}: unexpected content", *kinds, fix=fix)
 
 
 def dev_score(run: Path) -> float | None:
@@ -154,10 +149,10 @@ def load_run_record(folder: str | Path) -> RunRecord:
             raise InputError(f"{path}: no {CONFIG_FILE} and no {METRICS_FILE}; this is not the folder of a run")
         return RunRecord(path, {}, [], [], metrics, {})
     config, lines = flat(read_config(path)), read_log(path)
-    with name_unusable_file(path / CONFIG_FILE):
+    with _content_errors(path / CONFIG_FILE):
         numbers = ("seed", "batch.global_batch_size", "batch.micro_batch_size")  # reports sort and group runs by these
         _ = METHOD_SPECS[config["method"]], (config["bank.size"] or 0) + sum(config[name] for name in numbers)
-    with name_unusable_file(path / LOG_FILE):
+    with _content_errors(path / LOG_FILE):
         for line in lines:
             _check_values(line)
     steps, evaluations = ([line for line in lines if kind in line] for kind in ("loss", "dev"))
