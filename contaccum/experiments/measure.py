@@ -279,8 +279,7 @@ def measure(probe: Probe, budget: float) -> Measurement:
     """Measure the memory and the speed of the configured method.
 
     Two sizes are searched within ``budget`` bytes: the largest micro-batch with the configured bank, and the largest bank with
-    the configured micro-batch size. Raises InputError if fewer than two of three small micro-batch sizes
-    fit into this device's memory, because a prediction needs two measured sizes.
+    the configured micro-batch size. Raises InputError like ``fitting_size``.
     """
     config = probe.config
     rows, n = config.bank_size(), config.batch.global_batch_size

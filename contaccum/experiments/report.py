@@ -24,6 +24,10 @@ from contaccum.runtime.files import write_text
 WIDE_ONLY = ("N", "B", "bank", "pairs/s", "wait %")  # columns that the console shows only with --wide
 SIGNIFICANT = 0.05  # largest p value of a significant difference
 SAME_MEMORY = 0.05  # peaks count as equal if each exceeds the smallest of them by at most this share
+MEMORY_NOTE = (
+    f"Settings have equal memory if their peaks exceed the smallest peak by at most {SAME_MEMORY:.0%}. The peak is the "
+    "memory allocated on a GPU, or the resident memory of the process on a CPU, which includes libraries and data."
+)
 
 
 def console_report(
@@ -86,7 +90,7 @@ def sections_of(
     for size, members in by_size.items() if len(by_size) > 1 and not equal_cost else ():
         sections.append(Section(f"At equal N = {size}", (), [quality(members, metric)]))
     if trained:
-        sections.append(_memory_section(groups, metric))
+        sections.append(Section("At equal peak memory", (), [equal_memory(groups, metric)], (MEMORY_NOTE,)))
     if trained and not equal_cost:
         sections.append(_time_section(groups, metric))
     if (settings := settings_table(trained)).rows:
@@ -177,14 +181,6 @@ def tests_table(found: list[Difference]) -> Table:
         rows.append([group.label, reference.label, *sizes, f"{one.wins} / {one.losses}", *p_values])
     heads = ["setting", "against", "difference", "95 % interval", "effect d", "better / worse queries"]
     return Table([*heads, "p permutation", "p t", "p seeds and queries"], rows)
-
-
-def _memory_section(groups: list[RunGroup], metric: str) -> Section:
-    note = (
-        f"Settings have equal memory if their peaks exceed the smallest peak by at most {SAME_MEMORY:.0%}. The peak is the "
-        "memory allocated on a GPU, or the resident memory of the process on a CPU, which includes libraries and data."
-    )
-    return Section("At equal peak memory", (), [equal_memory(groups, metric)], (note,))
 
 
 def equal_memory(groups: list[RunGroup], metric: str) -> Table:

@@ -133,11 +133,9 @@ def _row(where: str, label: str, row: Any, tuned: Mapping[str, list[str]]) -> Va
         raise InputError(f"{where}: method is {method!r}; choose from {', '.join(METHOD_SPECS)}")
     fixed = _values(where, row)
     if tune is None:
-        free = {name: values for name, values in tuned.items() if name not in dict(fixed)}
-        return Variant(label, method, fixed, combinations(free, method))
+        tune = {name: values for name, values in tuned.items() if name not in dict(fixed)}
     if isinstance(tune, dict):
-        grid = {name: [_text(each) for each in values] for name, values in _lists(where, tune).items()}
-        return Variant(label, method, fixed, combinations(grid, method))
+        return Variant(label, method, fixed, combinations(_grid(where, tune), method))
     if not isinstance(tune, list) or not tune or not all(isinstance(each, dict) for each in tune):
         raise InputError(
             f"{where}: tune is {tune!r}; expected settings with lists of values, such as "
@@ -146,12 +144,12 @@ def _row(where: str, label: str, row: Any, tuned: Mapping[str, list[str]]) -> Va
     return Variant(label, method, fixed, tuple(dict.fromkeys(_values(where, each) for each in tune)))
 
 
-def _lists(where: str, tune: dict[Any, Any]) -> dict[str, list[Any]]:
+def _grid(where: str, tune: dict[Any, Any]) -> dict[str, list[str]]:
     for name, values in tune.items():
         _check_name(where, name)
         if not isinstance(values, list) or not values:
             raise InputError(f"{where}: tune.{name} is {values!r}; it must be a non-empty list of values")
-    return tune
+    return {name: [_text(each) for each in values] for name, values in tune.items()}
 
 
 def _values(where: str, row: dict[Any, Any]) -> Values:
