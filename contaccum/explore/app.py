@@ -98,10 +98,7 @@ def serve(explorer: Explorer, host: str, port: int) -> None:
 
 
 def build(explorer: Explorer) -> Any:
-    """Build and return the page (``gradio.Blocks``).
-
-    The page has menus at the top, a tab for typed queries, and a tab for the judged queries of the split.
-    """
+    """Build the page (``gradio.Blocks``): menus, a tab for typed queries, and a tab for the judged queries of the split."""
     gr = load_gradio()
     labels = [system.name for system in explorer.systems]
     with gr.Blocks(title="contaccum explore", analytics_enabled=False) as blocks:
@@ -260,6 +257,5 @@ def render_answer(query: str, hits: list[RankedPassage], judged: RetrievalSet, w
     grades = grades_of_text(query, judged.queries, judged.qrels)
     lines = [render_passages(hits, grades, width) if hits else "no passage was found"]
     if grades:
-        here, there = relevant_among(grades, hits)
-        lines.append(truncate_line(f"{here} of {there} relevant passages are among these {len(hits)}", width))
+        lines.append(truncate_line(relevant_among(grades, hits), width))
     return "\n".join(lines)

@@ -47,10 +47,11 @@ def losses(scores: Sequence[Mapping[str, Mapping[str, float]]], metric: str) -> 
     return dict(sorted(found.items(), key=lambda item: item[1][-1]))
 
 
-def relevant_among(grades: Grades, hits: Sequence[RankedPassage]) -> tuple[int, int]:
-    """Return the number of relevant passages among the hits, and the number of all relevant passages in ``grades``."""
+def relevant_among(grades: Grades, hits: Sequence[RankedPassage]) -> str:
+    """Return a sentence that says how many of the relevant passages in ``grades`` are among the hits."""
     relevant = {passage_id for passage_id, grade in grades.items() if grade > 0}
-    return len(relevant & {hit.id for hit in hits}), len(relevant)
+    found = relevant & {hit.id for hit in hits}
+    return f"{len(found)} of {len(relevant)} relevant passages are among these {len(hits)}"
 
 
 def shared_words(query: str, text: str) -> list[tuple[int, int]]:
@@ -103,8 +104,7 @@ def ranking(label: str, query: str, hits: Sequence[RankedPassage], grades: Grade
     """
     sentences = [about] if about else []
     if grades:
-        here, there = relevant_among(grades, hits)
-        sentences.append(f"{here} of {there} relevant passages are among these {len(hits)}")
+        sentences.append(relevant_among(grades, hits))
     if not hits:
         sentences.append("no passage was found")
     items = "".join(_hit(rank, query, hit, grades.get(hit.id)) for rank, hit in enumerate(hits, 1))
