@@ -110,10 +110,7 @@ class Probe:
         return self.seconds_per_step(self._sized(size, self.config.bank_size(), micro_batches))
 
     def seconds_per_step(self, config: TrainConfig | None = None) -> float:
-        """Return the median seconds of an optimizer step with ``config``, random pairs and a full bank.
-
-        Default: the config of this object.
-        """
+        """Return the median seconds of an optimizer step with ``config`` (default: own), random pairs and a full bank."""
         config = config or self.config
         bank = self._full_bank(config.batch.micro_batch_size, config.bank_size())
         return statistics.median(self._steps(config, self.random_pairs, bank, REPEATS, warm_up=True))
@@ -242,8 +239,8 @@ def fitting_size(probe: Probe, budget: float, processes: int = 1) -> FittingSize
     rows, n = config.bank_size(), config.batch.global_batch_size // processes
     first = max(4, 4 * config.batch.micro_batch_size if config.spec.whole else config.micro_batch_size(1))
     # measure from small to large: memory that the process keeps from a smaller size does not change the peak of a larger one
-    found = {size: probe.peak(size, rows) for size in (first // 4, first // 2, first)}
-    peaks = {size: peak for size, peak in found.items() if peak is not None}
+    sizes = first // 4, first // 2, first
+    peaks = {size: peak for size in sizes if (peak := probe.peak(size, rows)) is not None}
     if len(peaks) < 2:
         # if ``first`` is 4, a smaller batch.micro_batch_size would not change the measured sizes
         smaller = "batch.micro_batch_size" if first > 4 else "model.max_passage_length"
@@ -299,8 +296,7 @@ def largest_bank(probe: Probe, rows: int, size: int, budget: float) -> int:
     bank fits, or if the memory of a row cannot be measured.
     """
     more = rows + BANK_BYTES // (8 * probe.encoder.dim)
-    found = {each: probe.peak(size, each) for each in (rows, more)}
-    banks = {each: peak for each, peak in found.items() if peak is not None}
+    banks = {each: peak for each in (rows, more) if (peak := probe.peak(size, each)) is not None}
     if len(banks) < 2 or predict(banks, 2 * more) <= banks[more]:  # the memory of a row cannot be measured
         return 0
 
