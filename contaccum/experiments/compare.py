@@ -1,8 +1,4 @@
-"""``contaccum compare``: compare methods and settings.
-
-The command trains models with different methods, settings and seeds. It evaluates all models on the same test data and writes a
-report.
-"""
+"""``contaccum compare``: train models with different methods, settings and seeds, evaluate them on the same data, and report."""
 
 import os
 import re
@@ -86,6 +82,7 @@ class Study:
 
     def __init__(self, configure: Configure, options: CompareConfig) -> None:
         self.configure, self.options, self.signals = configure, options, StopSignals()
+        self._parsed = cache(lambda changes: configure(dict(changes)))  # parsing takes 0.1 seconds
         self.base = configure({})
         if not self.base.output_dir:
             raise InputError("output_dir: not set; it must name the folder of the comparison")
@@ -210,10 +207,6 @@ class Study:
     def _config(self, variant: Variant, candidate: Values) -> TrainConfig:
         return self._parsed(tuple(variant.changes(candidate).items()))
 
-    @cache  # noqa: B019 - a process has only one study; parsing takes 0.1 seconds
-    def _parsed(self, changes: Values) -> TrainConfig:
-        return self.configure(dict(changes))
-
     def _planned_run(self, variant: Variant, candidate: Values, seed: int, share: Fraction = FULL) -> PlannedRun:
         config = self._config(variant, candidate)
         seconds = measured_step(config, self.output) if self.budget is not None and self.budget.unit == "s" else None
@@ -305,10 +298,10 @@ class Study:
         failed = {one.job.name: one for one in self._run_missing(runs, TUNED_FILE, None)}
         scores = [dev_score(run.folder) for run in runs]
         # a failed run is reported only if all runs of its variant failed
-        for label in {variant.label for variant, *_ in candidates}:
-            mine = [number for number, (variant, *_) in enumerate(candidates) if variant.label == label]
-            if all(scores[number] is None for number in mine):
-                self.failed += [failed[runs[number].name] for number in mine if runs[number].name in failed]
+        alive = {variant.label for (variant, *_), score in zip(candidates, scores, strict=True) if score is not None}
+        for run, (variant, *_) in zip(runs, candidates, strict=True):
+            if run.name in failed and variant.label not in alive:
+                self.failed.append(failed[run.name])
         return scores
 
     def _delete_losers(self, chosen: set[Path]) -> None:

@@ -185,10 +185,7 @@ def delete_weights(run: Path) -> None:
 
 
 def data_hashes(kind: str, config: TrainConfig) -> dict[str, str]:
-    """Return hashes of the training data and the dev data. They are stored with the results of a job.
-
-    A later call can then check that the data did not change. The result is empty for the kind ``bm25``, which uses neither.
-    """
+    """Return hashes of the training and dev data, to notice later changes. ``bm25`` uses neither, so it has none."""
     if kind == "bm25":
         return {}
     data = config.data
@@ -199,10 +196,9 @@ def data_hashes(kind: str, config: TrainConfig) -> dict[str, str]:
 
 
 def baseline_identity(kind: str, config: TrainConfig) -> dict[str, Any]:
-    """Return the settings that affect the metrics of the untrained encoder. They are stored with the metrics.
+    """Return the settings that affect the untrained encoder, by which a later call notices other settings.
 
-    A later call can then check that the stored settings equal its own. The result is empty for the kind ``run``, because the
-    folder of a run contains its config, and for ``bm25``, which has no settings.
+    Empty for other kinds: the folder of a run contains its config, and ``bm25`` has no settings.
     """
     if kind != "untrained":
         return {}
