@@ -7,7 +7,7 @@ folders. The file ``contaccum.json``, next to the two folders, has the settings 
 import hashlib
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from contaccum.batch import ONE_TOKEN, MicroBatch, Tokens
+from contaccum.batch import ONE_TOKEN, MicroBatch, Tokens, prefetch
 from contaccum.encoder.adapters import Adapters
 from contaccum.encoder.folders import EncoderSettings, make_settings, model_folder, read_encoder
 from contaccum.encoder.kernels import ATTENTION, packed_linears
@@ -29,7 +29,6 @@ from contaccum.encoder.tower import Tower, TowerLoader, check_flash_attention, c
 from contaccum.errors import InputError
 from contaccum.runtime.checks import require_utf8
 from contaccum.runtime.files import whole_folder
-from contaccum.runtime.prefetch import Prefetch
 from contaccum.runtime.processes import Processes
 
 BUCKET = 32  # with CUDA graphs, text lengths are rounded up to a multiple of this number of tokens
@@ -150,9 +149,8 @@ class DualEncoder(nn.Module):
             if len(texts) >= PACK_FROM and self.group is None:
                 stack.enter_context(packed_linears(tower.backbone))
             bar = stack.enter_context(tqdm(total=len(texts), unit="text", disable=None if progress else True))
-            batches = stack.enter_context(
-                Prefetch(tokenized(tower.tokenizer, texts, max_length, budget, tower.vocabulary), depth=16)
-            )
+            tokens_of = tokenized(tower.tokenizer, texts, max_length, budget, tower.vocabulary)
+            batches = stack.enter_context(closing(prefetch(tokens_of, depth=16)))
             cuda = self.device.type == "cuda"
             previous: list[tuple[np.ndarray, Tensor, torch.cuda.Event | None]] = []
             for indices, tokens in batches:

@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 import torch
 
+from contaccum.batch import prefetch
 from contaccum.config import TrainConfig, from_mapping
 from contaccum.data.dataset import load_training
 from contaccum.data.train_set import TrainSet, subset
@@ -28,7 +29,6 @@ from contaccum.experiments.plan import FittingSize, Measurement
 from contaccum.methods import METHODS
 from contaccum.methods.bank import Bank
 from contaccum.runtime.engine import Engine
-from contaccum.runtime.prefetch import Prefetch
 from contaccum.runtime.sharding import saved_bytes
 from contaccum.training import parts
 from contaccum.training.log import mean_losses
@@ -166,7 +166,7 @@ class Probe:
         first = (count if self.engine.device.type == "cuda" else 1) if warm_up else 0
         self.encoder.train()
         taken: list[float] = []
-        with Prefetch(batches.step(step) for step in (*range(first), *range(count))) as prepared:
+        with contextlib.closing(prefetch(batches.step(step) for step in (*range(first), *range(count)))) as prepared:
             for _ in range(first + count):
                 start = time.perf_counter()
                 micro_batches = next(prepared)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from contaccum.batch import MicroBatch
+from contaccum.batch import MicroBatch, prefetch
 from contaccum.config import METRIC_CUTS, TrainConfig, check_total, parse_bytes, to_yaml, validate
 from contaccum.config.commands import SearchConfig
 from contaccum.config.file import CONFIG_VERSION
@@ -24,7 +24,6 @@ from contaccum.methods.loss import LossValue
 from contaccum.runtime.engine import Engine
 from contaccum.runtime.files import write_json, write_text
 from contaccum.runtime.launch import StopSignals, process_place, refuse_launcher_options
-from contaccum.runtime.prefetch import Prefetch
 from contaccum.training import parts, run_folder
 from contaccum.training.checkpoint import restore, save_checkpoint
 from contaccum.training.log import Drift, RunLog, mean_losses, named_queries, write_environment
@@ -159,10 +158,12 @@ class Training:
             self.engine.reset_peak_memory()
             while self.done < self.total:
                 size = self.micro_batch_size.now  # changes only if memory runs out
-                with Prefetch(self._step_batches(step, size) for step in range(self.done, self.total)) as prepared:
+                batches = (self._step_batches(step, size) for step in range(self.done, self.total))
+                with closing(prefetch(batches)) as prepared:
                     while self.done < self.total and self.micro_batch_size.now == size:
-                        start, waited = time.perf_counter(), prepared.waited
+                        start = time.perf_counter()
                         micro_batches = next(prepared)
+                        waited = time.perf_counter() - start
                         try:
                             values = self.take_step(micro_batches)
                         except NotFiniteError as error:
@@ -171,7 +172,7 @@ class Training:
                             if values is None:
                                 self.log.say(shrink(self.micro_batch_size, self.config, self.done, self._save_if_good))
                                 continue  # repeat the step with smaller micro-batches
-                            self._finish_step(values, time.perf_counter() - start, prepared.waited - waited)
+                            self._finish_step(values, time.perf_counter() - start, waited)
                         self.after_step(signals)
             if self.dev is None:
                 self._save_model()

@@ -1,6 +1,7 @@
 """Micro-batches against the sampler's rows and plain padding, and prefetching."""
 
 import threading
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -8,10 +9,9 @@ import torch
 from opened import open_train_set
 from tiny_data import beir
 
-from contaccum.batch import MISSING, NO_PASSAGE
+from contaccum.batch import MISSING, NO_PASSAGE, prefetch
 from contaccum.data.batches import BatchForm, BatchSource, pad
 from contaccum.data.sampler import StepSampler
-from contaccum.runtime.prefetch import Prefetch
 
 
 class Rows:
@@ -107,7 +107,7 @@ def test_queries_and_passages_have_separate_padding_tokens(parts):
 
 
 def test_prefetch_gives_all_items_in_order():
-    with Prefetch(range(50), depth=3) as items:
+    with closing(prefetch(range(50), depth=3)) as items:
         assert list(items) == list(range(50))
         assert list(items) == []
 
@@ -123,7 +123,7 @@ def test_prefetch_reads_at_most_depth_items_ahead():
                 third.set()
             yield number
 
-    with Prefetch(produce(), depth=2) as items:
+    with closing(prefetch(produce(), depth=2)) as items:
         assert next(items) == 0
         # one taken, two waiting, one in the thread's hand
         assert third.wait(timeout=10)
@@ -135,7 +135,7 @@ def test_prefetch_raises_an_error_after_the_items_before_it():
         yield 1
         raise KeyError("broken")
 
-    with Prefetch(produce()) as items:
+    with closing(prefetch(produce())) as items:
         assert next(items) == 1
         with pytest.raises(KeyError, match="broken"):
             next(items)
@@ -150,21 +150,7 @@ def test_prefetch_can_be_closed_early():
         while True:
             yield 0
 
-    items = Prefetch(endless(), depth=2)
+    items = prefetch(endless(), depth=2)
     next(items)
     items.close()
     assert threading.active_count() == before
-
-
-def test_prefetch_measures_the_consumers_wait():
-    asked = threading.Event()
-
-    def produce():
-        asked.wait(timeout=10)
-        yield 1
-
-    with Prefetch(produce()) as items:
-        assert items.waited == 0
-        asked.set()
-        next(items)
-        assert items.waited > 0

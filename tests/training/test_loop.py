@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import warnings
+from contextlib import closing
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,14 +21,13 @@ from opened import open_retrieval_set
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 from contaccum import DualEncoder
-from contaccum.batch import MicroBatch
+from contaccum.batch import MicroBatch, prefetch
 from contaccum.config import METHOD_SPECS, METRIC_CUTS, METRIC_MEASURES, OptimConfig
 from contaccum.encoder import Tower
 from contaccum.errors import InputError
 from contaccum.evaluation.evaluate import evaluate
 from contaccum.runtime.engine import Engine
 from contaccum.runtime.files import read_json
-from contaccum.runtime.prefetch import Prefetch
 from contaccum.training.log import read_log
 from contaccum.training.loop import Training, train
 from contaccum.training.parts import learning_rate_factor, make_optimizer, warmup_steps
@@ -348,6 +349,18 @@ def test_files_of_wandb_are_in_the_folder_of_the_run(data, tmp_path, monkeypatch
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
+def test_the_log_has_the_seconds_that_a_step_waited_for_data(data, tmp_path, monkeypatch):
+    def slow(training, step, size, prepare=Training._step_batches):
+        time.sleep(0.5 if step == 0 else 0)
+        return prepare(training, step, size)
+
+    monkeypatch.setattr(Training, "_step_batches", slow)
+    train(train_config(data, tmp_path / "run", **{"optim.max_steps": 2}))
+    first, second = read_log(tmp_path / "run")
+    assert first["seconds"] > first["waited"] >= 0.4
+    assert second["waited"] < 0.4
+
+
 def test_only_a_gpu_needs_pinned_batches(data, tmp_path, monkeypatch):
     """The prefetch thread pins the texts; on a CPU, which would refuse to pin, it does not."""
     pinned = []
@@ -361,7 +374,7 @@ def test_only_a_gpu_needs_pinned_batches(data, tmp_path, monkeypatch):
     train(config)
     assert not pinned
     training = SimpleNamespace(batches=FixedBatches(), engine=SimpleNamespace(device=torch.device("cuda")))
-    with Prefetch(Training._step_batches(training, step, 4) for step in range(2)) as prepared:
+    with closing(prefetch(Training._step_batches(training, step, 4) for step in range(2))) as prepared:
         assert [len(batches) for batches in prepared] == [3, 3]
     assert len(pinned) == 6
     assert all(name.startswith("prefetch") for name in pinned)
