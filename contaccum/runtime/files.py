@@ -10,7 +10,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -94,28 +94,40 @@ def refuse_url(path: str | Path) -> None:
         )
 
 
-def make_folder(path: Path) -> list[Path]:
-    """Create a folder and its missing parents. Return the new folders, outermost first. Raises InputError if this fails."""
+@contextmanager
+def created_folder(path: Path) -> Iterator[None]:
+    """Create a folder and its missing parents. At the end of the ``with`` block, remove the created folders that are empty."""
     refuse_url(path)
     missing: list[Path] = []
     try:
-        missing = [each for each in (path, *path.parents) if not each.exists()][::-1]
+        try:
+            missing = [each for each in (path, *path.parents) if not each.exists()]
+            for each in reversed(missing):
+                each.mkdir(exist_ok=True)
+                _sync(each.parent)
+            if not path.is_dir():
+                raise NotADirectoryError(None, "this is a file, not a folder")
+        except OSError as error:
+            raise InputError(f"{path}: cannot be created ({error.strerror or error})") from error
+        yield
+    finally:
         for each in missing:
-            each.mkdir(exist_ok=True)
-            _sync(each.parent)
-        if not path.is_dir():
-            raise NotADirectoryError(None, "this is a file, not a folder")
-    except OSError as error:
-        remove_empty(missing)
-        raise InputError(f"{path}: cannot be created ({error.strerror or error})") from error
-    return missing
+            with suppress(OSError):  # the folder is not empty or was not created
+                each.rmdir()
 
 
-def remove_empty(folders: list[Path]) -> None:
-    """Remove the empty folders in a list that ``make_folder`` returned."""
-    for each in reversed(folders):
-        with suppress(OSError):  # the folder is not empty or was not created
-            each.rmdir()
+@contextmanager
+def write_errors(path: str | Path) -> Iterator[None]:
+    """Convert an error of writing ``path`` inside the ``with`` block to InputError.
+
+    Errors in a folder that ``whole_folder`` has not finished are not converted, because it names the final folder.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:  # if the disk is full, safetensors raises SafetensorError
+        if _is_unfinished(Path(path)):
+            raise
+        raise InputError(f"{path}: cannot be written ({getattr(error, 'strerror', None) or error})") from error
 
 
 def _sync(path: Path) -> None:
@@ -153,21 +165,14 @@ def whole_file(path: str | Path) -> Iterator[BinaryIO]:
     written.
     """
     path = Path(path)
-    part, made = _temporary_path(path, "part"), make_folder(path.parent)
-    try:
+    part = _temporary_path(path, "part")
+    with created_folder(path.parent), write_errors(path), ExitStack() as cleanup:
+        cleanup.callback(part.unlink, missing_ok=True)
         with open(part, "wb") as file:
             yield file
         _sync(part)
         os.replace(part, path)
         _sync(path.parent)
-    except OSError as error:
-        if _is_unfinished(path):
-            raise  # whole_folder will raise an error with the final name of the folder
-        raise InputError(f"{path}: cannot be written ({error.strerror or error})") from error
-    finally:
-        with suppress(NotADirectoryError):  # the parent is a file
-            part.unlink(missing_ok=True)
-        remove_empty(made)
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -274,13 +279,17 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
     folder has replaced it. If ``path`` is a symbolic link, the target of the link is replaced.
     """
     path = Path(os.path.realpath(path) if os.path.islink(path) else path)
-    part, old, made = _temporary_path(path, "part"), _temporary_path(path, "old"), make_folder(path.parent)
-    try:
+    part, old = _temporary_path(path, "part"), _temporary_path(path, "old")
+    with created_folder(path.parent), write_errors(path), ExitStack() as cleanup:
+        cleanup.callback(shutil.rmtree, old, ignore_errors=True)
+        cleanup.callback(shutil.rmtree, part, ignore_errors=True)
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
         _filling.append(part)
-        yield part
-        _filling.remove(part)
+        try:
+            yield part
+        finally:
+            _filling.remove(part)
         mode = part.stat().st_mode & 0o666  # follows the umask; safetensors writes files that only the owner can read
         for each in (*sorted(part.rglob("*"), key=Path.is_dir), part):  # files before folders
             if each.is_file():
@@ -296,16 +305,6 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
                 os.replace(old, path)
             raise
         _sync(path.parent)
-    except (OSError, SafetensorError) as error:  # if the disk is full, safetensors raises SafetensorError
-        if _is_unfinished(path):
-            raise
-        raise InputError(f"{path}: cannot be written ({getattr(error, 'strerror', None) or error})") from error
-    finally:
-        with suppress(ValueError):
-            _filling.remove(part)
-        shutil.rmtree(part, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
-        remove_empty(made)
 
 
 def sha256_of(path: str | Path) -> str:

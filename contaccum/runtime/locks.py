@@ -16,7 +16,7 @@ from typing import Any
 from filelock import SoftFileLock, Timeout
 
 from contaccum.errors import InputError
-from contaccum.runtime.files import cache_folder, make_folder, remove_empty, sweep, whole_folder
+from contaccum.runtime.files import cache_folder, created_folder, sweep, whole_folder, write_errors
 
 LOCK_FILE = "contaccum.lock"
 # increase this number if a reader changes what it reads from a file; then cached tables are built again
@@ -31,17 +31,14 @@ def folder_lock(folder: str | Path) -> Iterator[None]:
     If the folder was missing and is empty at the end, the folder is removed. Raises InputError if another process holds the
     lock or if the folder cannot be written.
     """
-    folder = Path(folder)
-    made = make_folder(folder)
-    lock = SoftFileLock(folder / LOCK_FILE)
-    try:
-        _acquire(lock, folder / LOCK_FILE)
+    path = Path(folder) / LOCK_FILE
+    lock = SoftFileLock(path)
+    with created_folder(path.parent):
+        _acquire(lock, path)
         try:
             yield
         finally:
             lock.release()
-    finally:
-        remove_empty(made)
 
 
 @contextmanager
@@ -51,7 +48,7 @@ def waiting_lock(path: Path, message: str = "", after: float = 10.0) -> Iterator
     After ``after`` seconds of waiting, print which process holds the lock (process number and host), followed by ``message``.
     """
     lock = SoftFileLock(path)
-    try:
+    with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire(timeout=after)
@@ -59,8 +56,6 @@ def waiting_lock(path: Path, message: str = "", after: float = 10.0) -> Iterator
             advice = "If that process has ended, delete this file."
             print(f"{path}: waiting for {_holder(path)}{message}. {advice}", file=sys.stderr)
             lock.acquire()
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror or error})") from error
     try:
         yield
     finally:
@@ -70,22 +65,21 @@ def waiting_lock(path: Path, message: str = "", after: float = 10.0) -> Iterator
 def _acquire(lock: SoftFileLock, path: Path) -> None:
     """Acquire the lock, or raise InputError. Waits a few seconds if the lock file has no process number yet."""
     before = _holder(path) if path.exists() else ""
-    for attempt, patience in enumerate((0, _PATIENCE, 0)):
-        try:
-            lock.acquire(timeout=patience)
-        except Timeout as error:
-            if lock.pid is None and attempt == 0:
-                continue  # the file has no process number yet, or filelock removed the file of a dead process
-            if attempt == 1 and path.is_file() and not path.stat().st_size:
-                path.unlink(missing_ok=True)  # a process was killed before it wrote its number
-                continue
-            raise InputError(
-                f"{path}: {_holder(path)} is using this folder. If that process has ended, delete this file. Otherwise, "
-                "wait until it ends, or choose another folder."
-            ) from error
-        except OSError as error:
-            raise InputError(f"{path}: cannot be written ({error.strerror or error})") from error
-        break
+    with write_errors(path):
+        for attempt, patience in enumerate((0, _PATIENCE, 0)):
+            try:
+                lock.acquire(timeout=patience)
+                break
+            except Timeout as error:
+                if lock.pid is None and attempt == 0:
+                    continue  # the file has no process number yet, or filelock removed the file of a dead process
+                if attempt == 1 and path.is_file() and not path.stat().st_size:
+                    path.unlink(missing_ok=True)  # a process was killed before it wrote its number
+                    continue
+                raise InputError(
+                    f"{path}: {_holder(path)} is using this folder. If that process has ended, delete this file. Otherwise, "
+                    "wait until it ends, or choose another folder."
+                ) from error
     if before:
         print(f"{path}: {before} has ended; this process takes over its lock", file=sys.stderr)
 

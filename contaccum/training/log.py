@@ -23,7 +23,7 @@ from contaccum.errors import InputError, NotFiniteError
 from contaccum.methods.bank import Bank
 from contaccum.methods.loss import LossValue
 from contaccum.runtime.engine import Engine
-from contaccum.runtime.files import decode_json, read_json, write_json, write_text
+from contaccum.runtime.files import decode_json, read_json, write_errors, write_json, write_text
 from contaccum.training.out_of_memory import MicroBatchSize
 
 LOG_FILE = "log.jsonl"
@@ -103,10 +103,8 @@ class RunLog:
             self.bar.write(text, file=sys.stderr)
 
     def _write(self, values: dict[str, Any]) -> None:
-        try:
+        with write_errors(self.file.name):
             self.file.write(json.dumps(values) + "\n")
-        except OSError as error:
-            raise InputError(f"{self.file.name}: cannot be written ({error.strerror or error})") from error
         if "loss" in values:
             numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
             self.engine.accelerator.log(numbers, values["step"])
