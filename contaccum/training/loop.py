@@ -28,7 +28,6 @@ from contaccum.training import parts, run_folder
 from contaccum.training.checkpoint import restore, save_checkpoint
 from contaccum.training.log import Drift, RunLog, mean_losses, named_queries, write_environment
 from contaccum.training.out_of_memory import advice, build_size, out_of_memory, shrink, undo_failed_step
-from contaccum.training.run_folder import DEV_METRICS_FILE, Checkpoint, all_checkpoints, newest_checkpoint
 
 DEV_DEPTH = max(METRIC_CUTS)  # number of passages to retrieve for each dev query
 ENGINE_SETTINGS = ("device", "precision", "tf32", "trackers", "timeout_minutes")
@@ -73,7 +72,7 @@ class Training:
     def __init__(self, config: TrainConfig, engine: Engine) -> None:
         self.config, self.engine = config, engine
         self.folder = Path(config.output_dir)
-        checkpoint = newest_checkpoint(self.folder) if config.resume else None
+        checkpoint = run_folder.newest_checkpoint(self.folder) if config.resume else None
         if checkpoint:
             run_folder.refuse_other_checkpoint(config)
         with engine.main_first():
@@ -87,13 +86,12 @@ class Training:
                     f"{name} is not the same in all processes ({others}). Every machine needs the same config, data and "
                     "output_dir."
                 )
-        changed: list[str] = []
         sharded = config.run.sharding == "fsdp"
         device = torch.device("cpu") if sharded else engine.device  # a device may be too small for all weights
         if checkpoint:
             self.encoder, changed = parts.saved_encoder(config, checkpoint.folder / "model", device)
         else:
-            self.encoder = parts.build_encoder(config, train_set, device)
+            self.encoder, changed = parts.build_encoder(config, train_set, device), []
         if sharded:
             engine.shard(self.encoder, config.run.cpu_offload)
         parts.apply_switches(self.encoder, config)
@@ -115,13 +113,13 @@ class Training:
             self._resume(checkpoint, optimizer, changed)
         engine.prepare(self.encoder, optimizer)
         if engine.is_main:
-            text = f"format_version: {CONFIG_VERSION}\n{to_yaml(config)}"
-            write_text(self.folder / run_folder.CONFIG_FILE, text)
+            path = self.folder / run_folder.CONFIG_FILE
+            write_text(path, f"format_version: {CONFIG_VERSION}\n{to_yaml(config)}")
             write_environment(self.folder, engine)
         self.log = RunLog(engine, self.folder, self.total, self.done)
         engine.start_trackers({"method": config.method, "seed": config.seed})
 
-    def _resume(self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, changed: list[str]) -> None:
+    def _resume(self, checkpoint: run_folder.Checkpoint, optimizer: torch.optim.Optimizer, changed: list[str]) -> None:
         """Continue from a checkpoint.
 
         changed: names of encoder settings whose value differs from the checkpoint. If there are any, the stored embeddings are
@@ -142,9 +140,11 @@ class Training:
         self.micro_batch_size.load_state(state["micro_batch"])
         self.done, self.best, self.evaluated = state["step"], state["best"], state["evaluated"]
         self.skipped = state["skipped"]
-        if self.dev and self.best and not self._comparable(self._score_identity()):
-            self.best, self.evaluated = {}, 0  # evaluate this step again if an evaluation is due
-            warnings.warn("the best score so far is ignored: the metric or the dev set changed", stacklevel=2)
+        if self.dev and self.best:
+            same_dev = same_content(self.best["dev"], self.dev.fingerprint())
+            if not same_dev or self.best["metric"] != self.config.run.metric:
+                self.best, self.evaluated = {}, 0  # evaluate this step again if an evaluation is due
+                warnings.warn("the best score so far is ignored: the metric or the dev set changed", stacklevel=2)
         if self.engine.is_main:
             print(f"resuming at step {self.done} from {checkpoint.folder}", file=sys.stderr)
 
@@ -287,12 +287,7 @@ class Training:
         """Save a checkpoint if all weights are finite. Return a sentence that names the newest checkpoint."""
         if self.done and self.engine.finite_weights():
             self.save()
-        return self._newest_saved()
-
-    def _newest_saved(self) -> str:
-        if saved := all_checkpoints(self.folder):
-            return f"the last good state is {saved[0]}"
-        return "the run has no checkpoint yet, so --resume starts at step 0"
+        return run_folder.last_good_state(self.folder)
 
     def after_step(self, signals: StopSignals) -> None:
         """Evaluate the model and save a checkpoint, if they are due. After a signal, save and raise Interrupted."""
@@ -309,9 +304,8 @@ class Training:
         save = bool(last or stop or self._due(run.save_steps))
         check = engine.world > 1 and run.bank_check_steps and (save or self._due(run.bank_check_steps))
         if check and (others := engine.differing(self.bank.fingerprint())):
-            raise RuntimeError(
-                f"step {self.done}: the bank is not the same in all processes ({others}); {self._newest_saved()}"
-            )
+            good = run_folder.last_good_state(self.folder)
+            raise RuntimeError(f"step {self.done}: the bank is not the same in all processes ({others}); {good}")
         if save:
             self.save()
         if stop and not last:
@@ -336,18 +330,10 @@ class Training:
         better = not self.best or score > self.best["score"]
         self.log.say(f"step {self.done}: dev {name} {score:.4f}{' (best so far)' if better else ''}")
         if better:
-            self.best = {"step": self.done, "score": score, **self._score_identity()}
+            self.best = {"step": self.done, "score": score, "metric": name, "dev": self.dev.fingerprint()}
             self._save_model()
             if self.engine.is_main:
-                write_json(self.folder / DEV_METRICS_FILE, metrics)
-
-    def _score_identity(self) -> dict[str, str]:
-        """Return the metric and the fingerprint of the dev set. Only scores with the same metric and dev set can be compared."""
-        assert self.dev is not None
-        return {"metric": self.config.run.metric, "dev": self.dev.fingerprint()}
-
-    def _comparable(self, identity: dict[str, str]) -> bool:
-        return identity["metric"] == self.best["metric"] and same_content(self.best["dev"], identity["dev"])
+                write_json(self.folder / run_folder.DEV_METRICS_FILE, metrics)
 
     def _save_model(self) -> None:
         if self.engine.is_main or self.engine.sharded:

@@ -17,7 +17,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -119,11 +119,10 @@ def refuse_changes(where: str, changes: list[str], allowed: bool) -> None:
 
 def refuse_other_checkpoint(config: TrainConfig) -> None:
     """Raise InputError if a changed setting makes the checkpoints of the run unusable."""
-    settings, fixed = flat(asdict(config)), [*settings_with(resume="never")]
+    settings, fixed = flat(asdict(config)), set(settings_with(resume="never"))
     # None means the value in the folder of the initial encoder, but a resumed run would use the value in the checkpoint
-    fixed += [f"model.{name}" for name in ENCODER_SETTINGS if settings[f"model.{name}"] is None]
-    changed = _changed(flat(read_config(Path(config.output_dir))), settings)
-    if changes := [change for name, change in changed.items() if name in fixed]:
+    fixed |= {f"model.{name}" for name in ENCODER_SETTINGS if settings[f"model.{name}"] is None}
+    if changes := _changes(flat(read_config(Path(config.output_dir))), settings, fixed):
         raise InputError(
             f"output_dir {config.output_dir}: the checkpoints need these settings unchanged: {'; '.join(changes)}. Undo the "
             "changes, or start a new run; --allow_changes does not allow these changes."
@@ -169,13 +168,13 @@ def identity_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """
     ignored = {"encoder"} if None in new["encoder"] else set()
     ignored |= {name for name in old if isinstance(old[name], str) and same_content(old[name], str(new.get(name)))}
-    return [change for name, change in _changed(old, new).items() if name in (old.keys() & new.keys()) - ignored]
+    return _changes(old, new, (old.keys() & new.keys()) - ignored)
 
 
 def config_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Return a text ``name was x and is y`` for each changed setting, except settings that any resume may change."""
-    free = settings_with(resume="free")
-    return [change for name, change in _changed(with_defaults(flat(old)), flat(new)).items() if name not in free]
+    old, new = with_defaults(flat(old)), flat(new)
+    return _changes(old, new, (old.keys() | new.keys()).difference(settings_with(resume="free")))
 
 
 def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
@@ -183,12 +182,9 @@ def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     return flat(asdict(TrainConfig())) | config
 
 
-def _changed(old: dict[str, Any], new: dict[str, Any]) -> dict[str, str]:
-    return {
-        name: f"{name} was {old.get(name)} and is {new.get(name)}"
-        for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name)
-    }
+def _changes(old: dict[str, Any], new: dict[str, Any], names: Iterable[str]) -> list[str]:
+    differing = (name for name in sorted(names) if old.get(name) != new.get(name))
+    return [f"{name} was {old.get(name)} and is {new.get(name)}" for name in differing]
 
 
 def read_config(run: Path, name: str = CONFIG_FILE) -> dict[str, Any]:
@@ -262,6 +258,13 @@ def all_checkpoints(run: Path) -> list[Path]:
     found = (run / "checkpoints").glob("step-*")
     folders = [path for path in found if re.fullmatch(r"step-\d{8,}", path.name) and path.is_dir()]
     return sorted(folders, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+
+
+def last_good_state(run: Path) -> str:
+    """Return a sentence that names the newest checkpoint of a run."""
+    if saved := all_checkpoints(run):
+        return f"the last good state is {saved[0]}"
+    return "the run has no checkpoint yet, so --resume starts at step 0"
 
 
 def _fault(folder: Path) -> str | None:
