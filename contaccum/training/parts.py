@@ -202,13 +202,13 @@ def _rules_without_data(config: TrainConfig) -> PairRules:
 
     These rules mask the columns of missing hard negatives, and false negatives by the model's own scores.
     """
-    loss = config.loss
-    missing, relative = config.data.fill_negatives == "none", loss.margin_strategy == "relative"
-    rules = PairRules(bool(config.data.hard_negatives) and missing, relative=relative)
-    if loss.false_negative_margin is None:
-        return rules
-    margin = loss.false_negative_margin
-    return replace(rules, margin=margin, key=f"margin {margin} {loss.margin_strategy}")
+    margin, strategy = config.loss.false_negative_margin, config.loss.margin_strategy
+    return PairRules(
+        missing=bool(config.data.hard_negatives) and config.data.fill_negatives == "none",
+        margin=margin,
+        relative=strategy == "relative",
+        key="" if margin is None else f"margin {margin} {strategy}",
+    )
 
 
 def _tokens(train_set: TrainSet, side: str, settings: EncoderSettings, tower: Tower) -> TokenTable | JoinedTokens:
