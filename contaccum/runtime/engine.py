@@ -74,7 +74,7 @@ class Engine(Processes):
         torch.backends.cuda.matmul.allow_tf32 |= tf32
         self.seed, self.replay_share, self.replay_balance, self.limited = seed, replay_share, replay_balance, False
         self.step = 0  # number of finished optimizer steps; seed and step determine all random numbers
-        self.gathers = self.peak_before = 0  # gathers: number of finished gathers since begin_step
+        self.peak_before = 0
         self._encoded: list[tuple[list[str], Tensor]] = []
         self._casts_reusable = False  # whether the next pass may use the half-precision weights of the last pass
         self._separate = sharding.SeparateBackward()  # only for sharded weights
@@ -224,12 +224,6 @@ class Engine(Processes):
         """Discard the gradients that were computed since the last update of the weights."""
         self.optimizer.zero_grad(set_to_none=not self.encoder.graphs)
         self._encoded, self._separate.outputs = [], []
-
-    def gather(self, own: Tensor) -> list[Tensor]:
-        """Gather tensors from all processes. ``gathers`` counts the finished gathers, for out-of-memory recovery."""
-        parts = super().gather(own)
-        self.gathers += self.world > 1
-        return parts
 
     def reduce_gradients(self) -> None:
         """Sum the gradients over all processes. Each optimizer step does this once."""
