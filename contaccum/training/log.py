@@ -83,6 +83,8 @@ class RunLog:
         self.bar.set_postfix(shown, refresh=False)
         if write:
             self._write(values)
+            numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
+            self.engine.accelerator.log(numbers, values["step"])
 
     def skipped(self, step: int, sentence: str, count: int) -> None:
         """Record that a step was skipped. sentence: the reason. count: number of skipped steps, including this step."""
@@ -105,9 +107,6 @@ class RunLog:
     def _write(self, values: dict[str, Any]) -> None:
         with write_errors(self.file.name):
             self.file.write(json.dumps(values) + "\n")
-        if "loss" in values:
-            numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
-            self.engine.accelerator.log(numbers, values["step"])
 
     def close(self) -> None:
         if self.active:
@@ -221,8 +220,7 @@ class Drift:
         for step, own in zip(found.tolist(), slots.split(counts.tolist()), strict=True):
             ends = [0, *accumulate(self.batches.rows_of(step, self.size.at(step)))]
             places = torch.searchsorted(indices[own], torch.tensor(ends)).tolist()
-            for number, (start, end) in enumerate(pairwise(ends)):
-                first, last = places[number : number + 2]
+            for number, ((start, end), (first, last)) in enumerate(zip(pairwise(ends), pairwise(places), strict=True)):
                 if last - first == end - start:  # false if the bank has already overwritten some of the rows
                     complete.append((step, number, own[first:last]))
         chosen = torch.linspace(0, len(complete) - 1, DRIFT_SAMPLE).round().long().unique().tolist() if complete else []
