@@ -66,20 +66,20 @@ def _acquire(lock: SoftFileLock, path: Path) -> None:
     """Acquire the lock, or raise InputError. Waits a few seconds if the lock file has no process number yet."""
     before = _holder(path) if path.exists() else ""
     with write_errors(path):
-        for attempt, patience in enumerate((0, _PATIENCE, 0)):
+        try:
             try:
-                lock.acquire(timeout=patience)
-                break
-            except Timeout as error:
-                if lock.pid is None and attempt == 0:
-                    continue  # the file has no process number yet, or filelock removed the file of a dead process
-                if attempt == 1 and path.is_file() and not path.stat().st_size:
-                    path.unlink(missing_ok=True)  # a process was killed before it wrote its number
-                    continue
-                raise InputError(
-                    f"{path}: {_holder(path)} is using this folder. If that process has ended, delete this file. Otherwise, "
-                    "wait until it ends, or choose another folder."
-                ) from error
+                # a file without a process number is not complete yet, or filelock has just removed the file of a dead process
+                lock.acquire(timeout=_PATIENCE, cancel_check=lambda: lock.pid is not None)
+            except Timeout:
+                if not path.is_file() or path.stat().st_size:
+                    raise
+                path.unlink(missing_ok=True)  # a process was killed before it wrote its number
+                lock.acquire(timeout=0)
+        except Timeout as error:
+            raise InputError(
+                f"{path}: {_holder(path)} is using this folder. If that process has ended, delete this file. Otherwise, "
+                "wait until it ends, or choose another folder."
+            ) from error
     if before:
         print(f"{path}: {before} has ended; this process takes over its lock", file=sys.stderr)
 
