@@ -68,8 +68,7 @@ def beir_folder(
     with alone(folder.parent, "beir"):
         if folder.is_dir():  # another process downloaded the data set while this process waited
             return folder / forum
-        if folder.parent.is_dir():
-            sweep(folder.parent)
+        sweep(folder.parent)
         try:
             test = partial(_refuse_wrong_md5, checksum) if checksum else None
             transfer(f"{base_url}/{name}.zip", archive, test, folder)

@@ -127,8 +127,7 @@ class Index:
         if (folder / MANIFEST).is_file():
             return cls.load(folder, origin)
         with waiting_lock(require_name(folder).with_name(f".{folder.name}.lock"), f", which builds the index {folder}"):
-            if folder.parent.is_dir():
-                sweep(folder.parent, folder.name)  # removes files of killed calls
+            sweep(folder.parent, folder.name)  # removes files of killed calls
             if (folder / MANIFEST).is_file():  # another process has built the index meanwhile
                 return cls.load(folder, origin)
             _check_target(folder)  # check before the slow build

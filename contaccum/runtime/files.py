@@ -56,13 +56,13 @@ def is_leftover(name: str) -> bool:
 
 
 def sweep(folder: str | Path, name: str | None = None, shared: bool = False) -> None:
-    """Remove the temporary files and folders that killed processes left in ``folder``.
+    """Remove the temporary files and folders that killed processes left in ``folder``, if ``folder`` exists.
 
     A folder that a killed process moved away and did not replace is moved back. name: remove only what belongs to the file or
     folder ``name``. shared: other processes may be writing in ``folder``, so remove only the files of dead processes of this
     machine.
     """
-    for path in sorted(Path(folder).iterdir()):
+    for path in sorted(Path(folder).iterdir()) if os.path.isdir(folder) else ():
         found = _LEFTOVER.fullmatch(path.name)
         if found is None or not (name is None or _short(name) == found["name"]):
             continue
@@ -213,9 +213,9 @@ def read_text(path: str | Path, what: str, max_bytes: int = MAX_JSON) -> str:
             return file.read(status.st_size).decode("utf-8")
     except InputError:
         raise
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: byte {error.start} is not UTF-8; {what} in UTF-8 is expected") from error
     except (OSError, ValueError) as error:
-        if isinstance(error, UnicodeDecodeError):
-            raise InputError(f"{path}: byte {error.start} is not UTF-8; {what} in UTF-8 is expected") from error
         raise InputError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
 
 
@@ -223,12 +223,13 @@ def decode_json(text: str, type_: Any, where: str, *, version: int | None = None
     """Decode JSON text and check the types of its values. type_, version: see ``read_json``. where: source of the text."""
     try:
         value = json.loads(text, parse_int=_integer, parse_float=_float)
-        found = value.get("format_version", 1) if version is not None and isinstance(value, dict) else 1
-        if version is not None and (not isinstance(found, int) or found > version):
-            raise InputError(
-                f"{where}: has format_version {found!r}; this version of contaccum reads up to {version}. "
-                "Use the version of contaccum that wrote the file, or a newer one."
-            )
+        if version is not None and isinstance(value, dict):
+            found = value.get("format_version", 1)
+            if not isinstance(found, int) or found > version:
+                raise InputError(
+                    f"{where}: has format_version {found!r}; this version of contaccum reads up to {version}. "
+                    "Use the version of contaccum that wrote the file, or a newer one."
+                )
         return check_type(value, type_, where)
     except InputError:
         raise

@@ -102,8 +102,7 @@ def cached_folder(kind: str, key: object, build: Callable[[Path], None]) -> Path
     if not folder.is_dir():
         with waiting_lock(cache_folder() / "locks" / f"{name}.lock"):
             if not folder.is_dir():  # another process may have built the folder during the wait
-                if folder.parent.is_dir():
-                    sweep(folder.parent, name)
+                sweep(folder.parent, name)
                 with whole_folder(folder) as part:
                     build(part)
     return folder

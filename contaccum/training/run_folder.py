@@ -91,9 +91,8 @@ def _is_unused(path: Path) -> bool:
 
 
 def _remove_leftovers(run: Path) -> None:
-    for folder in (run, run / "checkpoints"):
-        if folder.is_dir():
-            sweep(folder)
+    sweep(run)
+    sweep(run / "checkpoints")
     if (run / "model").is_symlink():  # temporary files are next to the folder that the link points to
         model = Path(os.path.realpath(run / "model"))
         sweep(model.parent, model.name, shared=True)
