@@ -28,6 +28,7 @@ from contaccum.training import parts, run_folder
 from contaccum.training.checkpoint import restore, save_checkpoint
 from contaccum.training.log import Drift, RunLog, mean_losses, named_queries, write_environment
 from contaccum.training.out_of_memory import advice, build_size, out_of_memory, shrink, undo_failed_step
+from contaccum.training.run_folder import newest_checkpoint
 
 DEV_DEPTH = max(METRIC_CUTS)  # number of passages to retrieve for each dev query
 ENGINE_SETTINGS = ("device", "precision", "tf32", "trackers", "timeout_minutes")
@@ -72,7 +73,7 @@ class Training:
     def __init__(self, config: TrainConfig, engine: Engine) -> None:
         self.config, self.engine = config, engine
         self.folder = Path(config.output_dir)
-        checkpoint = run_folder.newest_checkpoint(self.folder) if config.resume else None
+        checkpoint = newest_checkpoint(self.folder) if config.resume else None
         if checkpoint:
             run_folder.refuse_other_checkpoint(config)
         with engine.main_first():
