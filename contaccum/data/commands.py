@@ -216,7 +216,7 @@ def convert(
 
 def _sweep(target: Path) -> None:
     """Remove unfinished files and folders that killed processes left next to ``target``."""
-    with suppress(OSError):  # the folder does not exist, or a file belongs to another user
+    with suppress(OSError):  # a file may belong to another user
         sweep(target.parent, target.name, shared=True)
 
 

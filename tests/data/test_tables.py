@@ -82,7 +82,7 @@ def test_an_empty_title_is_accepted(tmp_path):
 
 def test_repair_keeps_the_last_duplicate_and_empty_texts(tmp_path):
     path = write(tmp_path / "c.jsonl", lines(passage("a"), passage("b", ""), passage("a", "y"), passage("a", "z")))
-    with pytest.warns(UserWarning, match=": (2 passages are left out|1 passages have no text)") as caught:
+    with pytest.warns(UserWarning, match=": (2 passages are skipped|1 passages have no text)") as caught:
         corpus = open_corpus(path, repair=True)
     assert len(caught) == 2
     assert list(zip(corpus["id"], corpus["text"], strict=True)) == [("b", ""), ("a", "z")]
