@@ -1,10 +1,7 @@
-"""Micro-batches (token ids of queries and passages, and passage ids), token-limited batches, and prefetching in a thread."""
+"""Micro-batches (token ids of queries and passages, and passage ids), and batches with a maximum number of tokens."""
 
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +11,6 @@ NO_PASSAGE = -1
 """Padding value in RowIds.positives. No passage has this id."""
 MISSING = -2
 """Id of an empty column, for a query that has fewer hard negatives than other queries. No passage has this id."""
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -117,9 +113,9 @@ def concatenate(parts: Sequence[Rows]) -> Rows:
 class MicroBatch:
     """Input of one forward pass of one process: B queries with 1 + H passages each.
 
-    ``ids`` has the ids of the b = W * B pairs of all W processes, in rank order. Each process derives from (seed, step) which
-    pairs the step uses, so processes need not exchange ``ids``. ``query_ids`` are the ids of the queries of this process, for
-    messages.
+    H is the number of hard negatives per query. ``ids`` has the ids of the b = W * B pairs of all W processes, in rank order.
+    Every process computes the pairs of a step from the seed and the step number, so processes need not exchange ``ids``.
+    ``query_ids`` are the ids of the queries of this process, for error messages.
     """
 
     queries: Tokens  # (B, length)
@@ -134,20 +130,3 @@ class MicroBatch:
     def pinned(self) -> "MicroBatch":
         """Return a copy whose texts are in page-locked memory."""
         return MicroBatch(self.queries.pinned(), self.passages.pinned(), self.ids, self.query_ids)
-
-
-def prefetch(items: Iterable[Item], depth: int = 2) -> Generator[Item, None, None]:
-    """Yield ``items``, while a background thread prepares the next ``depth + 1`` items.
-
-    An error of ``items`` is raised after all earlier items. Closing the generator ends the thread, which first finishes the item
-    that it is preparing.
-    """
-    iterator, end = iter(items), object()
-    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
-    try:
-        ready: deque[Any] = deque(thread.submit(next, iterator, end) for _ in range(depth + 1))
-        while (item := ready.popleft().result()) is not end:
-            ready.append(thread.submit(next, iterator, end))
-            yield item
-    finally:
-        thread.shutdown(cancel_futures=True)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from contaccum.batch import ONE_TOKEN, MicroBatch, Tokens, prefetch
+from contaccum.batch import ONE_TOKEN, MicroBatch, Tokens
 from contaccum.encoder.adapters import Adapters
 from contaccum.encoder.folders import EncoderSettings, make_settings, model_folder, read_encoder
 from contaccum.encoder.kernels import ATTENTION, packed_linears
@@ -29,6 +29,7 @@ from contaccum.encoder.tower import Tower, TowerLoader, check_flash_attention, c
 from contaccum.errors import InputError
 from contaccum.runtime.checks import require_utf8
 from contaccum.runtime.files import whole_folder
+from contaccum.runtime.prefetch import prefetch
 from contaccum.runtime.processes import Processes
 
 BUCKET = 32  # with CUDA graphs, text lengths are rounded up to a multiple of this number of tokens

@@ -20,7 +20,6 @@ import numpy as np
 import psutil
 import torch
 
-from contaccum.batch import prefetch
 from contaccum.config import TrainConfig, from_mapping
 from contaccum.data.dataset import load_training
 from contaccum.data.train_set import TrainSet, subset
@@ -29,6 +28,7 @@ from contaccum.experiments.plan import FittingSize, Measurement
 from contaccum.methods import METHODS
 from contaccum.methods.bank import Bank
 from contaccum.runtime.engine import Engine
+from contaccum.runtime.prefetch import prefetch
 from contaccum.runtime.sharding import saved_bytes
 from contaccum.training import parts
 from contaccum.training.log import mean_losses
@@ -261,7 +261,7 @@ def fitting_size(probe: Probe, budget: float, processes: int = 1) -> FittingSize
 
 
 def sharded_sizes(probe: Probe, budget: float, processes: int) -> dict[str, FittingSize]:
-    """Find the largest micro-batch of each process with ``run.sharding`` none and fsdp: ``run.sharding`` -> size.
+    """Return the largest micro-batch of a process for both values of ``run.sharding``: ``none`` and ``fsdp``.
 
     The memory that fsdp saves is computed, not measured.
     """
@@ -292,8 +292,8 @@ def measure(probe: Probe, budget: float) -> Measurement:
 def largest_bank(probe: Probe, rows: int, size: int, budget: float) -> int:
     """Return the number of rows of the largest bank within ``budget`` bytes, with micro-batches of ``size`` pairs.
 
-    rows: number of rows of the first measured bank. Sizes that this device cannot measure are predicted. The result is 0 if no
-    bank fits, or if the memory of a row cannot be measured.
+    The search starts with a bank of ``rows`` rows. The memory of banks that do not fit into this device is predicted. Returns 0
+    if no bank fits, or if the memory of a row cannot be measured.
     """
     more = rows + BANK_BYTES // (8 * probe.encoder.dim)
     banks = {each: peak for each in (rows, more) if (peak := probe.peak(size, each)) is not None}

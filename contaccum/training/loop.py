@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from contaccum.batch import MicroBatch, prefetch
+from contaccum.batch import MicroBatch
 from contaccum.config import METRIC_CUTS, TrainConfig, check_total, parse_bytes, to_yaml, validate
 from contaccum.config.commands import SearchConfig
 from contaccum.config.file import CONFIG_VERSION
@@ -24,6 +24,7 @@ from contaccum.methods.loss import LossValue
 from contaccum.runtime.engine import Engine
 from contaccum.runtime.files import write_json, write_text
 from contaccum.runtime.launch import StopSignals, process_place, refuse_launcher_options
+from contaccum.runtime.prefetch import prefetch
 from contaccum.training import parts, run_folder
 from contaccum.training.checkpoint import restore, save_checkpoint
 from contaccum.training.log import Drift, RunLog, mean_losses, named_queries, write_environment

@@ -9,9 +9,10 @@ import torch
 from opened import open_train_set
 from tiny_data import beir
 
-from contaccum.batch import MISSING, NO_PASSAGE, prefetch
+from contaccum.batch import MISSING, NO_PASSAGE
 from contaccum.data.batches import BatchForm, BatchSource, pad
 from contaccum.data.sampler import StepSampler
+from contaccum.runtime.prefetch import prefetch
 
 
 class Rows:

@@ -21,13 +21,14 @@ from opened import open_retrieval_set
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 from contaccum import DualEncoder
-from contaccum.batch import MicroBatch, prefetch
+from contaccum.batch import MicroBatch
 from contaccum.config import METHOD_SPECS, METRIC_CUTS, METRIC_MEASURES, OptimConfig
 from contaccum.encoder import Tower
 from contaccum.errors import InputError
 from contaccum.evaluation.evaluate import evaluate
 from contaccum.runtime.engine import Engine
 from contaccum.runtime.files import read_json
+from contaccum.runtime.prefetch import prefetch
 from contaccum.training.log import read_log
 from contaccum.training.loop import Training, train
 from contaccum.training.parts import learning_rate_factor, make_optimizer, warmup_steps
