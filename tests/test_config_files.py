@@ -226,6 +226,11 @@ def test_name_of_another_trainer_is_answered_with_our_setting(name, value, words
     assert err.startswith("c.yaml:2: ")
 
 
+def test_a_misspelt_group_is_answered_with_the_group(written, capsys):
+    err = refused(capsys, "train", "--config", written("optm:\n  epochs: 1\n"))
+    assert err.startswith("c.yaml:1: optm: no such setting; did you mean optim?")
+
+
 def test_every_advised_setting_exists_and_no_name_is_ours():
     options = {option for command in COMMANDS.values() for option, *_ in command.declared()}
     for line in _OTHER_TRAINERS.strip().splitlines():

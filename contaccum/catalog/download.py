@@ -144,7 +144,11 @@ def unpack(archive: Path, name: str, target: Path, limit: int = MAX_UNPACKED) ->
             if (number := len(bundle.infolist())) > _MAX_ENTRIES:
                 raise InputError(f"{archive}: has {number} entries; at most {_MAX_ENTRIES} are allowed")
             entries = [(_safe_path(entry, archive), entry) for entry in bundle.infolist()]
-            own = [(path, entry) for path, entry in entries if path.parts[:1] == (name,) and not entry.is_dir()]
+            own = [
+                (path, entry)
+                for path, entry in entries
+                if path.parts[0] == name and path.parts[1:] and not entry.is_dir()
+            ]
             if not own:
                 raise InputError(
                     f"{archive}: has no folder {name!r}; a BEIR archive must contain a folder with the name of the data set"

@@ -106,6 +106,7 @@ class ConfigFile(ActionConfigFile):
 
         values = config_path(values)
         known = {action.dest for action in parser._actions if not action.dest.endswith(".help")}
+        known |= {name.rpartition(".")[0] for name in known} - {""}  # groups of settings
         config = check_config_file(values, read_text(values, "a YAML file with settings", MAX_BYTES), known)
         self.places.update(config.places)
         super().__call__(parser, namespace, config.text, option_string)
@@ -212,7 +213,7 @@ def make_parser(commands: Mapping[str, Command], arguments: list[str] | None = N
     groups = {"": parser.add_subcommands(metavar="COMMAND")}
     for name, command in commands.items():
         group, _, last = name.rpartition(" ")
-        if group not in groups:  # data check and so on
+        if group not in groups:  # data is the only group of commands
             data = new_parser("contaccum data", "Check, convert and download data sets.")
             groups[""].add_subcommand(group, data, help="check, convert or download a data set")
             groups[group] = data.add_subcommands(metavar="COMMAND")
@@ -223,7 +224,7 @@ def make_parser(commands: Mapping[str, Command], arguments: list[str] | None = N
 
 
 def command_in(commands: Mapping[str, Command], arguments: list[str]) -> tuple[str, Command | None]:
-    """Return the name of the command that a command line calls, and the command, which is None if the name is unknown."""
+    """Find the command in a command line. Return its name and its Command, or its name and None if the name is unknown."""
     name = " ".join(arguments[: 2 if arguments[:1] == ["data"] else 1])
     return name, commands.get(name)
 

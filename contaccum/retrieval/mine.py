@@ -65,7 +65,7 @@ class BlockFolder:
     """Folder with the blocks of one mining job. Several processes can write blocks at the same time."""
 
     def __init__(self, folder: Path, job: dict[str, Any], count: int) -> None:
-        """job: settings and hashes that determine the content of the blocks. count: number of blocks."""
+        """Set the folder. job: settings and hashes that determine the content of the blocks. count: number of blocks."""
         self.folder, self.job, self.count = folder, job, count
         self.job_hash = _hash_of(job)
 
@@ -240,8 +240,11 @@ def mine(
     share the work. All of them must call this function.
     """
     mining.check()
-    path, about_file = Path(output), about_path(output)
-    if group.is_main and not path.is_dir():
+    path = Path(output)
+    if path.is_dir():
+        raise InputError(f"{output}: exists already; choose a new path")
+    about_file = about_path(output)
+    if group.is_main:
         with folder_lock(_work_folder(path)):  # raises an error if another call is running
             for each in (path, about_file, _work_folder(path)):
                 sweep(each.parent, each.name)  # removes the files that killed calls left

@@ -392,7 +392,26 @@ def test_a_bomb_within_the_limit_is_told_by_its_ratio(tmp_path):
     unpack(tmp_path / "nq.zip", "nq", tmp_path / "out" / "nq")
 
 
-def test_a_bomb_is_stopped_by_what_it_unpacks_to_and_not_by_what_it_says(tmp_path):
+def test_an_entry_with_more_bytes_than_it_announces_is_refused(tmp_path):
+    archive(tmp_path / "nq.zip", [("nq/corpus.jsonl", random.randbytes(2000))])
+    unpack(tmp_path / "nq.zip", "nq", tmp_path / "whole" / "nq", limit=2000)
+    data = bytearray((tmp_path / "nq.zip").read_bytes())
+    announced = data.index(b"PK\x01\x02") + 24  # size after unpacking, in the first directory entry
+    data[announced : announced + 4] = (10).to_bytes(4, "little")
+    (tmp_path / "false.zip").write_bytes(data)
+    with pytest.raises(InputError, match="not a readable zip archive"):
+        unpack(tmp_path / "false.zip", "nq", tmp_path / "out" / "nq", limit=1000)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_with_the_name_of_the_folder_is_no_folder(tmp_path):
+    archive(tmp_path / "nq.zip", {"nq": "{}", "other/corpus.jsonl": "{}"})
+    with pytest.raises(InputError, match="has no folder 'nq'"):
+        unpack(tmp_path / "nq.zip", "nq", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_bomb_is_stopped_by_the_size_that_it_unpacks_to(tmp_path):
     archive(
         tmp_path / "nq.zip", [("nq/corpus.jsonl", bytes(30_000_000)), ("nq/queries.jsonl", random.randbytes(400_000))]
     )
