@@ -89,7 +89,7 @@ def _has_scores(lists: Ragged) -> np.ndarray:
 
 
 def mixture_of(members: Sequence[Member]) -> TrainSet:
-    """Concatenate sets. A passage of two sets is stored twice, because the sets can have different prefixes."""
+    """Concatenate sets. A passage that is in two sets is stored twice, because each set can have its own prefix for texts."""
     sets = [member.set for member in members]
     sizes = [len(each.passages) for each in sets]
     positives = Ragged.concatenated([each.positives for each in sets], sizes)
@@ -104,11 +104,11 @@ def mixture_of(members: Sequence[Member]) -> TrainSet:
 def from_examples(examples: ExampleTable, hard_negatives: int) -> TrainSet:
     """Make a training set of the examples that have a positive. If ``hard_negatives`` is 0, the set has no negatives."""
     kept = np.flatnonzero(examples.positives.lengths)
-    count = len(examples.negatives)
-    # n lists of hard negatives, then n lists of other negatives
-    pool = Ragged.concatenated([examples.negatives, examples.others], [0, 0])
+    pool, count = examples.negatives, len(examples.negatives)
     chosen: list[list[int]] = [[] for _ in kept]
     if hard_negatives:
+        # n lists of hard negatives, then n lists of other negatives
+        pool = Ragged.concatenated([examples.negatives, examples.others], [0, 0])
         for number, indices in zip(kept, chosen, strict=True):
             hard, others = (range(*pool.offsets[row : row + 2]) for row in (number, count + number))
             indices += [*hard, *others[: max(0, hard_negatives - len(hard))]]
@@ -116,10 +116,11 @@ def from_examples(examples: ExampleTable, hard_negatives: int) -> TrainSet:
 
 
 def _train_set(source: ExampleTable | TrainSet, rows: np.ndarray, positives: Ragged, negatives: Ragged) -> TrainSet:
-    """Make a training set from the rows ``rows`` of the queries in ``source``.
+    """Make a training set from some queries of ``source``.
 
-    The lists are the positives and the negatives of these queries, as row numbers of passages in ``source``. Passages that are in
-    no list are dropped, so the row numbers change. The fingerprint is computed from the new content.
+    rows: row numbers of these queries. positives, negatives: one list for each of these queries, with row numbers of passages in
+    ``source``. Passages that are in no list are dropped, so the row numbers change. The fingerprint is computed from the new
+    content.
     """
     queries = source.queries.select(rows)
     used = np.unique(np.concatenate([positives.values, negatives.values]))

@@ -87,13 +87,15 @@ class State:
         return total - self.elapsed - self.seconds["run"] - self.evaluation_seconds
 
     def step_seconds(self, values: Values) -> float:
+        """Return the seconds of a step with these settings: the measured seconds per pair, times the global batch size."""
         changes = dict(values)
         return self.seconds[changes["method"]] * int(changes["batch.global_batch_size"])
 
     def tuning_plan(self, candidates: list[Values], total: float) -> tuple[list[Values], float]:
-        """Return the candidates to try in the tuning time, and the planned seconds of a run in the last rung.
+        """Return the candidates to try in the tuning time, and the planned seconds of a run in the last rung (see tuning.py).
 
-        candidates: the most promising first. With only one candidate there is no tuning, and the seconds are 0.
+        candidates: the most promising first. total: seconds that the whole command may take. With only one
+        candidate there is no tuning, and the seconds are 0.
         """
         for count in range(len(candidates), 1, -1):
             shares, trained = rung_shares(count, None), count

@@ -244,7 +244,8 @@ class Study:
             for name, value in {**self.test, **baseline_identity(run.kind, run.config)}.items():
                 if found.get(name) != value:
                     raise InputError(
-                        f"{metrics}: computed with {name} {found.get(name)}, not {value}. Use another output_dir."
+                        f"{metrics}: was computed with {name} {found.get(name)}, but this call has {value}. Use another "
+                        "output_dir."
                     )
         key = run.kind, repr(run.config.data), run.config.distils
         if key not in self.hashes:
@@ -260,6 +261,7 @@ class Study:
                     )
 
     def run(self) -> Path:
+        """Train and evaluate all runs that are not finished. Write the report and return the path of report.html."""
         if self.budget is not None and self.budget.unit == "s":
             self._check_folders()
         tune(self.tuned, self._train_candidates)

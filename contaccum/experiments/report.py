@@ -47,12 +47,13 @@ def console_report(
             f"the runs were evaluated on different test queries ({first}, {second}); their metrics cannot be compared",
             stacklevel=2,
         )
-    groups = group_runs(runs)
-    table = runs_table(runs, metric)
-    parts, found = [(table if wide else table.without(WIDE_ONLY)).markdown()], []
+    groups, found = group_runs(runs), []
     if against:
         by_size = [group for members in by_global_batch(groups).values() for group in members]
         found = differences(by_size, metric, [_reference_folder(runs, against)], equal_batch=False)
+    table = runs_table(runs, metric)
+    parts = [(table if wide else table.without(WIDE_ONLY)).markdown()]
+    if against:
         parts.append(tests_table(found).markdown())
     if page:
         sections = sections_of(runs, groups, metric, found)

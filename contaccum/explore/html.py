@@ -144,8 +144,8 @@ def judged(
     rows = []
     for passage_id, grade in sorted(grades.items(), key=lambda item: (-item[1], item[0])):
         title = f'{safe(titles[passage_id])} <span class="note">{safe(passage_id)}</span>'
-        places = {label: str(own.get(passage_id, f"> {k}")) for label, own in ranks.items()}
-        rows.append(_row(title, {"grade": str(grade)} | places))
+        cells = {label: str(own.get(passage_id, f"> {k}")) for label, own in ranks.items()}
+        rows.append(_row(title, {"grade": str(grade)} | cells))
     return _table(["judged passage", "grade", *rankings], rows)
 
 

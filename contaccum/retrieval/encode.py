@@ -282,10 +282,13 @@ def training_vectors(
     each of W processes encodes every W-th shard. All processes must call this function. Raises InputError if a vector is not
     finite in float16.
     """
-    texts = Texts.of_corpus(train_set.passages)
-    if kind == "query":
-        queries = train_set.queries  # columns id and text
-        texts = Texts(kind, len(queries), lambda start, stop: tuple(queries[start:stop].values()))
+    queries = train_set.queries
+
+    def read(start: int, stop: int) -> tuple[list[str], list[str]]:
+        rows = queries[start:stop]
+        return rows["id"], rows["text"]
+
+    texts = Texts.of_corpus(train_set.passages) if kind == "passage" else Texts(kind, len(queries), read)
     key = f"{encoder.fingerprint(kind)} {texts.fingerprint}"
     name = hashlib.sha256(key.encode()).hexdigest()[:32]
     folder = cache_folder() / f"{kind}_vectors" / name

@@ -364,7 +364,7 @@ def resident_search(queries: np.ndarray, cut: list[Shard], k: int, pinned: bool,
     ],
 )
 def test_blocks_that_pass_through_pinned_memory_are_searched_in_order(monkeypatch, pinned, sizes, dtype, k):
-    """Blocks have different sizes; memory that is reused too early would mix blocks."""
+    """Blocks have different sizes. Only a GPU shows whether their memory is reused too early."""
     monkeypatch.setattr(faiss_library, "BLOCK", 64)
     monkeypatch.setattr(exact, "_QUERIES", 3)
     generator, cut = np.random.default_rng(7), []
