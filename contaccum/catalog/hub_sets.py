@@ -188,7 +188,11 @@ class HubLines:
         self.path = Path(text)  # name of the data set, for error messages
 
     def columns(self) -> list[str]:
-        """Return the fields to which the name maps columns, or the columns of the first row (InputError if there is none)."""
+        """Return the field names of the rows.
+
+        If the name of the data set maps columns to fields, these are the fields, else the columns of the first row. Raises
+        InputError if the data set has no row.
+        """
         if self._name.columns:
             return list(self._name.columns)
         if first := next(self._rows(), {}):
@@ -246,9 +250,9 @@ def _texts(name: HubName, number: int, column: str, row: Record) -> list[str]:
 def retrieval_parts(found: Collection[str], prefix: str = "") -> tuple[str, str, str]:
     """Return the names of the configurations of the corpus, the queries and the judgements, chosen as in MTEB.
 
-    found: names of all configurations of the data set. prefix: first part of the configuration names of a subset (``sw-``). A
-    returned name may be missing in ``found``; the caller must check. Source: ``_load_qrels`` and ``_load_queries`` of
-    mteb/abstasks/retrieval_dataset_loaders.py, mteb 2.26.24.
+    found: names of all configurations of the data set. prefix: text with which the names of a subset's configurations begin, such
+    as ``sw-``. A returned name may be missing in ``found``; the caller must check. Source: ``_load_qrels`` and ``_load_queries``
+    of mteb/abstasks/retrieval_dataset_loaders.py, mteb 2.26.24.
     """
     queries = "query" if "query" in found else f"{prefix}queries"
     judgements = "default" if not prefix and "default" in found else f"{prefix}qrels"

@@ -110,7 +110,7 @@ class TrainConfig:
         return self.micro_batch_size(world) * world
 
     def usual_push(self, world: int, longest: int) -> int:
-        """Return the number of rows that usually enter the bank at once, with ``world`` processes.
+        """Return the usual number of rows that one push adds to the bank, with ``world`` processes.
 
         longest: number of tokens of the longest pair, used only with `batch.micro_batch_tokens`.
         """
@@ -185,7 +185,7 @@ def check_total(config: TrainConfig, total: int) -> None:
 def from_mapping(values: Mapping[str, Any]) -> TrainConfig:
     """Build a config from nested mappings, the inverse of ``asdict``.
 
-    Raises InputError for a removed setting, unless its value has no effect.
+    Raises InputError for a setting that contaccum no longer has, unless its value changes nothing.
     """
     values = without_removed(values, "")
     given: dict[str, Any] = {name: GROUPS[name](**value) if name in GROUPS else value for name, value in values.items()}

@@ -57,8 +57,8 @@ def hold_out(source: RetrievalDataset, folder: Path, most_queries: int, most_pas
             held += group
     if not held:
         raise InputError(
-            f"{source.path}: has {len(numbers)} training queries; holding out a dev set needs at least "
-            f"{SHARE} with different texts. Set data.dev."
+            f"{source.path}: has {len(numbers)} training queries; to hold out a dev set, at least {SHARE} "
+            "queries with different texts are needed. Set data.dev to a dev set."
         )
     held.sort()
     passages: list[str] = examples.passages["id"]

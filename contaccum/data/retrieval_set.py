@@ -159,7 +159,7 @@ def read_grades(source: Path, policy: DataPolicy, known: Sequence[_MissingIds] =
             passages[ids[1]] = None
     if not qrels:
         found = "no valid judgement" if orphaned or rejected.entries else "is empty"
-        raise InputError(f"{source}: {found}; it needs at least one judgement")
+        raise InputError(f"{source}: {found}; a split needs at least one judgement")
     return Grades(qrels, passages, judgements, orphaned, rejected)
 
 

@@ -50,8 +50,8 @@ class StreamSet:
     def examples(self) -> Iterator[Example]:
         """Yield the examples that have a positive, in order.
 
-        If an example has too few hard negatives, other negatives (DPR's ``negative_ctxs``) are appended to ``negatives``. Each
-        rejected record causes one warning, and each other kind of problem causes one warning for its first example. Duplicate
+        If an example has too few hard negatives, other negatives (DPR's ``negative_ctxs``) are appended to ``negatives``. A
+        warning is given for each rejected record, and for the first example of each other kind of problem. Duplicate
         query ids are not detected, because the ids of all earlier examples may not fit into memory. Raises InputError if no
         example has a positive, or if teacher scores are needed but the first ``data.shuffle_buffer`` examples have none.
         """
@@ -180,7 +180,7 @@ class StreamRows(NamedTuple):
 
 
 def passage_number(key: str) -> int:
-    """Return a 63-bit hash of a passage id, which is the number of the passage in every step."""
+    """Return a 63-bit hash of a passage id. Training uses the hash as the passage's number, so that all steps use the same."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1
 
 

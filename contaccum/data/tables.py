@@ -49,7 +49,7 @@ class Ragged:
         return self.values[self.span(index)]
 
     def span(self, index: SupportsIndex) -> slice:
-        """Return the slice of ``values`` and ``scores`` that is list ``index``."""
+        """Return the part of ``values`` and ``scores`` that belongs to list number ``index``, as a slice."""
         number = index.__index__()
         return slice(self.offsets[number], self.offsets[number + 1])
 
@@ -165,9 +165,7 @@ def read_about(folder: Path, type_: type[AboutType]) -> AboutType:
         path = folder / name
         found = path.stat().st_size if path.is_file() else 0
         if found != size:
-            raise InputError(
-                f"{path}: has {found} bytes instead of {size}. Delete {folder}; the next call builds it again."
-            )
+            raise InputError(f"{path}: has {found} bytes instead of {size}. Delete {folder} and run the command again.")
     return about
 
 
@@ -204,7 +202,7 @@ def load_array(path: Path) -> np.memmap:
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise InputError(
-            f"{path}: cannot be read ({error}). Delete {path.parent}; the next call builds it again."
+            f"{path}: cannot be read ({error}). Delete {path.parent} and run the command again."
         ) from error
 
 
@@ -218,7 +216,7 @@ class TokenTable:
         self._tokens, self._offsets = load_array(folder / "tokens.npy"), load_array(folder / "offsets.npy")
         if self._offsets[-1] != len(self._tokens):
             raise InputError(
-                f"{folder}: token ids and offsets do not match. Delete this folder; the next call builds it again."
+                f"{folder}: token ids and offsets do not match. Delete this folder and run the command again."
             )
 
     def __len__(self) -> int:

@@ -207,8 +207,8 @@ def base_of(name: str, subfolder: str, quantize: str) -> Base:
         name = str(folder.resolve())
     elif subfolder:
         raise InputError(
-            f"{name}: an adapter cannot refer to a subfolder ({subfolder}) of a Hub repository. Download the encoder and use "
-            "its local folder."
+            f"{name}: the base of an adapter cannot be a subfolder ({subfolder}) of a Hub repository. Download the encoder "
+            "and give its local folder."
         )
     return Base(name, hash_of(name), quantize)
 

@@ -102,7 +102,7 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 
 
 def by_text(inputs: Inputs, dropout: float, scaling: float | None, bounds: Tensor, longest: int) -> Tensor:
-    """Compute attention for one text at a time. Return a tensor with shape (T, heads, width)."""
+    """Compute attention inside each text, one text after the other. Return (T, heads, width), for T tokens of all texts."""
     lengths = bounds.diff().tolist()
     texts = zip(*(tensor.split(lengths, 2) for tensor in inputs), strict=True)
     outputs = [F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling) for q, k, v in texts]

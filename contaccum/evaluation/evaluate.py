@@ -288,7 +288,7 @@ def data_digest(part: BenchmarkSet) -> str | None:
 
 
 def benchmark_means(finished: Mapping[str, list[Metrics]]) -> dict[str, Any]:
-    """Compute the rows of the benchmark table, and the means over all rows, with and without MS MARCO.
+    """Compute the rows of the benchmark table, and two means over the rows: one with MS MARCO and one without.
 
     finished: row -> metrics of its data sets. A row of several data sets (cqadupstack) shows the means over them.
     """

@@ -113,8 +113,8 @@ class Auto:
         self.dev_source = (dev, base.data.dev_split) if dev else None
         if dev is None and base.distils:
             raise InputError(
-                f"data.dev is not set, but loss.distillation is {base.loss.distillation}; without dev data, contaccum auto takes "
-                "dev queries from the training data and writes both parts without the teacher's scores. Set data.dev."
+                f"loss.distillation is {base.loss.distillation}, so data.dev must be set. Without data.dev, contaccum auto "
+                "splits the training data into training and dev queries, and these files have no teacher's scores."
             )
         test = options.test or (base.data.train if options.test_split in splits else None)
         self.dev = {"data": str(self.output / "data" / "dev"), "split": "dev"}

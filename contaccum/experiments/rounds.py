@@ -83,7 +83,7 @@ def _claim(output: Path, config: TrainConfig, mining: MineConfig, options: Round
         changes = config_differences(read_config(output, SETTINGS_FILE), settings)
         if found := "; ".join(change for change in changes if not change.startswith("rounds.count ")):
             raise InputError(
-                f"{output}: contains rounds with other settings ({found}). Use the same settings or another output_dir."
+                f"{output}: contains rounds of a call with other settings ({found}). Use these settings or another output_dir."
             )
     elif any(not path.name.startswith((".", LOCK_FILE)) for path in output.iterdir()):
         raise InputError(f"{output}: contains files that contaccum rounds did not write. Use a new or empty folder.")

@@ -124,7 +124,7 @@ class RunRecord:
 
 
 def _content_errors(path: Path) -> AbstractContextManager[None]:
-    """Return a context manager that raises InputError if the content of the file ``path`` causes an error in its block."""
+    """Return a context manager: if code in its ``with`` block fails on the content of the file ``path``, it raises InputError."""
     kinds = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
     fix = "; the file was changed or damaged after contaccum wrote it"
     return library_errors(f"{path}: unexpected content", *kinds, fix=fix)
@@ -202,7 +202,7 @@ class RunGroup:
         return mean_std(self.scores(metric))
 
     def per_query(self) -> dict[int | None, QueryScores]:
-        """Return the metrics of each query for each run: seed of the run (None for a baseline) -> metrics."""
+        """Return the metrics per query of every run: seed of the run (None for a baseline) -> query id -> metrics."""
         return {run.seed if run.method else None: run.per_query for run in self.runs if run.per_query}
 
     def mean(self, name: str) -> float | None:

@@ -96,7 +96,7 @@ def equal_budget(groups: list[RunGroup], metric: str, found: list[Difference]) -
 
 
 def cost_of(group: RunGroup) -> dict[str, int]:
-    """Return the global batch size N, and the numbers of steps, pairs and forward passes of a pair of one run in the group."""
+    """Return the global batch size N of a run in the group, and its numbers of steps, pairs and forward passes (of one pair)."""
     size, share = group.setting("batch.global_batch_size"), group.setting("replay.share")
     steps = group.setting("optim.max_steps") or max((line["step"] for line in group.runs[0].steps), default=0)
     price = METHOD_SPECS[str(group.method)].cost(share)

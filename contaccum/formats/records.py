@@ -324,7 +324,7 @@ def plain_split(split: str) -> str:
 
 
 def plain_id(key: str) -> str:
-    """Return an id. Raise InputError if the id contains a tab, a line break or NUL."""
+    """Return the id ``key``. Raise InputError if it contains a tab, a line break or NUL."""
     if any(character in key for character in "\t\r\n\0"):
         raise InputError(f"id {key!r} contains a tab, a line break or a NUL, which a qrels file cannot contain")
     return key

@@ -94,7 +94,7 @@ class Bank:
 
     @property
     def sums(self) -> NestedLogSumExp | None:
-        """Log-sum-exps of the stored rows over the stored columns, or None if the bank stores no queries."""
+        """Log-sum-exp of each stored row over all stored columns. None if the bank stores only passages and thus has no rows."""
         return self.tables.get("")
 
     def logsumexp(self, reverse: bool = False) -> Tensor:

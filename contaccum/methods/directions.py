@@ -29,7 +29,7 @@ class Direction:
     """
 
     def __init__(self, similarity: Similarity, rows: Tensor, columns: Tensor, bank: Bank | None) -> None:
-        """Set the sum and the gradients to 0. bank: bank with additional rows or columns, or None."""
+        """Start with a loss sum of 0 and zero gradients. bank: bank with additional rows or columns, or None."""
         self.similarity, self.rows, self.columns = similarity, rows, columns
         self.penalty = None if bank is None else bank.age_penalty()
         self.scale, self.tile = 1 / similarity.temperature, similarity.tile_on(rows.device)
@@ -136,9 +136,11 @@ class QueryToPassage(Direction):
     ) -> tuple[Tensor, Tensor]:
         """Return the log-sum-exp L of r current rows q over all bank columns k, (r,), and its gradient, (r, d).
 
-            L(q) = log( sum over k of exp(l(q, k)) )        dL/dq = sum over k of exp(l(q, k) - L(q)) k/t
+            L(q) = log( sum over k of exp(l(q, k)) )        dL/dq = sum over k of exp(l(q, k) - L(q)) * k / t
 
-        where l is the logit. Both sums are computed tile by tile, as sums of exp(l - m) with the running maximum m.
+        where l is the logit and t the temperature. Both sums are computed tile by tile, as sums of exp(l - m) with the
+        running maximum m.
+
         current: slice of the r current rows. for_rules: these rows as input of the rules, or None without rules. masked: pairs
         (current row, bank column).
         """

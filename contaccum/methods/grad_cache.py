@@ -45,8 +45,8 @@ def cont_cache(engine: StepEngine, micro_batches: list[MicroBatch], bank: Bank, 
 def represent(engine: StepEngine, micro_batches: list[MicroBatch]) -> list[Rows]:
     """Compute the embeddings of every micro-batch: the first pass, step 1 of the paper.
 
-    With partial replay, all micro-batches are encoded without graph. Without partial replay, the last micro-batch is encoded with
-    graph, so that it needs no second forward pass.
+    If the second pass encodes all texts, the last micro-batch keeps its autograd graph, so it needs no second forward pass. With
+    partial replay, where the second pass samples texts, all micro-batches are encoded without a graph.
     """
     earlier, last = (micro_batches[:-1], [micro_batches[-1:]]) if engine.replay_share == 1 else (micro_batches, [])
     size = engine.no_grad_group_size

@@ -39,7 +39,7 @@ class RollbackJournal:
         self._copies: dict[tuple[int, str], tuple[Tensor, Any, Tensor]] = {}
 
     def record(self, tensor: Tensor, region: Any) -> None:
-        """Copy ``tensor[region]``, unless it was already copied in this step. Call this before every write to that region."""
+        """Copy ``tensor[region]`` into the journal, unless this step has already done so. Call this before every write to it."""
         key = (id(tensor), repr(region))  # slices cannot be hashed before Python 3.12
         if key not in self._copies:
             self._copies[key] = (tensor, region, tensor[region].clone())
@@ -128,7 +128,7 @@ class NestedLogSumExp:
         return torch.logaddexp(self.closed[:fill], self.values[-1, :, :fill].logsumexp(0))
 
     def first_slots(self) -> list[int]:
-        """Return the first slot of each level. Level 0: 0. Other levels: the first slot of the open block of the level before."""
+        """Return the number of the first slot of each level: 0, then the first slot of the open block one level above."""
         steps = zip(self.open, self.widths, strict=False)
         return [0, *accumulate(block * width for block, width in steps)]
 

@@ -138,9 +138,9 @@ class PairRules:
                 own.copy_(kept)
 
     def _bounds(self, scores: Tensor, scale: float) -> Tensor:
-        """Return, for each row, the score above which a column is masked, (r, 1).
+        """Return one bound per row, (r, 1). A column whose score is above the bound of the row is masked.
 
-        scores: score of each row and its own positive, (r,). scale: score of a pair with similarity 1.
+        scores: for each row, its score with its own positive, (r,). scale: score of a pair with similarity 1.
         """
         assert self.margin is not None
         drop = scores.abs() * self.margin if self.relative else self.margin * scale

@@ -78,7 +78,7 @@ class Distillation:
 
 
 def _divergence(student: Tensor, teacher: Tensor, scored: Tensor) -> Tensor:
-    """Return the Kullback-Leibler divergence of each query, (b,), over the passages with a score."""
+    """Return for each query the Kullback-Leibler divergence KL(teacher || student) over the scored passages, (b,)."""
     lowest = torch.finfo(student.dtype).min  # not minus infinity, because a row without scores would give NaN
     target = teacher.masked_fill(~scored, lowest).log_softmax(1)
     found = student.masked_fill(~scored, lowest).log_softmax(1)

@@ -63,7 +63,7 @@ class EntriesById:
                 self._entries.setdefault(passage, []).append(entry)
 
     def remove(self, first: int, ids: Tensor) -> None:
-        """Remove n entries. Each entry must have been added with the same number and ids."""
+        """Remove n entries. ``add`` must have been called with the same numbers and ids. Arguments: see ``add``."""
         for entry, own in enumerate(ids.tolist(), first):
             for passage in {*own} - NO_IDS:
                 # fast, because the bank removes the oldest entry first, and that entry is at the front of the list
@@ -72,9 +72,9 @@ class EntriesById:
                     del self._entries[passage]
 
     def find(self, ids: Tensor, entries: slice) -> MaskedPairs:
-        """Return all pairs (i, j) in which row i of ``ids`` and an entry have a passage id in common.
+        """Return all pairs (i, j) for which row i of ``ids`` and entry number ``entries.start + j`` share a passage id.
 
-        ids: (r, P). entries: slice of the entry numbers to search. j: number of the entry, minus ``entries.start``.
+        ids: (r, P), P passage ids for each row. entries: numbers of the entries to search.
         """
         pairs = [
             (row, entry - entries.start)

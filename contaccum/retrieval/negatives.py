@@ -1,4 +1,4 @@
-"""Choose the hard negatives of a query: passages that cannot be negatives, filters by score, and cross-encoder scores."""
+"""Choose the hard negatives of a query: exclude its positives and their copies, filter by score, score with a cross-encoder."""
 
 import hashlib
 import json

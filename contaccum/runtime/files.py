@@ -182,7 +182,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Write ``value`` as indented JSON, atomically. Bytes of a path that are not UTF-8 become JSON escape sequences."""
+    """Write ``value`` as indented JSON, atomically. Paths in ``value`` may have bytes that are not UTF-8; JSON escapes them."""
     with whole_file(path) as file:
         file.write(json.dumps(value, ensure_ascii=False, indent=2).encode("utf-8", "backslashreplace") + b"\n")
 

@@ -93,7 +93,10 @@ class SeparateBackward:
         self.outputs: list[tuple[Tensor, Tensor]] = []
 
     def cut(self, output: Tensor) -> Tensor:
-        """Return a leaf tensor with the values of ``output``. A backward pass stops at the leaf, and ``run`` continues it."""
+        """Return a leaf tensor with the values of ``output``.
+
+        A backward pass stops at this leaf. The method ``run`` later continues the backward pass from the leaf's gradient.
+        """
         leaf = output.detach().requires_grad_()
         self.outputs.append((output, leaf))
         return leaf

@@ -38,8 +38,8 @@ DRIFT_SAMPLE = 4  # number of micro-batches to encode again for the drift
 def read_log(run: Path) -> list[dict[str, Any]]:
     """Return the content of a run's log: one dict for each logged step, skipped step and evaluation.
 
-    Lines that a kill or a power failure truncated are skipped. Fields with a name of an older version get their current name.
-    Raises InputError if a newer version of contaccum wrote the log.
+    Incomplete lines, which a kill or a power failure can leave, are skipped. Fields with a name of an older version get their
+    current name. Raises InputError if a newer version of contaccum wrote the log.
     """
     path = run / LOG_FILE
     content = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""

@@ -200,7 +200,7 @@ def build_rules(config: TrainConfig, engine: Engine, train_set: TrainSet | Strea
 def _rules_without_data(config: TrainConfig) -> PairRules:
     """Return the masking rules that need no training data.
 
-    These rules mask the columns of missing hard negatives, and false negatives by the model's own scores.
+    One rule masks the columns of missing hard negatives. The other masks false negatives, recognized by the model's own scores.
     """
     margin, strategy = config.loss.false_negative_margin, config.loss.margin_strategy
     return PairRules(
