@@ -72,7 +72,7 @@ def test_a_damaged_table_is_refused_with_the_way_out(kind, file, damage, tmp_pat
     folder = opened(tmp_path, kind)
     damage(folder / file)
     with pytest.raises(
-        InputError, match=rf"{file}: has \d+ bytes instead of \d+. Delete .*{folder.name}; the next call builds"
+        InputError, match=rf"{file}: has \d+ bytes instead of \d+. Delete .*{folder.name} and run the command again"
     ):
         reread(tmp_path, kind)
     for path in folder.iterdir():

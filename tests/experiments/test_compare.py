@@ -146,7 +146,7 @@ def test_folder_with_other_settings_is_refused(study_folder, capsys):
     assert "optim.max_steps was 3 and is 4" in said
     code, said = call(capsys, study_folder, *arguments, "--test_split", "dev")
     assert code == 2
-    assert "computed with split test, not dev" in said
+    assert "computed with split test, but this call has dev" in said
     code, said = call(capsys, study_folder, *arguments, "--model.tiny_width", 64, "--methods", "in_batch")
     assert code == 2
     assert "computed with settings" in said
