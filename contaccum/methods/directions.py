@@ -74,30 +74,20 @@ class QueryToPassage(Direction):
         similarity: Similarity,
         queries: Tensor,
         passages: Tensor,
-        ids: RowIds,
-        columns: Bank | None,
-        rows: Bank | None,
+        bank: Bank | None,
         partial: PartialLogSumExp | None,
     ) -> None:
-        """Compute the sum and the gradients.
+        """Start with a sum of 0. queries: (b, d). passages: (c, d).
 
-        queries: (b, d). passages: (c, d). columns: bank whose passages are additional columns. rows: bank whose queries are
-        additional rows. partial: receives the log-sum-exps between current rows and the bank.
+        bank: bank whose passages are additional columns. partial: receives the log-sum-exps between current rows and the bank.
         """
-        super().__init__(similarity, queries, passages, columns)
+        super().__init__(similarity, queries, passages, bank)
         self.partial = partial
         self.n_masked, self.n_columns = 0, len(passages)
         # numbers of (current row, column) pairs: kept by the rules, masked by the similarity rule; 0 without rules
         self.counts = queries.new_zeros(2, dtype=torch.long)
-        self._add_current_rows(ids, columns)
-        if rows is not None:
-            assert rows.queries is not None
-            column_ids = ids.columns.flatten()
-            masked = rows.masked_rows(column_ids, slice(0, rows.fill))
-            sums = None if partial is None else partial.columns
-            self._add_bank_rows(rows, rows.queries, column_ids, masked, sums)
 
-    def _add_current_rows(self, ids: RowIds, bank: Bank | None) -> None:
+    def add_current_rows(self, ids: RowIds, bank: Bank | None) -> None:
         """Add the losses and gradients of the current rows over the current columns and the columns of ``bank``."""
         b, c = len(self.rows), len(self.columns)
         own = torch.arange(0, c, c // b, device=self.rows.device)  # index of the column with each row's own positive
@@ -130,6 +120,14 @@ class QueryToPassage(Direction):
             weights.scatter_add_(1, own[tile].unsqueeze(1), weights.new_full((len(rows), 1), -1))
             self.for_rows[tile].addmm_(weights, self.columns, alpha=self.scale)
             self.for_columns.addmm_(weights.T, rows, alpha=self.scale)
+
+    def add_bank_queries(self, ids: RowIds, bank: Bank) -> None:
+        """Add the losses of the bank queries, and their gradients for the current columns."""
+        assert bank.queries is not None
+        column_ids = ids.columns.flatten()
+        masked = bank.masked_rows(column_ids, slice(0, bank.fill))
+        sums = None if self.partial is None else self.partial.columns
+        self._add_bank_rows(bank, bank.queries, column_ids, masked, sums)
 
     def _over_bank(
         self, current: slice, for_rules: PairRows | None, bank: Bank, masked: MaskedPairs

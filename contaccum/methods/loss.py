@@ -137,7 +137,10 @@ class InfoNCE:
             partial = rows.partial(*passages.shape[:2]) if rows is not None and rows is columns else None
             bank = columns if columns is not None and columns.fill else None
             stored = rows if rows is not None and rows.queries is not None and rows.fill else None
-            sums = QueryToPassage(self.similarity, queries.detach(), current.detach(), ids, bank, stored, partial)
+            sums = QueryToPassage(self.similarity, queries.detach(), current.detach(), bank, partial)
+            sums.add_current_rows(ids, bank)
+            if stored is not None:
+                sums.add_bank_queries(ids, stored)
             if self.symmetric:
                 positives = passages[:, 0].detach()
                 sums.average(PassageToQuery(self.similarity, queries.detach(), positives, ids, stored))

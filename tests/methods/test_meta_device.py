@@ -117,13 +117,13 @@ READS: dict[str, Callable[[Tensor], object]] = {
 @pytest.mark.parametrize("read", READS)
 def test_a_read_from_the_device_fails_on_meta(read, monkeypatch):
     """Negative control: a loss that waits for the device, or mixes devices, does not pass the test above."""
-    plain = QueryToPassage._add_current_rows
+    plain = QueryToPassage.add_current_rows
 
     def reading(self: QueryToPassage, ids: RowIds, bank: Bank | None) -> None:
         READS[read](self.rows)
         plain(self, ids, bank)
 
-    monkeypatch.setattr(QueryToPassage, "_add_current_rows", reading)
+    monkeypatch.setattr(QueryToPassage, "add_current_rows", reading)
     for method in METHODS:
         with pytest.raises((RuntimeError, NotImplementedError)):
             take_steps(method, InfoNCE(0.1), steps=1)
