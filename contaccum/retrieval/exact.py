@@ -8,10 +8,8 @@ One of the k best passages of a query may be missing from its candidates. If thi
 second time, and every passage that could reach the k-th best score is scored in float64.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import starmap
 from typing import Any
 
 import numpy as np
@@ -223,28 +221,47 @@ class TorchCandidates:
             yield torch.from_numpy(block if block.flags.writeable else block.copy())
 
     def _through_pinned_memory(self) -> Iterator[torch.Tensor]:
-        """Copy the blocks to the GPU through pinned memory, and yield the copies.
+        """Copy the blocks to the GPU through two pinned buffers, used in turn, and yield the copies.
 
-        The copy of the next block starts before a block is yielded. At most two blocks are in pinned memory.
+        The copy of the next block starts before a block is yielded.
         """
-        stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        copies: deque[tuple[torch.Tensor, Any]] = deque()
-        for _, block, _ in row_blocks(self._shards, None):
-            pinned = torch.empty(block.shape, dtype=getattr(torch, block.dtype.name), pin_memory=stream is not None)
-            pinned.numpy()[:] = block
+        cuda = self._device.type == "cuda"
+        stream = torch.cuda.Stream(self._device) if cuda else None
+        buffers: list[tuple[torch.Tensor, Any]] = []
+        waiting: tuple[torch.Tensor, Any] | None = None
+        for number, (_, block, _) in enumerate(row_blocks(self._shards, None)):
+            if number < 2 or buffers[number % 2][0].numel() < block.size:
+                if number >= 2:
+                    _wait(buffers[number % 2][1])
+                buffer = torch.empty(block.size, dtype=torch.from_numpy(block[:0].copy()).dtype, pin_memory=cuda)
+                buffers[number % 2 : number % 2 + 1] = [(buffer, None)]  # append, or replace a smaller buffer
+            buffer, copied = buffers[number % 2]
+            _wait(copied)  # wait until the previous copy from this buffer to the GPU has finished
+            host = buffer[: block.size].view(block.shape)
+            host.numpy()[:] = block
             with torch.cuda.stream(stream):  # has no effect if stream is None
-                copy = pinned.to(self._device, non_blocking=True)  # torch reuses pinned memory only after the copy
-                copies.append((copy, stream.record_event() if stream else None))
-            if len(copies) == 2:
-                yield _ready(*copies.popleft())
-        yield from starmap(_ready, copies)
+                target = torch.empty(block.shape, dtype=host.dtype, device=self._device)
+                target.copy_(host, non_blocking=True)
+                copied = stream.record_event() if stream else None
+            buffers[number % 2] = buffer, copied
+            if waiting is not None:
+                yield _ready(*waiting)
+            waiting = target, copied
+        if waiting is not None:
+            yield _ready(*waiting)
+
+
+def _wait(copied: Any) -> None:
+    if copied is not None:
+        copied.synchronize()
 
 
 def _ready(block: torch.Tensor, copied: Any) -> torch.Tensor:
-    """Wait until a block is copied, and return the block."""
+    """Make the current CUDA stream wait until a block is copied, and return the block. The CPU does not wait."""
     if copied is not None:
-        copied.synchronize()
-        block.record_stream(torch.cuda.current_stream(block.device))
+        current = torch.cuda.current_stream(block.device)
+        current.wait_event(copied)
+        block.record_stream(current)
     return block
 
 

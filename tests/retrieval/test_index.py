@@ -342,7 +342,7 @@ def test_every_row_is_on_one_gpu_and_keeps_its_number(gpu_calls, rows):
 
 
 def resident_search(queries: np.ndarray, cut: list[Shard], k: int, pinned: bool, calls: int = 2) -> list[set[int]]:
-    """Search as on a GPU, on the CPU: with the code for pinned memory, and from the blocks that stay on the device."""
+    """Search as on a GPU, on the CPU: through the two buffers, and from the blocks that stay on the device."""
     candidates = exact.TorchCandidates(cut, torch.device("cpu"))
     candidates._fits = lambda: True
     if pinned:
@@ -363,8 +363,8 @@ def resident_search(queries: np.ndarray, cut: list[Shard], k: int, pinned: bool,
         ([1], "float32", 1),
     ],
 )
-def test_blocks_that_pass_through_pinned_memory_are_searched_in_order(monkeypatch, pinned, sizes, dtype, k):
-    """Blocks have different sizes. Only a GPU shows whether their memory is reused too early."""
+def test_blocks_that_pass_through_two_buffers_are_searched_in_order(monkeypatch, pinned, sizes, dtype, k):
+    """Shards of different sizes need new buffers; a buffer that is reused too early would mix blocks."""
     monkeypatch.setattr(faiss_library, "BLOCK", 64)
     monkeypatch.setattr(exact, "_QUERIES", 3)
     generator, cut = np.random.default_rng(7), []
