@@ -1,11 +1,7 @@
 """Errors that a command reports in one sentence, each with its exit code."""
 
-import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-
-_FAISS_PREFIX = re.compile(r"^Error in .*? at \S+:\d+: (Error: )?('.*?' failed: )?")
-"""Start of a message of faiss: C++ function, file, line and failed condition."""
 
 
 class InputError(ValueError):
@@ -14,29 +10,31 @@ class InputError(ValueError):
     exit_code = 2
 
 
+def in_one_line(error: BaseException) -> str:
+    """Return at most 300 characters of the message of an error, in one line.
+
+    If the message is unclear without the name of the error class, as for KeyError, the name comes first.
+    """
+    words, kind = " ".join(str(error).split())[:300], type(error).__name__
+    needs_class = isinstance(error, LookupError | TypeError | AttributeError | ArithmeticError | AssertionError)
+    return f"{kind}: {words}" if words and needs_class else words or kind
+
+
 @contextmanager
-def library_errors(problem: str, *kinds: type[BaseException], fix: str = "") -> Iterator[None]:
+def library_errors(
+    problem: str, *kinds: type[BaseException], fix: str = "", reason: Callable[[BaseException], str] = in_one_line
+) -> Iterator[None]:
     """Convert an error of a library inside the ``with`` block to an InputError.
 
     The message is ``problem``, then the message of the library in brackets, then ``fix``. kinds: error classes to convert.
+    reason: function that returns the message of the library.
     """
     try:
         yield
     except InputError:
         raise
     except kinds as error:
-        raise InputError(f"{problem} ({in_one_line(error)}){fix}") from error
-
-
-def in_one_line(error: BaseException) -> str:
-    """Return at most 300 characters of the message of an error, in one line.
-
-    If the message is unclear without the name of the error class, as for KeyError, the name comes first. A message of faiss loses
-    its C++ function, file and line number.
-    """
-    words, kind = _FAISS_PREFIX.sub("", " ".join(str(error).split()))[:300], type(error).__name__
-    needs_class = isinstance(error, LookupError | TypeError | AttributeError | ArithmeticError | AssertionError)
-    return f"{kind}: {words}" if words and needs_class else words or kind
+        raise InputError(f"{problem} ({reason(error)}){fix}") from error
 
 
 class NotFiniteError(InputError):

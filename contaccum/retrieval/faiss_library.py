@@ -29,6 +29,8 @@ BLOCK = 32_768  # number of rows that are converted to float32 and passed to fai
 GPU_LIMIT = 2048  # maximum number of results that faiss returns for a query on a GPU
 LONGEST = 200  # maximum length of a factory string or of search parameters; faiss crashes on very long strings
 
+_PREFIX = re.compile(r"^Error in .*? at \S+:\d+: (Error: )?('.*?' failed: )?")
+"""Pattern for the start of a faiss error message: C++ function, file, line and failed condition."""
 _TRIAL = "import sys, faiss; faiss.index_factory(int(sys.argv[1]), sys.argv[2], faiss.METRIC_INNER_PRODUCT)"
 _TRIAL_SECONDS = 60
 
@@ -69,7 +71,7 @@ def search_everywhere(queries: np.ndarray, passages: np.ndarray, k: int) -> dict
             copy = faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), number, index)
             found[f"gpu {number}"] = copy.search(queries, k)
         except RuntimeError as error:
-            found[f"gpu {number}"] = in_one_line(error)
+            found[f"gpu {number}"] = reason_of(error)
     return found
 
 
@@ -162,7 +164,7 @@ class FaissGpuCandidates:
         return self._torch(queries, k)
 
     def _fall_back_to_torch(self, error: RuntimeError) -> None:
-        warnings.warn(f"faiss cannot search on the GPU ({in_one_line(error)}); torch searches instead", stacklevel=3)
+        warnings.warn(f"faiss cannot search on the GPU ({reason_of(error)}); torch searches instead", stacklevel=3)
         self._index = None  # frees the memory of the GPUs for torch
 
 
@@ -210,3 +212,8 @@ def check_factory(factory: str, dimension: int) -> None:
         ) from error
     if code < 0:  # a positive code means a Python error, which faiss will raise in this process, too
         raise InputError(f"index {factory!r}: faiss crashes ({signal.Signals(-code).name}); use another index")
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the message of a faiss error in one line, without C++ function, file and line number."""
+    return _PREFIX.sub("", in_one_line(error))

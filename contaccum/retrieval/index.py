@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from contaccum.errors import InputError, in_one_line, library_errors
+from contaccum.errors import InputError, library_errors
 from contaccum.retrieval.faiss_library import (
     GPU_LIMIT,
     LONGEST,
     check_factory,
     load_faiss,
+    reason_of,
     row_blocks,
     search_gpus,
 )
@@ -94,7 +95,7 @@ class Index:
         dimension = shards[0].vectors.shape[1]
         check_factory(factory, dimension)
         problem = f"index {factory!r}: faiss cannot build it for {rows} passages"
-        with library_errors(problem, RuntimeError, MemoryError):
+        with library_errors(problem, RuntimeError, MemoryError, reason=reason_of):
             index = faiss.index_factory(dimension, factory, faiss.METRIC_INNER_PRODUCT)
             if not index.is_trained:
                 index.train(_sample(shards, rows, training_rows(faiss, index), seed))
@@ -149,7 +150,7 @@ class Index:
             if not _number(value) >= least:  # faiss accepts a smaller value, but then finds nothing
                 raise InputError(f"search_params {params!r}: {name} is {value}; expected a number of at least {least}")
         problem = f"search_params {params!r}: faiss cannot use them with index {self.origin.factory!r}"
-        with library_errors(problem, RuntimeError):
+        with library_errors(problem, RuntimeError, reason=reason_of):
             load_faiss().ParameterSpace().set_index_parameters(self.index, params)
         self._on_gpus = None  # the copies on the GPUs have the previous values
 
@@ -167,7 +168,7 @@ class Index:
         except RuntimeError as error:
             if index is self.index:
                 raise InputError(
-                    f"index {self.origin.factory!r}: faiss refused the search ({in_one_line(error)})"
+                    f"index {self.origin.factory!r}: faiss refused the search ({reason_of(error)})"
                 ) from error
             self._fall_back_to_cpu(error)
         return self.search(queries, k)
@@ -189,7 +190,7 @@ class Index:
         """Warn about an error on the GPUs, such as too little memory, and search on the CPU from now on."""
         factory = self.origin.factory
         warnings.warn(
-            f"index {factory!r}: faiss cannot search it on the GPU ({in_one_line(error)}); the CPU searches instead",
+            f"index {factory!r}: faiss cannot search it on the GPU ({reason_of(error)}); the CPU searches instead",
             stacklevel=4,
         )
         self._on_gpus = self.index
@@ -235,7 +236,7 @@ class Index:
                     f"{file}: missing or damaged (its SHA-256 is not the one in {path}). Delete the folder to "
                     "build the index again."
                 )
-        with library_errors(f"{files['index']}: faiss cannot read it as an index", RuntimeError):
+        with library_errors(f"{files['index']}: faiss cannot read it as an index", RuntimeError, reason=reason_of):
             index = load_faiss().read_index(str(files["index"]))
         ids = read_json(files["ids"], list[str], max_bytes=files["ids"].stat().st_size)
         if (index.d, index.ntotal, len(ids)) != (manifest.dimension, manifest.rows, manifest.rows):
