@@ -188,10 +188,9 @@ class HubLines:
         self.path = Path(text)  # name of the data set, for error messages
 
     def columns(self) -> list[str]:
-        """Return the field names of the rows.
+        """Return the fields that the name of the data set gives to columns, else the columns of the first row.
 
-        If the name of the data set maps columns to fields, these are the fields, else the columns of the first row. Raises
-        InputError if the data set has no row.
+        Raises InputError if the data set has no row.
         """
         if self._name.columns:
             return list(self._name.columns)

@@ -180,7 +180,7 @@ class StreamRows(NamedTuple):
 
 
 def passage_number(key: str) -> int:
-    """Return a 63-bit hash of a passage id. Training uses the hash as the passage's number, so that all steps use the same."""
+    """Return a 63-bit hash of a passage id: the number of this passage, the same in every step."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1
 
 

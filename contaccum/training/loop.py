@@ -115,8 +115,7 @@ class Training:
             self._resume(checkpoint, optimizer, changed)
         engine.prepare(self.encoder, optimizer)
         if engine.is_main:
-            path = self.folder / run_folder.CONFIG_FILE
-            write_text(path, f"format_version: {CONFIG_VERSION}\n{to_yaml(config)}")
+            write_text(self.folder / run_folder.CONFIG_FILE, f"format_version: {CONFIG_VERSION}\n{to_yaml(config)}")
             write_environment(self.folder, engine)
         self.log = RunLog(engine, self.folder, self.total, self.done)
         engine.start_trackers({"method": config.method, "seed": config.seed})

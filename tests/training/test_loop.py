@@ -352,14 +352,14 @@ def test_files_of_wandb_are_in_the_folder_of_the_run(data, tmp_path, monkeypatch
 
 def test_the_log_has_the_seconds_that_a_step_waited_for_data(data, tmp_path, monkeypatch):
     def slow(training, step, size, prepare=Training._step_batches):
-        time.sleep(0.5 if step == 0 else 0)
+        time.sleep(1 if step == 0 else 0)
         return prepare(training, step, size)
 
     monkeypatch.setattr(Training, "_step_batches", slow)
     train(train_config(data, tmp_path / "run", **{"optim.max_steps": 2}))
     first, second = read_log(tmp_path / "run")
-    assert first["seconds"] > first["waited"] >= 0.4
-    assert second["waited"] < 0.4
+    assert first["seconds"] > first["waited"] >= 1
+    assert second["waited"] < first["waited"]  # not the sum of both
 
 
 def test_only_a_gpu_needs_pinned_batches(data, tmp_path, monkeypatch):
