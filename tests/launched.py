@@ -3,6 +3,7 @@
 ``run_jobs`` is for tests; the script reads a list of jobs and runs them one after the other, each with all its processes.
 """
 
+import faulthandler
 import importlib
 import json
 import os
@@ -17,6 +18,8 @@ from pathlib import Path
 from forked import python
 
 HERE = Path(__file__).parent
+PORT = 2
+"""Bytes of a port."""
 
 
 @dataclass
@@ -68,22 +71,27 @@ def run_jobs(jobs: dict[str, Job], folder: Path) -> dict[str, Outcome]:
 
 
 def main(folder: Path) -> None:
-    import torch.distributed as dist
-
     jobs = json.loads((folder / "jobs.json").read_text())
     for module in {name for values in jobs.values() for name in (values["worker"], *values["imports"])} - {""}:
         importlib.import_module(module)  # before the first fork
     outcomes = {}
     for name, values in jobs.items():
-        # the launcher hosts the store, as torchrun does
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        outcomes[name] = asdict(launch(Job(**values), folder, folder / name, store.port))
+        outcomes[name] = asdict(launch(Job(**values), folder, folder / name))
     (folder / "outcomes.json").write_text(json.dumps(outcomes))
 
 
-def launch(job: Job, folder: Path, output: Path, port: int) -> Outcome:
+def launch(job: Job, folder: Path, output: Path) -> Outcome:
+    import torch.distributed as dist
+
     output.mkdir()
-    pids = [os.fork() or become(job, rank, folder, output, port) for rank in range(job.processes)]
+    receive, send = os.pipe()
+    pids = [os.fork() or become(job, rank, folder, output, receive) for rank in range(job.processes)]
+    # the launcher hosts the store, as torchrun does; a process forked while the store runs would share its connections,
+    # and some launches would hang
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.write(send, store.port.to_bytes(PORT, "little") * job.processes)
+    os.close(send)
+    os.close(receive)
     codes: dict[int, int] = {}
     deadline = time.monotonic() + job.seconds
     while len(codes) < len(pids) and time.monotonic() < deadline:
@@ -95,14 +103,16 @@ def launch(job: Job, folder: Path, output: Path, port: int) -> Outcome:
         else:
             time.sleep(0.01)
     for pid in (pid for pid in pids if pid not in codes):
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGABRT)  # prints where each thread hangs
+    for pid in (pid for pid in pids if pid not in codes):
         os.waitpid(pid, 0)
     said = {kind: [(output / f"{rank}.{kind}").read_text() for rank in range(job.processes)] for kind in ("out", "err")}
     return Outcome([codes.get(pid) for pid in pids], **said)
 
 
-def become(job: Job, rank: int, folder: Path, output: Path, port: int) -> int:
-    """Run as process ``rank`` in the forked process, and exit."""
+def become(job: Job, rank: int, folder: Path, output: Path, receive: int) -> int:
+    """Run as process ``rank`` in the forked process, and exit. receive: pipe with the store's port."""
+    port = int.from_bytes(os.read(receive, PORT), "little")
     local = -(-job.processes // job.machines)
     os.environ["CONTACCUM_CACHE"] = str(folder / f"cache-{job.machines}-{rank // local}")
     if job.processes > 1:
@@ -111,6 +121,7 @@ def become(job: Job, rank: int, folder: Path, output: Path, port: int) -> int:
         os.environ |= {name: str(value) for name, value in (place | address).items()}
     for number, kind in ((1, "out"), (2, "err")):
         os.dup2(os.open(output / f"{rank}.{kind}", os.O_WRONLY | os.O_CREAT), number)
+    faulthandler.enable(2)
     code = 1
     try:
         if job.fault:
