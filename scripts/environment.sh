@@ -1,5 +1,7 @@
 # Sourced by the other scripts: uses the active environment or makes .venv, and installs exactly what requirements.lock names.
 # A second call finds the lock unchanged and returns at once. The working folder stays; $root is the project's.
+# Modules are compiled when they are first imported, and kept for all later processes.
+unset PYTHONDONTWRITEBYTECODE
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 if [ -z "${VIRTUAL_ENV:-}" ] && [ -z "${CONDA_PREFIX:-}" ]; then
