@@ -10,7 +10,7 @@ from torch import Tensor
 NO_PASSAGE = -1
 """Padding value in RowIds.positives. No passage has this id."""
 MISSING = -2
-"""Id of an empty column, for a query that has fewer hard negatives than other queries. No passage has this id."""
+"""Padding value in RowIds.columns, for a query with fewer than H hard negatives. No passage has this id."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Tokens:
         )
 
     def pinned(self) -> "Tokens":
-        """Return the texts in page-locked memory, so that copying to a GPU does not block. Does not copy pinned tensors."""
+        """Return the texts in page-locked memory, so that a copy to a GPU does not block."""
         return Tokens(self.input_ids.pin_memory(), self.attention_mask.pin_memory())
 
     @staticmethod
@@ -79,7 +79,7 @@ ONE_TOKEN = Tokens(torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1, dtype=t
 class RowIds:
     """For each query of a micro-batch: integer ids of its passages and of all passages known to be relevant.
 
-    Optional: a teacher's scores of these passages, and the row number of each query in the training set.
+    Optional: teacher scores of its passages (``columns``), and the row number of the query in the training set.
     """
 
     columns: Tensor  # (b, 1 + H) int64: the positive of each query, then its hard negatives, padded with MISSING
@@ -89,7 +89,7 @@ class RowIds:
 
     @staticmethod
     def merge(parts: "list[RowIds]", how: Callable[[list[Tensor]], Tensor]) -> "RowIds":
-        """Merge the tensors of all ``parts``, with one call of ``how`` for each field."""
+        """Merge ``parts`` field by field. how: function that merges the tensors of one field, such as torch.cat."""
         merged: dict[str, Tensor] = {}
         for name in ("columns", "positives", "teacher", "queries"):
             given = [tensor for part in parts if (tensor := getattr(part, name)) is not None]
@@ -100,7 +100,7 @@ class RowIds:
 
 
 Rows = tuple[Tensor, Tensor, RowIds]
-"""(queries, passages, ids) of n rows. The embeddings have shapes (n, d) for queries and (n, 1 + H, d) for passages."""
+"""n queries with their passages: (query embeddings (n, d), passage embeddings (n, 1 + H, d), ids)."""
 
 
 def concatenate(parts: Sequence[Rows]) -> Rows:

@@ -11,9 +11,9 @@ class InputError(ValueError):
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return at most 300 characters of the message of an error, in one line.
+    """Return the message of an error in one line, truncated to 300 characters.
 
-    If the message is unclear without the name of the error class, as for KeyError, the name comes first.
+    The class name comes first for errors such as KeyError, whose message alone is unclear.
     """
     words, kind = " ".join(str(error).split())[:300], type(error).__name__
     needs_class = isinstance(error, LookupError | TypeError | AttributeError | ArithmeticError | AssertionError)
@@ -24,10 +24,10 @@ def in_one_line(error: BaseException) -> str:
 def library_errors(
     problem: str, *kinds: type[BaseException], fix: str = "", reason: Callable[[BaseException], str] = in_one_line
 ) -> Iterator[None]:
-    """Convert an error of a library inside the ``with`` block to an InputError.
+    """Convert library errors that are raised inside the ``with`` block to InputError.
 
-    The message is ``problem``, then the message of the library in brackets, then ``fix``. kinds: error classes to convert.
-    reason: function that returns the message of the library.
+    The new message is ``problem``, then the library's message in brackets, then ``fix``. kinds: classes to convert.
+    reason: function that returns the library's message, given the error.
     """
     try:
         yield

@@ -1,8 +1,8 @@
 """Download BEIR data sets and DPR files into the cache, check the files, and unpack archives safely.
 
-A download is first written to a temporary file, the part file. If the connection breaks, the next call continues from the part
-file if the complete file can be checked afterwards: an archive with a known MD5, or a gzip file. Every other file is downloaded
-again from the start.
+A download is first written to a temporary file, the part file. If the connection breaks, the next call can continue the
+part file. It does so only for files that can be checked when they are complete: archives with a known MD5, and gzip files.
+Every other file is downloaded again from the start.
 """
 
 import gzip
@@ -55,7 +55,7 @@ def beir_folder(
     """Return the folder of a BEIR data set; download the data set into ``cache`` if necessary.
 
     name: such as ``scifact`` or ``cqadupstack/android`` (``cqadupstack`` has twelve data sets). md5: expected MD5 checksum of
-    the archive; None: the checksum in ``MD5``.
+    the archive; None: the checksum that BEIR publishes, if there is one.
 
     Raises InputError if the name is unknown, if the licence forbids the download, if the download fails, if the checksum is
     wrong, or if the archive is too large or unsafe to unpack.
@@ -81,8 +81,8 @@ def beir_folder(
 def dpr_file(name: str, cache: str | Path | None = None, *, base_url: str = DPR_URL) -> Path:
     """Return the path of a DPR file; download the file into ``cache`` if necessary.
 
-    name: a key of ``DPR``, such as ``nq-train``. Raises InputError if the name is unknown, the download fails, or the gzip file
-    is damaged.
+    name: name of the file without ``dpr/``, such as ``nq-train``. Raises InputError if the name is unknown, the download fails,
+    or the gzip file is damaged.
     """
     if name not in DPR:
         raise InputError(f"dpr/{name}: no DPR file has this name; expected dpr/ and one of {', '.join(DPR)}")
@@ -188,7 +188,7 @@ def transfer(url: str, archive: Path, test: Callable[[str, Path], None] | None, 
     """Download ``url`` to a part file, check the part file with ``test``, and rename the part file to ``archive``.
 
     test: function of URL and part file that raises InputError if the file is wrong. None: no check, and the next call after a
-    broken download starts from the beginning. target: where users put data that they download themselves, for error messages.
+    broken download starts from the beginning. target: path for the error message, where users can put their own copy.
     """
     part = archive.with_name(f".{archive.name}.part")
     keep = test is not None
@@ -215,7 +215,7 @@ class _DownloadFailed(InputError):
 
 
 def _fetch(url: str, file: BinaryIO, folder: Path) -> None:
-    """Download the rest of an unfinished file. If the server cannot send only the rest, download the complete file."""
+    """Download the rest of an unfinished file, or the complete file if the server cannot send only the rest."""
     start = file.tell()
     headers = {"Range": f"bytes={start}-", "Accept-Encoding": "identity"} if start else {}
     try:
@@ -248,7 +248,7 @@ def _fetch(url: str, file: BinaryIO, folder: Path) -> None:
 
 
 def _copy(response: requests.Response, url: str, file: BinaryIO, name: str) -> None:
-    """Write the data of a response to a file. Raise TimeoutError if the server is slower than ``_MIN_RATE``."""
+    """Write the data of a response to a file. Raise TimeoutError if the server sends less than 1 KiB per second."""
     length = response.headers.get("Content-Length", "")
     total = int(length) if length.isascii() and length.isdigit() and len(length) < 16 else None
     received, since = 0, time.monotonic()

@@ -1,8 +1,8 @@
 """Download data sets of the Hugging Face Hub into the cache, or stream them, and read the rows of their files.
 
-The name of a data set is ``hub:owner/name[@revision][:configuration][:split][?query=COLUMN&pos=COLUMN&neg=COLUMN,COLUMN]``. The
-part after the question mark maps columns to our fields, if the columns have other names. A local folder may replace
-``owner/name``.
+The name of a data set is
+``hub:owner/name[@revision][:configuration][:split][?query=COLUMN&pos=COLUMN&neg=COLUMN,COLUMN]``. The part after the
+question mark names the columns to read as query, pos, neg and query_id. A local folder may replace ``owner/name``.
 
 The library ``datasets`` finds the files of a configuration. contaccum reads JSON files itself, because ``datasets`` converts
 texts such as 2020-01-01 to dates.
@@ -111,7 +111,7 @@ class HubName:
             return get_dataset_config_names(self.repository, revision=self.revision)
 
     def is_retrieval_set(self) -> bool:
-        """Return whether the data set has a corpus and queries (True) or training examples (False)."""
+        """Return whether to read the data set as a corpus with queries (True) or as training examples (False)."""
         if self.configuration is not None or self.columns:
             return False
         found = set(self.configurations())
@@ -130,18 +130,18 @@ def files_by_split(builder: DatasetBuilder) -> dict[str, list[str]]:
 
 
 def split_files(name: HubName, builder: DatasetBuilder, split: str, only: bool = False) -> list[str]:
-    """Return the files of a split. only: if the data set has a single split, use this split, whatever its name.
+    """Return the files of a split. Raise InputError if there is no such split.
 
-    Raises InputError if there is no such split.
+    only: if True and the data set has only one split, return the files of that split, whatever its name.
     """
     found = files_by_split(builder)
     if split not in found and not (only and len(found) == 1):
-        raise InputError(f"{name.text}: split {split!r} not found; found {', '.join(found)}")
+        raise InputError(f"{name.text}: split {split!r} not found; available: {', '.join(found)}")
     return found[split] if split in found else next(iter(found.values()))
 
 
 def _key(files: list[str]) -> list[Any]:
-    """Return a cache key that changes if a file changes: addresses of Hub files, ``file_key`` of local files."""
+    """Return a cache key that changes if a file changes: the address of a Hub file; path, size and time of a local file."""
     return [file if _REMOTE.fullmatch(file) else file_key(Path(file)) for file in files]
 
 
@@ -149,11 +149,11 @@ def fetch_hub(text: str, split: str) -> Path:
     """Download a Hub data set, and return the path of a local copy in one of our formats.
 
     A data set with the configurations ``corpus`` and ``queries`` (as in NanoBEIR and MTEB) becomes a BEIR folder. The judgements
-    come from the configuration ``default`` or ``qrels``. A data set without these configurations becomes a file of training
-    examples, and so does every data set if ``text`` names a configuration or maps columns. Unless ``text`` maps columns, the
-    columns must have the field names of one of our formats.
+    come from the configuration ``default`` or ``qrels``. Any other data set becomes a file of training examples. A name in
+    ``text`` with a configuration or a mapping of columns always gives training examples. Without a mapping, the columns must
+    have the field names of one of our formats.
 
-    split: split of the examples or judgements, used if ``text`` names no split.
+    text: ``hub:`` name of the data set. split: split of the examples or judgements, used if ``text`` names no split.
     """
     name = HubName.of(text)
     if name.is_retrieval_set():
@@ -188,7 +188,7 @@ class HubLines:
         self.path = Path(text)  # name of the data set, for error messages
 
     def columns(self) -> list[str]:
-        """Return the fields that the name of the data set gives to columns, else the columns of the first row.
+        """Return the field names of the examples: those in the data set's name, or else the columns of the first row.
 
         Raises InputError if the data set has no row.
         """
@@ -235,7 +235,7 @@ def _mapped(name: HubName, row: Record, number: int) -> Record:
 
 def _texts(name: HubName, number: int, column: str, row: Record) -> list[str]:
     if column not in row:
-        raise InputError(f"{name.text}: column {column!r} not found; found {', '.join(row)}")
+        raise InputError(f"{name.text}: column {column!r} not found; available: {', '.join(row)}")
     value = row[column]
     values = value if isinstance(value, list) else [value]
     kept = [str(each) if isinstance(each, int) else each for each in values if each not in (None, "")]
@@ -249,8 +249,8 @@ def _texts(name: HubName, number: int, column: str, row: Record) -> list[str]:
 def retrieval_parts(found: Collection[str], prefix: str = "") -> tuple[str, str, str]:
     """Return the names of the configurations of the corpus, the queries and the judgements, chosen as in MTEB.
 
-    found: names of all configurations of the data set. prefix: text with which the names of a subset's configurations begin, such
-    as ``sw-``. A returned name may be missing in ``found``; the caller must check. Source: ``_load_qrels`` and ``_load_queries``
+    found: names of all configurations of the data set. prefix: for a subset, the start of its configuration names, such as
+    ``sw-``. A returned name may be missing in ``found``; the caller must check. Source: ``_load_qrels`` and ``_load_queries``
     of mteb/abstasks/retrieval_dataset_loaders.py, mteb 2.26.24.
     """
     queries = "query" if "query" in found else f"{prefix}queries"

@@ -95,7 +95,7 @@ def mteb_folder(member: str, split: str) -> Path:
     if not (folder / SPLITS).is_file():
         return folder
     if split not in (splits := read_json(folder / SPLITS, list[str])):
-        raise InputError(f"mteb/{member}: split {split!r} not found; found {', '.join(splits)}")
+        raise InputError(f"mteb/{member}: split {split!r} not found; available: {', '.join(splits)}")
     return cached_folder("mteb", [*key, split], partial(_write_split, task, subset, split))
 
 
@@ -135,7 +135,7 @@ class _TaskFiles:
         found = self._name.configurations()
         wanted = retrieval_parts(found, prefix)
         if missing := [name for name in wanted if name not in found]:
-            raise InputError(f"{self.text}: configuration {missing[0]!r} not found; found {', '.join(found)}")
+            raise InputError(f"{self.text}: configuration {missing[0]!r} not found; available: {', '.join(found)}")
         return [files_by_split(self._name.builder(name)) for name in wanted]
 
     def rows(self, part: Mapping[str, list[str]], split: str) -> Rows:

@@ -24,10 +24,12 @@ if TYPE_CHECKING:
 
 
 def _call(target: str, *more: Any, spread: bool = False, configured: bool = False) -> Callable[..., object]:
-    """Return a function that calls ``target`` (module:function) with the same arguments, followed by ``more``.
+    """Return a function that runs a command: it imports ``target`` (module:function), calls it and returns the result.
 
-    The module is imported at the call. spread: the only argument is an option dataclass; pass its fields one by one. configured:
-    the arguments are options and a config; pass a function that changes the config (see ``_configure``), and then the options.
+    The returned function gets an instance of each option dataclass of the command. By default it calls ``target`` with these
+    instances. spread: there is one instance, and ``target`` gets its field values one by one. configured: the instances are
+    options and a TrainConfig, and ``target`` gets a function that changes this config (see ``_configure``), then the options.
+    more: values that ``target`` gets as its last arguments.
     """
 
     def call(*parts: Any) -> object:
@@ -123,7 +125,7 @@ def _mine(
 def _configure(config: TrainConfig) -> Configure:
     """Return a function that returns a copy of ``config`` with changed settings.
 
-    The returned function gets a mapping: name of a setting -> value as text. It checks the types of the values.
+    The returned function takes a mapping (name of a setting -> value as text) and checks the types of the values.
     """
     train = COMMANDS["train"]
     parser = command_parser("train", train, documented=False)
@@ -200,8 +202,8 @@ COMMANDS = {
         _call("contaccum.explore.app:explore"),
         "compare in a browser what retrievers find",
         "Serve a web page that shows the passages that one model finds for a query, or two models side by side. The page also "
-        "lists the judged queries, sorted by the metric of the first model (with two models: minus the metric of the second), "
-        "lowest first. Vectors are cached. Needs the extra `explore`.",
+        "lists the judged queries: first those with the lowest metric of the model (with two models, with the lowest difference "
+        "first - second). Vectors are cached. Needs the extra `explore`.",
         "%(prog)s --models DIR [DIR|bm25 ...] --data BEIR_DIR [--split test] [--port N] [options]",
         "ExploreConfig EncoderConfig SearchConfig DataPolicy",
         skip=("model", "timeout_minutes", "index_dir", "strict"),

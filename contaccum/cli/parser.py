@@ -31,7 +31,7 @@ _load_yaml = get_loader("yaml")
 
 
 def _load(text: str) -> Any:
-    """Return the value of a text as YAML. A text that starts with # is itself the value, for example of --query."""
+    """Parse a text as YAML. If it is only a comment (# ...), return the text itself: it may be the value of --query."""
     value = _load_yaml(text)
     return text if value is None and text.lstrip().startswith("#") else value
 
@@ -67,7 +67,7 @@ class Command:
         return "TrainConfig" in self.options
 
     def kinds(self) -> list[tuple[str, type]]:
-        """Import the dataclasses named in ``options``. Return (prefix, dataclass) for each."""
+        """Import the dataclasses named in ``options``. Return (prefix of the option names or "", dataclass) for each."""
         named = [each.rpartition(":") for each in self.options.split()]
         modules = ("contaccum.config", "contaccum.config.commands", "contaccum.config.experiments")
         homes = [import_module(name) for name in modules] if named else []
@@ -224,13 +224,13 @@ def make_parser(commands: Mapping[str, Command], arguments: list[str] | None = N
 
 
 def command_in(commands: Mapping[str, Command], arguments: list[str]) -> tuple[str, Command | None]:
-    """Find the command in a command line. Return its name and its Command, or its name and None if the name is unknown."""
+    """Return the name of the command in a command line, and its Command (None if the name is unknown)."""
     name = " ".join(arguments[: 2 if arguments[:1] == ["data"] else 1])
     return name, commands.get(name)
 
 
 def check_arguments(commands: Mapping[str, Command], arguments: list[str]) -> None:
-    """Raise InputError for an unknown command, an unknown option, a removed setting, or a group that is given as one value."""
+    """Raise InputError for an unknown command or option, a removed setting, or one value for a whole group of settings."""
     name, command = command_in(commands, arguments)
     if command is None:
         if not name or name == "data" or name.split()[-1].startswith("-"):
@@ -263,7 +263,7 @@ def check_arguments(commands: Mapping[str, Command], arguments: list[str]) -> No
 
 
 def explain(commands: Mapping[str, Command], arguments: list[str], error: ArgumentError) -> str:
-    """Return the message of an error of jsonargparse in plain words, with the missing options or the allowed values."""
+    """Return an error message of jsonargparse in plain words, with the missing options or the allowed values."""
     from contaccum.config.declare import describe, spec_of
     from contaccum.config.spellings import closest
 

@@ -91,7 +91,7 @@ class TrainConfig:
 
     @property
     def bank_rows(self) -> int:
-        """`bank.size`, or its default (`batch.global_batch_size`). Unlike ``bank_size()``, it does not depend on the method."""
+        """Number of rows in the bank, if the method has one: `bank.size`, or its default, `batch.global_batch_size`."""
         return self.batch.global_batch_size if self.bank.size is None else self.bank.size
 
     def bank_size(self) -> int:
@@ -142,9 +142,9 @@ def settings_with(**wanted: Any) -> tuple[str, ...]:
 
 
 def affects(name: str, method: str | None) -> bool:
-    """Return whether a setting can change the model that ``method`` trains. `seed` and `method` do not count.
+    """Return whether a setting can change the model that ``method`` trains. For `seed` and `method`, return False.
 
-    method: None stands for the untrained encoder.
+    method: name of a training method, or None for the encoder before training.
     """
     spec = train_settings()[name]
     if spec.resume == "free" or name in ("seed", "method"):
@@ -153,7 +153,7 @@ def affects(name: str, method: str | None) -> bool:
 
 
 def validate(config: TrainConfig, world: int = 1, warn: bool = True) -> None:
-    """Check a config and raise InputError for the first invalid value or broken rule.
+    """Check a config and raise InputError for the first invalid value or invalid combination of values.
 
     world: number of processes. warn: whether to warn about settings that have no effect.
     """
@@ -185,7 +185,7 @@ def check_total(config: TrainConfig, total: int) -> None:
 def from_mapping(values: Mapping[str, Any]) -> TrainConfig:
     """Build a config from nested mappings, the inverse of ``asdict``.
 
-    Raises InputError for a setting that contaccum no longer has, unless its value changes nothing.
+    Raises InputError for a removed setting, unless it has the value that is still accepted (see ``spellings.REMOVED``).
     """
     values = without_removed(values, "")
     given: dict[str, Any] = {name: GROUPS[name](**value) if name in GROUPS else value for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""Declare settings: default, range, unit, methods that read the setting, and whether a resumed run may change the setting."""
+"""Declare settings: default, range, unit, training methods that read the setting, and whether a resumed run may change it."""
 
 import math
 import operator
@@ -69,8 +69,8 @@ class SettingSpec(NamedTuple):
     below: float | None = None
     multiple_of: int | None = None
     methods: Literal["all", "bank", "micro_batches", "two_pass"] = "all"
-    """Methods that read the setting: all methods, methods with a bank, with several micro-batches in a step, or with two
-    passes."""
+    """Methods that read the setting: all methods (all), those with a bank (bank), with several micro-batches in a step
+    (micro_batches), or with two passes (two_pass)."""
     resume: Literal["free", "ask", "never"] = "ask"
     """Whether a resumed run may change the setting: always (free), only with `allow_changes` (ask), or never."""
     training_only: bool = False
@@ -147,7 +147,7 @@ def spec_of(declared: Field) -> SettingSpec:
 
 
 def default_of(declared: Field) -> Any:
-    """Return the default of a dataclass field, or MISSING."""
+    """Return the default of a dataclass field, or ``dataclasses.MISSING`` if the field has none."""
     return declared.default if declared.default_factory is MISSING else declared.default_factory()
 
 

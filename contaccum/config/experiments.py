@@ -97,9 +97,9 @@ class PlanConfig:
     """Also estimate the time to encode a corpus of this many passages, the disk space of its vectors, the memory of an index and
     the time of a search. Default: no estimate."""
     processes: int | None = setting(None, at_least=2, unit="processes")
-    """Also plan for this many processes, with `run.sharding`, with LoRA, and with both. The steps are measured in one process
-    without sharding, so small micro-batches must fit into the memory of this device. Default: no plan for
-    several processes."""
+    """Also plan training with this many processes: with `run.sharding` none and fsdp, each for all weights and for LoRA. Memory
+    is measured in one process without sharding, so small micro-batches must fit into the memory of this device. Default: no plan
+    for several processes."""
     output: str | None = None
     """JSON file to write the plan to."""
 

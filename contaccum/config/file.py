@@ -60,13 +60,13 @@ def check_version(found: Any, where: str) -> None:
 
 
 def check_config_file(path: str | Path, text: str, known: Collection[str] | None) -> ConfigText:
-    """Check the text of a YAML file of settings.
+    """Check the text of a YAML file, and return its settings without those that no longer have an effect.
 
     known: names of the allowed settings. None allows any names.
 
     Raises InputError, with file and line, for the first of these faults: a setting that is not in ``known``, is given twice or
-    was removed; a group that is not a mapping; a YAML tag; a key that jsonargparse would interpret; too many values; values that
-    are nested too deeply.
+    was removed; a group that is not a mapping; a YAML tag; a key that jsonargparse does not read as a setting, such
+    as class_path; too many values; values that are nested too deeply.
     """
     root = _parsed(path, text)
     if root is None:
@@ -75,7 +75,7 @@ def check_config_file(path: str | Path, text: str, known: Collection[str] | None
         raise _error(path, root, f"found {_kind(root)}, expected settings, such as 'seed: 1'")
     found = list(islice(_nodes(path, root), MAX_NODES + 1))
     if len(found) > MAX_NODES:
-        raise _error(path, root, f"has more than {MAX_NODES} values, expected settings")
+        raise _error(path, root, f"has more than {MAX_NODES} values, more than all settings together")
     lines: dict[str, int] = {}
     for name, parent, key, value in found:
         if name in lines:
@@ -111,9 +111,9 @@ def _parsed(path: str | Path, text: str) -> yaml.Node | None:
 def _nodes(
     path: str | Path, parent: yaml.Node, prefix: str = "", depth: int = 0
 ) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield (setting, parent, key, value) for every value below a mapping or list.
+    """Yield (name of the setting, parent, key, value) for every value below the mapping or list ``parent``.
 
-    Each use of an alias yields its values again.
+    Parent, key and value are YAML nodes; the key of a list item is the item itself. Each use of an alias yields its values again.
     """
     items = parent.value if isinstance(parent, yaml.MappingNode) else [(each, each) for each in parent.value]
     for number, (key, value) in enumerate(items):

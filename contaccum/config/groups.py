@@ -23,8 +23,8 @@ class DataPolicy:
     """Accept empty passages and duplicate ids. Of several records with the same id, the last is used. A warning counts
     the empty passages and the duplicate ids."""
     max_bad_records: int = setting(0, at_least=0, unit="records")
-    """Maximum number of invalid records to skip in each file. A warning names the file that lists them. With more invalid
-    records, the command stops."""
+    """Maximum number of invalid records to skip in each file. A warning names a file with the skipped records. With more
+    invalid records, the command stops."""
     max_unpacked: float | None = setting(None, above=0, unit="GB")
     """Maximum size of the unpacked data of a gzip file, in GB. The command stops at a larger file. Default: 0.5 GB + 100
     times the size of the gzip file."""
@@ -242,7 +242,7 @@ class LossConfig:
     symmetric: bool = False
     """Also compare each positive with all queries of the batch and of the bank. The loss is the mean of the two directions, from
     query to passage and from passage to query. Hard negatives are compared only in the direction from query to passage. The
-    method `passage_bank` stores no queries."""
+    bank of `passage_bank` has no queries."""
     matryoshka_dims: list[int] = setting(factory=list, unit="dimensions")
     """Widths to which vectors may be truncated after training, such as [256, 128, 64]. The loss at each width is added to the
     loss of the full vectors. With cosine, truncated vectors are scaled to length 1 again. Each width has its own bank."""

@@ -91,7 +91,7 @@ def closest(name: str, known: Collection[str], prefix: str = "") -> str:
 def unknown(name: str, value: str, known: Collection[str], prefix: str = "") -> str:
     """Return a hint about what to use instead of a setting that does not exist, or an empty string.
 
-    prefix: text that the hint puts before the names of settings, such as ``--``.
+    value: text that the user gave for ``name``. prefix: text before each name of a setting in the hint, such as ``--``.
     """
     last = name.rpartition(".")[2]
     in_memory = f"or {prefix}batch.micro_batch_size (pairs in memory)"
@@ -109,14 +109,15 @@ def unknown(name: str, value: str, known: Collection[str], prefix: str = "") -> 
 
 
 def is_ignored(name: str, value: Any) -> bool:
-    """Return whether a setting was removed and has the value that is still accepted."""
+    """Return whether a setting was removed, but can be ignored because it has the value listed in ``REMOVED``."""
     return name in REMOVED and value == REMOVED[name][0]
 
 
 def without_removed(values: Mapping[str, Any], where: str | None = None, prefix: str = "") -> dict[str, Any]:
-    """Return ``values`` without the removed settings that have their accepted value (see REMOVED).
+    """Return ``values`` without removed settings. ``REMOVED`` lists these settings, each with one value that is still accepted.
 
-    where: beginning of the InputError for a removed setting with another value. None: keep such a setting.
+    A removed setting with any other value raises InputError. The message begins with ``where``. If ``where`` is None, there is
+    no error, and the setting stays in the result. prefix: name of the group of ``values`` with a dot, such as ``bank.``.
     """
     kept: dict[str, Any] = {}
     for key, value in values.items():
@@ -131,7 +132,7 @@ def without_removed(values: Mapping[str, Any], where: str | None = None, prefix:
 
 
 def refuse_removed(where: str, name: str, value: Any) -> None:
-    """Raise InputError if a setting or its value was removed. The message says what to use instead."""
+    """Raise InputError if a setting or its value was removed. The message begins with ``where`` and says what to use."""
     if name in REMOVED:
         raise InputError(f"{where}{name} is {shown(value)}, but this setting was removed. {REMOVED[name][1]}.")
     if isinstance(value, str) and (instead := REMOVED_VALUES.get((name, value))):

@@ -43,10 +43,10 @@ def partition_by_pairs(pairs: int, size: int, world: int) -> list[np.ndarray]:
 def partition_by_tokens(queries: np.ndarray, passages: np.ndarray, budget: int, world: int) -> list[np.ndarray]:
     """Divide the pairs of a step into micro-batches of at most ``budget`` padded tokens per process.
 
-    queries (N,) and passages (N, 1 + H) are lengths in tokens. B pairs have B * (longest query + (1 + H) * longest passage)
-    padded tokens. Pairs are sorted by length. The longest pairs come first, so that an out-of-memory error comes early. With W
-    processes (``world``), every process gets one of each W consecutive pairs. The number of micro-batches is as small as
-    possible, and, with this number, the largest micro-batch is as small as possible.
+    queries (N,) and passages (N, 1 + H) are lengths in tokens. B pairs have B * (longest query + (1 + H) * longest
+    passage) padded tokens. Pairs are sorted by length. The longest pairs come first, so that an out-of-memory error
+    comes early. Of W consecutive pairs, each of the W processes (``world``) gets one. The sorted pairs are split into
+    as few micro-batches as possible. Among these splits, the one with the smallest largest micro-batch is used.
     """
     longest = passages.max(axis=1)
     order = np.lexsort((-queries, -longest)).reshape(-1, world)  # (N / W, W); stable
@@ -183,10 +183,10 @@ class Batches(ABC):
         return [width] * (self._sampler.size // width)
 
     def _partition(self, rows: StepRows | StreamRows, size: int) -> tuple[list[np.ndarray], Tokenized]:
-        """Return the pair indices of each micro-batch of a step, and the token ids of pairs.
+        """Return the partition of a step (the pair indices of each micro-batch), and the token ids of its pairs.
 
-        With ``micro_batch_tokens``, the token ids of all pairs are returned, because their lengths determine the micro-batches.
-        Otherwise, only those of the pairs of this process are returned.
+        The token ids are those of the pairs of this process. With ``micro_batch_tokens``, they are those of all pairs,
+        because the lengths of all texts determine the partition.
         """
         if self._form.micro_batch_tokens:
             tokens = self._tokenized(rows, np.arange(len(rows.queries)))
@@ -207,7 +207,7 @@ class Batches(ABC):
 
     @abstractmethod
     def _tokens(self, rows: Any, indices: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Return the token ids of the pairs at ``indices``: one array for each query and each passage, except MISSING."""
+        """Return the token ids of the queries and of the passages of the pairs at ``indices``. Skip missing passages."""
 
     @abstractmethod
     def _ids(self, rows: Any, indices: np.ndarray) -> list[str]:

@@ -4,9 +4,9 @@ Conversion keeps the ids of queries and passages. If a format has no field for a
 (``query_id``, ``pos_id`` or ``neg_id``). This package reads the extra fields; other tools ignore them. JSONL has no titles: the
 title and the text of a passage become one string.
 
-The ``negative_ctxs`` of DPR are kept in DPR, become passages without a grade in BEIR, and are dropped in JSONL and Tevatron.
-Teacher scores are written only to JSONL and Tevatron: BEIR has no field for teacher scores, and in DPR the field ``score`` is a
-search score.
+DPR's ``negative_ctxs`` are kept in a conversion to DPR. In BEIR they become passages without a grade. JSONL and
+Tevatron have no field for them, so they are dropped. Teacher scores are written only to JSONL and Tevatron: BEIR has no
+field for teacher scores, and in DPR the field ``score`` is a search score.
 """
 
 import gzip
@@ -38,7 +38,7 @@ Stats = dict[str, Any]
 
 
 def check(path: str | Path, split: str | None = None, policy: DataPolicy = DEFAULT_POLICY) -> Stats:
-    """Read a whole data set and return statistics. ``split`` selects one split of a BEIR folder; None selects all splits.
+    """Read a whole data set and return its statistics. split: split of a BEIR folder to read; None: all splits.
 
     Invalid data causes the same errors and warnings as in training and evaluation. Teacher scores are checked too. Text lengths
     are counted in words.
@@ -215,7 +215,7 @@ def convert(
 
 
 def _sweep(target: Path) -> None:
-    """Remove unfinished files and folders that killed processes left next to ``target``."""
+    """Remove unfinished files and folders next to ``target``. They are from processes that were killed."""
     with suppress(OSError):  # a file may belong to another user
         sweep(target.parent, target.name, shared=True)
 

@@ -63,8 +63,8 @@ def duplicate_id(what: str, key: str, first: object, repairable: bool = True) ->
 def open_corpus(path: Path, policy: DataPolicy) -> Corpus:
     """Open a corpus: a BEIR folder, a corpus.jsonl, a DPR TSV or MS MARCO's collection.tsv.
 
-    A passage with a duplicate id or without text is invalid. Published data sets have such passages, so ``repair`` accepts them
-    with a warning: of several passages with the same id, the last is used, as in BEIR's loader; passages without text are kept.
+    A passage with a duplicate id or without text is invalid, but common in public data sets. With ``repair``, it only
+    causes a warning: of several passages with the same id, the last is used, as in BEIR's loader; empty texts are kept.
     """
     # Path.is_dir raises an error for some strings
     source = beir_file(path, "corpus.jsonl") if os.path.isdir(path) else path
@@ -88,7 +88,7 @@ def _build_corpus(source: Path, policy: DataPolicy, folder: Path) -> None:
     """Write the table of passages into the cache folder ``folder``.
 
     A set of all ids would need too much memory, so the first pass keeps only a hash of each id. If two hashes are equal, a second
-    pass reads the ids to find the duplicates, and a third pass writes the table again without them.
+    pass reads the ids to find the duplicates, and a third pass writes the table again without the duplicates.
     """
     hashes, about, rejected = _write_corpus(source, policy, folder, {})
     again = _passages(source, policy.repair, RejectedRecords.of(policy))

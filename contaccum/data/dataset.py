@@ -34,7 +34,7 @@ DEFAULT_POLICY = DataPolicy()
 
 
 class RetrievalDataset:
-    """A data set of any format. A property reads and checks files at its first use. Invalid files raise InputError."""
+    """Data set of any format. Each property reads and checks its files at first use. Invalid files raise InputError."""
 
     def __init__(self, name: str | Path, split: str, policy: DataPolicy) -> None:
         self.name, self.split, self._policy = name, split, policy
@@ -87,7 +87,7 @@ class RetrievalDataset:
 
     @cached_property
     def qrels(self) -> Qrels:
-        """Grades, if ``name`` is the path of a qrels file. Queries without a positive are left out."""
+        """Query id -> passage id -> grade, from the qrels file ``name``. Queries without a positive are left out."""
         source = Path(self.name)
         grades = read_grades(source, self._policy)
         report_rejected(source, grades.rejected)

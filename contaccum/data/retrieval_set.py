@@ -72,7 +72,8 @@ def qrels_file(folder: Path, split: str) -> Path:
     """Return the path of the qrels file of a split. If the split does not exist, raise an InputError that lists the splits."""
     splits = splits_of(folder)
     if split not in splits:
-        raise InputError(f"{folder}: split {split!r} not found; found {', '.join(splits) or 'no qrels/<split>.tsv'}")
+        available = ", ".join(splits) or "none (no qrels/<split>.tsv)"
+        raise InputError(f"{folder}: split {split!r} not found; available: {available}")
     return beir_file(folder, f"qrels/{split}.tsv")
 
 
@@ -131,7 +132,11 @@ class Grades(NamedTuple):
 
 
 class _MissingIds:
-    """Ids that the qrels name but the file of queries or passages lacks: ids of rejected records, and unknown ids."""
+    """Ids in the qrels that are missing in the file of queries or passages.
+
+    If n records of this file are rejected, they may have had n of these ids. ``rejected`` has the first n ids, and ``unknown``
+    has the other ids.
+    """
 
     def __init__(self, what: str, named: Collection[str], known: Collection[str], file: Path, left_out: int) -> None:
         self.what, self.file = what, file
@@ -142,7 +147,10 @@ class _MissingIds:
 
 
 def read_grades(source: Path, policy: DataPolicy, known: Sequence[_MissingIds] = ()) -> Grades:
-    """Read a qrels file. Reject judgements with an unknown id; skip judgements that name a rejected query or passage."""
+    """Read a qrels file. Reject judgements with an unknown id; skip judgements that name a rejected query or passage.
+
+    known: first the missing query ids, then the missing passage ids. If an element is absent, ids of that kind are not checked.
+    """
     qrels: Qrels = {}
     passages: dict[str, None] = {}
     judgements = orphaned = 0
@@ -178,9 +186,9 @@ def _check_judgement(source: Path, judgement: Judgement, known: Sequence[_Missin
 
 
 def keep_answerable(source: Path, qrels: Qrels, strict: bool) -> Qrels:
-    """Return the qrels of the queries that have a grade above 0. Raise InputError if there is no such query.
+    """Return the qrels of the queries that have a positive (a grade above 0). Raise InputError if no query has one.
 
-    If some queries have no grade above 0, warn, or raise InputError if ``strict``.
+    If only some queries have no positive, warn; with ``strict``, raise InputError.
     """
     kept = {query: grades for query, grades in qrels.items() if max(grades.values()) > 0}
     without = [query for query in qrels if query not in kept]

@@ -23,7 +23,7 @@ _STRIDE = 16  # number of steps between two stored positions of a mixture
 
 
 def random_stream(*key: int) -> np.random.Generator:
-    """Return the random generator for ``key``: a seed, one of the constants above, and the number of a step or an epoch."""
+    """Return a random generator for ``key``: the seed, a constant such as POSITIVES for its use, and a step or epoch."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
 
 
@@ -164,11 +164,11 @@ class StepSampler:
 
 
 class MixtureSampler:
-    """Chooses the examples of each step from a mixture.
+    """Chooses the examples of each step from a mixture of training sets.
 
-    With ``mixed``, each of the N examples of a step comes from a random set. With ``one_set``, all N examples of a step come from
-    the same random set. The probability of a set is proportional to the weight of the set. Each set has a separate StepSampler.
-    To find the position in each set, a resumed run draws again how many examples of each set every earlier step had.
+    If ``batches`` is ``mixed``, each of the N examples of a step comes from a random set; if ``one_set``, all N come
+    from the same random set. The probability of a set is proportional to its weight. Each set has one StepSampler. A
+    resumed run repeats the random choice of sets for all earlier steps. It then knows how many examples of each set to skip.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class MixtureSampler:
 
 
 def _shifted(rows: StepRows, queries: int, passages: int) -> StepRows:
-    """Shift the row numbers: those of queries by the offset ``queries``, those of passages by the offset ``passages``."""
+    """Add the offset ``queries`` to the row numbers of queries, and ``passages`` to the row numbers of passages."""
     known = np.where(rows.positives == NO_PASSAGE, NO_PASSAGE, rows.positives + passages)
     columns = np.where(rows.passages == MISSING, MISSING, rows.passages + passages)
     return StepRows(rows.queries + queries, columns, known, rows.teacher)
@@ -263,9 +263,9 @@ def make_sampler(
 
 
 def rounded(vectors: np.ndarray) -> np.ndarray:
-    """Scale vectors (n, d) and round them to integers from -_LEVELS to _LEVELS: (n, d) int16.
+    """Scale vectors (n, d) and round them to integers from -1023 to 1023. Return them as (n, d) int16.
 
-    Inner products are then integers below 2^53, which float64 adds without rounding, so every machine finds the same order.
+    Inner products are then integers below 2^53. float64 adds them without rounding, so ``near_order`` is the same everywhere.
     """
     scale = _LEVELS / (float(np.abs(vectors).max(initial=0)) or 1.0)
     dtype = vectors.dtype if scale <= float(np.finfo(vectors.dtype).max) else np.float64  # float16 ends at 65,504
@@ -274,12 +274,12 @@ def rounded(vectors: np.ndarray) -> np.ndarray:
 
 
 def near_order(vectors: np.ndarray, random: np.random.Generator, size: int, first: int) -> np.ndarray:
-    """Return an order of n examples in which the examples of each group have similar vectors: (n,) int64.
+    """Return an order of n examples in which the examples of each step have similar vectors: (n,) int64.
 
     The examples are divided by bisection into groups, one for each step. Balanced 2-means of a sample gives a direction. The
-    examples are sorted by their inner product with this direction and split in two; each half is then split in the same way.
-    Sources: steps of one cluster, Hofstaetter et al. 2021 (arXiv 2104.06967); steps of similar examples as hard negatives of each
-    other, Thirukovalluru et al. 2025 (arXiv 2505.11293).
+    examples are sorted by their inner product with this direction and split into two parts. Each part is split in the same way.
+    Sources: Hofstaetter et al. 2021 (arXiv 2104.06967) take the examples of a step from one cluster. Thirukovalluru et al. 2025
+    (arXiv 2505.11293) put similar examples into one step as hard negatives of each other.
 
     vectors: (n, d) from ``rounded``. size: number of examples of a full group. first: number of examples that complete the last
     step of the previous epoch. These examples come first. The full groups follow in random order, then the remaining examples.
@@ -294,7 +294,7 @@ def near_order(vectors: np.ndarray, random: np.random.Generator, size: int, firs
 
 
 def _bisected(vectors: np.ndarray, rows: np.ndarray, sizes: list[int], random: np.random.Generator) -> list[np.ndarray]:
-    """Divide ``rows`` into groups of the given sizes."""
+    """Divide the row numbers ``rows`` by bisection, as in ``near_order``, into groups of the given sizes."""
     if len(sizes) == 1:
         return [rows]
     direction = _direction(vectors[random.permutation(rows)[:_SAMPLE]].astype(np.float64), random)

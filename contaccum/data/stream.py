@@ -34,7 +34,7 @@ class StreamSet:
     """Examples of a file or of a Hub set. Every iteration reads the examples again, in order."""
 
     def __init__(self, name: str, read: Reader, fingerprint: str, data: DataConfig, scores: bool = False) -> None:
-        """Prepare a stream. ``read`` yields all examples with their locations. scores: the examples need teacher scores."""
+        """Prepare a stream. read: yields all examples with their locations. scores: require teacher scores."""
         self.name, self.fingerprint, self.data, self.scores = name, fingerprint, data, scores
         self._read = read
         self._warned: set[str] = set()
@@ -50,10 +50,11 @@ class StreamSet:
     def examples(self) -> Iterator[Example]:
         """Yield the examples that have a positive, in order.
 
-        If an example has too few hard negatives, other negatives (DPR's ``negative_ctxs``) are appended to ``negatives``. A
-        warning is given for each rejected record, and for the first example of each other kind of problem. Duplicate
-        query ids are not detected, because the ids of all earlier examples may not fit into memory. Raises InputError if no
-        example has a positive, or if teacher scores are needed but the first ``data.shuffle_buffer`` examples have none.
+        If an example has too few hard negatives, other negatives (DPR's ``negative_ctxs``) are appended to
+        ``negatives``. Each rejected record causes a warning. Every other kind of problem causes only one warning, for
+        its first example. Duplicate query ids are not detected, because the ids of all earlier examples may not fit into
+        memory. Raises InputError if no example has a positive, or if teacher scores are needed but the first
+        ``data.shuffle_buffer`` examples have none.
         """
         rejected, scored = RejectedRecords.of(self.data), not self.scores
         found = answerable = reported = 0
@@ -130,7 +131,7 @@ class StreamSet:
 
 
 def open_stream(data: DataConfig, scores: bool = False) -> StreamSet:
-    """Open ``data.train`` as a stream. scores: the examples need teacher scores.
+    """Open ``data.train`` as a stream. scores: require teacher scores.
 
     ``data.train`` is a file of examples or a Hub set. The fingerprint is a hash of all bytes of the file (about one second for
     each GB), or of the version of the Hub set. Raises InputError for a BEIR folder and for every other format without examples.
@@ -180,7 +181,7 @@ class StreamRows(NamedTuple):
 
 
 def passage_number(key: str) -> int:
-    """Return a 63-bit hash of a passage id: the number of this passage, the same in every step."""
+    """Return a 63-bit hash of the passage id ``key``. It identifies the passage in every step."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1
 
 

@@ -45,7 +45,7 @@ class Ragged:
         return len(self.offsets) - 1
 
     def row(self, index: SupportsIndex) -> np.ndarray:
-        """Return list ``index`` as a view of ``values``, int64."""
+        """Return list number ``index``, a view of ``values``."""
         return self.values[self.span(index)]
 
     def span(self, index: SupportsIndex) -> slice:
@@ -60,7 +60,7 @@ class Ragged:
 
     @property
     def scores_or_nan(self) -> np.ndarray:
-        """Teacher scores, (offsets[n],) float32. If there are none, all are NaN."""
+        """Teacher scores, (offsets[n],) float32; all NaN if ``scores`` is None."""
         return np.full(len(self.values), np.nan, dtype=np.float32) if self.scores is None else self.scores
 
     def take(self, rows: np.ndarray) -> "Ragged":
@@ -71,7 +71,7 @@ class Ragged:
         return self.chosen(Ragged(offsets, indices))
 
     def chosen(self, indices: "Ragged") -> "Ragged":
-        """Return lists of the values, and their scores, at the positions in ``indices``."""
+        """Return the lists ``indices`` with each index replaced by its entry in ``values`` (and in ``scores``)."""
         scores = None if self.scores is None else self.scores[indices.values]
         return Ragged(indices.offsets, self.values[indices.values], scores)
 
@@ -263,7 +263,7 @@ class TextTokens:
         return [np.array(row, dtype="<i4") for row in encoded["input_ids"]]
 
     def longest(self) -> int:
-        """Return the maximum number of tokens of a text, because the texts are not known."""
+        """Return ``max_length``, because the texts are not known in advance."""
         return self._max_length
 
 
@@ -279,7 +279,7 @@ def build_token_table(
 ) -> TokenTable:
     """Open the token table of ``texts``. Build the token table if it is not in the cache.
 
-    A text is ``prefix``, then the columns joined by a space and stripped (title and text: ``Passage.content``). A text with
+    A text is ``prefix``, then the columns joined by a space and stripped, as in ``Passage.content``. A text with
     more than ``max_length`` tokens, including special tokens, is truncated. fingerprint: hash of ``texts``. vocabulary: number
     of word embeddings. Raises InputError for a slow tokenizer and for a token id without a word embedding.
     """

@@ -136,5 +136,5 @@ def _train_set(source: ExampleTable | TrainSet, rows: np.ndarray, positives: Rag
 
 
 def subset(train_set: TrainSet, queries: np.ndarray) -> TrainSet:
-    """Make a training set of the queries at the rows ``queries``, in this order, and of their passages."""
+    """Make a training set from some queries and their passages. queries: row numbers of these queries, in the new order."""
     return _train_set(train_set, queries, train_set.positives.take(queries), train_set.negatives.take(queries))

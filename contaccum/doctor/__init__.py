@@ -73,7 +73,7 @@ def diagnose() -> Iterator[Diagnosis]:
 
 
 def run_trials(names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """Run the named trials in parallel processes; return the result of each trial. After a failure, it is {"error": reason}."""
+    """Run trials (see trials.py) in parallel processes. Return trial -> its result, or {"error": reason} if it failed."""
     call = [sys.executable, "-W", "ignore", "-m", "contaccum.doctor.trials"]
     with ThreadPoolExecutor() as pool:
         return dict(zip(names, pool.map(lambda name: _result([*call, name]), names), strict=True))
@@ -119,7 +119,7 @@ def packages(requirements: list[str]) -> Diagnosis:
 
 
 def extras(requirements: list[str]) -> Diagnosis:
-    """Check whether the packages of all extras outside NO_OPTIONS are installed. An extra is a group of optional packages."""
+    """Check whether the extras (groups of optional packages) that options of commands need are installed."""
     needed: dict[str, list[str]] = {}
     for need in map(Requirement, requirements):
         for extra in re.findall(r"""extra == ["']([\w-]+)""", str(need.marker or "")):
@@ -169,7 +169,7 @@ def _search(subject: str, where: str, error: float, advice: str) -> Diagnosis:
 
 
 def flash_attention(found: dict[str, Any]) -> Diagnosis:
-    """Check whether `model.attention flash_attention_2` works. found: result of the torch trial."""
+    """Check whether `model.attention flash_attention_2` works. found: what the trial process of torch reported."""
     subject, about, advice = "flash-attention", found.get("flash", {}), "leave model.attention at auto"
     if not about:
         return Diagnosis("ok", subject, "not installed; `model.attention auto` does not need it")
@@ -189,7 +189,7 @@ def faiss(torch_first: dict[str, Any], faiss_first: dict[str, Any]) -> Iterator[
     torch_first: result of the trial that imported torch before faiss. faiss_first: result of the other trial.
     """
     if find_spec("faiss") is None:
-        advice = "pip install 'contaccum[cpu]', or on a GPU faiss-gpu-cu12; exact search works without it"
+        advice = "pip install 'contaccum[cpu]', or on a GPU faiss-gpu-cu12; exact search also works without faiss"
         yield Diagnosis("note", "faiss", "not installed; exact search uses torch, and --factory does not work", advice)
         return
     about = torch_first if "error" not in torch_first else faiss_first

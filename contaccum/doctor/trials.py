@@ -22,7 +22,10 @@ def vectors() -> tuple[np.ndarray, np.ndarray]:
 
 
 def difference(scores: np.ndarray, rows: np.ndarray) -> float:
-    """Return the maximum error of the scores of a search in ``vectors()``, compared with float64. scores, rows: (16, K)."""
+    """Return the maximum error of a search in ``vectors()``, compared with exact scores in float64.
+
+    scores, rows: score and row number of the K passages found for each query, (16, K).
+    """
     queries, passages = vectors()
     exact = queries.astype(np.float64) @ passages.astype(np.float64).T
     best = -np.sort(-exact, axis=1)[:, :K]

@@ -52,7 +52,7 @@ class Adapters:
 
 
 def require(package: str, extra: str, what: str) -> None:
-    """Raise InputError if ``package`` is missing. extra: extra of contaccum that installs it. what: feature that needs it."""
+    """Raise InputError if ``package`` is missing. extra: pip extra that installs it. what: feature, for the message."""
     if importlib.util.find_spec(package) is None:
         raise InputError(f"{what}: package {package} is missing. Install it with pip install 'contaccum[{extra}]'.")
 
@@ -62,8 +62,8 @@ def load_backbone(
 ) -> Any:
     """Load the backbone of an encoder, without an adapter.
 
-    name: folder or Hub name. quantize: none, 4bit or 8bit. device: device of a quantized backbone, which must stay there. Other
-    backbones are loaded on the CPU. where: other arguments of ``AutoModel.from_pretrained``, such as the subfolder.
+    name: folder or Hub name. quantize: none, 4bit or 8bit. device: device of a quantized backbone, which must stay on it.
+    Other backbones are loaded on the CPU. where: other arguments of ``AutoModel.from_pretrained``, such as the subfolder.
     """
     options = {"dtype": dtype, "use_safetensors": True, "output_loading_info": True, **where}
     if quantize == "none":
@@ -89,8 +89,9 @@ def refuse_incomplete(
 ) -> None:
     """Raise InputError if the weights of a model do not match its configuration.
 
-    missing: weights that the file lacks. Weights of a pooler may be missing, because contaccum uses no pooler. mismatched:
-    weights with a wrong shape. unexpected: weights that only the file has. They are an error only if they belong to a layer.
+    missing: names of weights that the file lacks. Pooler weights are ignored, because contaccum uses no pooler. mismatched:
+    names of weights with a wrong shape. unexpected: names of weights in the file that the configuration does not have. They
+    are an error only in an encoder layer.
     """
     wrong = {
         "are missing": sorted(key for key in missing if not re.fullmatch(POOLER, key)),
@@ -146,7 +147,7 @@ def add_adapter(backbone: Any, base: Base, config: AdapterConfig) -> None:
 
 
 def load_adapter(backbone: Any, folder: str, subfolder: str) -> None:
-    """Add a saved adapter, in ``subfolder`` of a folder or Hub repository, to ``backbone``. The adapter can be trained."""
+    """Add the adapter in ``subfolder`` of ``folder`` (local or on the Hub) to ``backbone``. The adapter stays trainable."""
     require("peft", "lora", f"{folder}: adapter")
     if cached_file(folder, ADAPTER_WEIGHTS, subfolder=subfolder, _raise_exceptions_for_missing_entries=False) is None:
         where = f"{folder}/{subfolder}".rstrip("/")  # transformers would unpickle adapter_model.bin instead
@@ -197,10 +198,10 @@ def save_base(base: Base, folder: Path) -> None:
 
 
 def base_of(name: str, subfolder: str, quantize: str) -> Base:
-    """Describe an encoder as the base of a new adapter.
+    """Return the name, the hash and the quantization of an encoder that gets a new adapter.
 
-    name: folder or Hub name of the encoder. A local folder is described by its absolute path. quantize: none, 4bit or 8bit.
-    Raises InputError for a subfolder of a Hub repository.
+    name: folder or Hub name of the encoder. A folder name becomes an absolute path. quantize: none, 4bit or 8bit. Raises
+    InputError for a subfolder of a Hub repository.
     """
     folder = Path(name) / subfolder
     if folder.is_dir():
@@ -223,7 +224,7 @@ def check_base(base: Base, name: str) -> None:
 
 
 def hash_of(name: str) -> str:
-    """Return one SHA-256 of all files with the configuration or the weights of an encoder. name: folder or Hub name."""
+    """Return one SHA-256 over config.json and all weight files of an encoder. name: folder or Hub name."""
     index = optional_json(name, f"{WEIGHTS}.index.json", WeightIndex)
     files = sorted(set(index["weight_map"].values())) if index else [WEIGHTS]
     digest = hashlib.sha256()
@@ -231,6 +232,6 @@ def hash_of(name: str) -> str:
         with loading(name):
             path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
         if path is None:
-            raise InputError(f"{name}: {file} is missing; an encoder with weights in safetensors format has this file")
+            raise InputError(f"{name}: {file} is missing; expected config.json and all safetensors weights of the base")
         digest.update(f"{file} {sha256_of(path)}\n".encode())
     return digest.hexdigest()

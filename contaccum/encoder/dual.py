@@ -127,8 +127,8 @@ class DualEncoder(nn.Module):
     def in_step(self, kind: str) -> Iterator[None]:
         """Allow the processes to encode different numbers of batches inside the ``with`` block.
 
-        kind: kind of all texts, ``query`` or ``passage``. With sharded weights, every pass needs all processes. Therefore a
-        process that has finished runs dummy passes until all processes have finished.
+        kind: tower that encodes the texts, ``query`` or ``passage``. With sharded weights, a forward pass needs all processes.
+        Therefore a process without more batches runs dummy passes until all processes have finished.
         """
         yield
         while self.group is not None and self.group.largest(0):
@@ -267,7 +267,7 @@ class DualEncoder(nn.Module):
             except ValueError as error:
                 raise InputError(
                     "model.gradient_checkpointing is true, but the model type "
-                    f"{backbone.config.model_type} does not support it. Set it to false."
+                    f"{backbone.config.model_type} does not support it. Set the option to false."
                 ) from error
         self.recomputes = True
 

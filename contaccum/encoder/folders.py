@@ -184,8 +184,8 @@ def model_folder(name: str | Path) -> str:
 def read_encoder(name: str) -> EncoderFiles:
     """Read the settings of an encoder and find the files of both towers.
 
-    name: folder or Hub name of an encoder in one of the three formats (see the module). Raises InputError if the encoder has
-    modules that contaccum does not support.
+    name: folder or Hub name of a saved DualEncoder, a sentence-transformers model or a plain transformers encoder. Raises
+    InputError if the encoder has modules that contaccum does not support.
     """
     saved = optional_json(name, SETTINGS_FILE, dict[str, Any], version=1)
     if saved is not None:
@@ -240,7 +240,7 @@ def _join(folder: str, path: str) -> str:
 
 
 def _routed(name: str, router: Module, side: str) -> list[Module]:
-    """Return the modules that a Router uses for ``side`` (query or document), or those of its default route."""
+    """Return the modules on a Router's route for ``side`` (query or document), or else on its route for any text."""
     files = [_join(router.path, file) for file in ("router_config.json", "config.json")]
     config = next(filter(None, (optional_json(name, file, RouterConfig) for file in files)), None)
     if config is None:
@@ -274,8 +274,8 @@ def _read_side(name: str, side: str, about: dict[str, Any]) -> tuple[dict[str, A
     dot = about.get("similarity_fn_name") in ("dot", "dot_score")
     if dot and "Normalize" in kinds and about.get("truncate_dim"):
         raise InputError(
-            f"{name}: truncate_dim is {about['truncate_dim']}, but similarity_fn_name is {about['similarity_fn_name']} and "
-            "vectors have length 1 (Normalize); set similarity_fn_name to cosine in config_sentence_transformers.json"
+            f"{name}: truncate_dim is {about['truncate_dim']}, but similarity_fn_name is {about['similarity_fn_name']}. "
+            "Truncated vectors lose the L2 norm of 1. Set similarity_fn_name to cosine in config_sentence_transformers.json."
         )
     pooling = optional_json(name, _join(modules[1].path, "config.json"), dict[str, Any]) or {}
     if pooling.get("include_prompt") is False and any(_prefixes(name, about).values()):
@@ -315,15 +315,15 @@ def _base(name: str, subfolder: str) -> Base | None:
 
 
 def decoder_only(family: str) -> bool:
-    """Return whether transformers has a causal language model of the type ``family``, but no masked language model."""
+    """Return whether transformers has a causal language model, but no masked one, for the model type ``family``."""
     causal, masked = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     return family in causal and family not in masked
 
 
 def _max_length(name: str, subfolder: str, side: str) -> int | None:
-    """Return the maximum number of tokens of a text, or None if no file has this number.
+    """Return the maximum number of tokens of a text, or None if the model's files do not state a maximum.
 
-    The files are those that sentence-transformers reads. side: ``query`` or ``document``.
+    Uses the same files as sentence-transformers. side: ``query`` or ``document``.
     """
     config, tokenizer, model = (
         optional_json(name, _join(subfolder, file), ModelFile) or {}

@@ -131,7 +131,7 @@ def varlen(inputs: Inputs, dropout: float, scaling: float | None, bounds: Tensor
 
 
 def flash_supports(query: Tensor) -> bool:
-    """Return whether FlashAttention supports the data type and GPU of ``query``. The memory-efficient kernel supports any."""
+    """Return whether FlashAttention supports the data type and GPU of ``query``."""
     return query.dtype != torch.float32 and (
         not query.is_cuda or torch.cuda.get_device_capability(query.device) >= (8, 0)
     )
@@ -141,10 +141,10 @@ AttentionInterface.register(ATTENTION, attend)
 
 
 def attention_mask(tokens: Tokens, backbone: Any) -> Tensor | None:
-    """Return the attention mask for a backbone. Return None if no mask is needed.
+    """Return the attention mask to pass to a backbone, or None on a GPU if no text has padding.
 
-    The CPU copy of the mask shows whether there is padding. transformers would wait for the GPU to find this out, and would
-    convert the mask in every layer.
+    This function looks for padding in the CPU copy of the mask. transformers would look at the mask on the GPU and wait for it.
+    If possible, the mask is converted to a bias here (see ``padding_bias``). transformers would convert it in every layer.
     """
     mask, host, config = tokens.attention_mask, tokens.host_mask, backbone.config
     if host is None or mask.device.type == "cpu":

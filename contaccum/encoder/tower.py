@@ -83,7 +83,7 @@ class Tower(nn.Module):
         return int(self.dense[-1].linear.out_features if len(self.dense) else self.backbone.config.hidden_size)
 
     def units(self) -> list[nn.Module]:
-        """Return the word embeddings and the layers of the backbone."""
+        """Return the FSDP units of the backbone: the word embeddings, then each layer."""
         count = self.backbone.config.num_hidden_layers
         lists = [part for part in self.backbone.modules() if isinstance(part, nn.ModuleList) and len(part) == count]
         return [self.backbone.get_input_embeddings(), *(lists[0] if lists else ())]
@@ -109,7 +109,7 @@ class Tower(nn.Module):
         return vectors  # (n, d)
 
     def _rounded(self, tokens: Tokens, compiled: bool) -> Tokens:
-        """Round the padded length up. Each new length costs time, because GPUs and compiled passes prepare kernels for it."""
+        """Pad the tokens to a rounded length, because preparing GPU kernels or compiled passes for a new length takes time."""
         host = tokens.host_mask
         padded = host is not None and not host.all()
         bucket = self.bucket if compiled else BUCKET if padded else 1
@@ -133,7 +133,7 @@ def word_embeddings(backbone: Any) -> int | None:
 
 @dataclass(frozen=True)
 class TowerLoader:
-    """Loads towers. The fields are the options for loading."""
+    """Loader of towers. The fields are options for loading."""
 
     pooling: str
     trust_remote_code: bool = False
@@ -145,7 +145,7 @@ class TowerLoader:
     device: torch.device | str | None = None
 
     def load_pair(self, query: TowerFiles, passage: TowerFiles, tied: bool) -> tuple[Tower, Tower]:
-        """Load both towers; tied towers are one object. A base that both adapters share is in memory only once."""
+        """Load both towers; tied towers are one object. Adapters on the same base share its weights in memory."""
         if self.merge and query.base is None and passage.base is None:
             raise InputError(f"{query.name}: has no adapter to merge; choose a model trained with lora.rank above 0")
         first = self.backbone(query)
@@ -164,8 +164,8 @@ class TowerLoader:
         if files.base:
             if self.adapters:
                 raise InputError(
-                    f"{files.name}: already has an adapter, but lora.rank above 0 adds a second one. Merge the first "
-                    "one with contaccum merge, then train the result."
+                    f"{files.name}: already has an adapter, and lora.rank above 0 would add a second one. Merge the "
+                    "first one with contaccum merge, then train the result."
                 )
             lora.check_base(files.base, files.name)
         elif self.adapters:
@@ -228,7 +228,7 @@ def load_dense(name: str, subfolder: str, dtype: torch.dtype) -> Dense:
     config = optional_json(name, f"{subfolder}/config.json", DenseConfig) or {}
     if config.get("use_residual") or config.get("module_input_name", "sentence_embedding") != "sentence_embedding":
         raise InputError(
-            f"{where}: use_residual is true or module_input_name is not sentence_embedding; such a Dense module is not supported"
+            f"{where}: unsupported Dense module; use_residual is true or module_input_name is not sentence_embedding"
         )
     path = cached_file(name, WEIGHTS, subfolder=subfolder, _raise_exceptions_for_missing_entries=False)
     if path is None:
@@ -300,8 +300,8 @@ def check_flash_attention(device: torch.device) -> None:
     """Raise InputError if ``device`` is not a CUDA device or if the package flash-attn is not installed."""
     if device.type != "cuda" or not is_flash_attn_2_available():
         raise InputError(
-            f"model.attention is flash_attention_2, but the device is {device.type} or the package flash-attn is missing (pip "
-            "install flash-attn --no-build-isolation). Use auto, which includes FlashAttention in PyTorch."
+            f"model.attention is flash_attention_2, which needs a CUDA device (found {device.type}) and the package flash-attn "
+            "(pip install flash-attn --no-build-isolation). Or use auto: PyTorch has its own FlashAttention."
         )
 
 

@@ -167,7 +167,7 @@ def answer_accuracy(
     ids = [str(number) for number in range(len(questions))]
     if not questions or not set(run) & set(ids):
         raise InputError(
-            f"the run answers none of the {len(questions)} questions; its query ids must be numbers from 0 to {len(ids) - 1}"
+            f"the run has none of the {len(questions)} questions; its query ids must be numbers from 0 to {len(ids) - 1}"
         )
     batches = _batches(list(zip(ids, questions, strict=True)), run, corpus, match, max(cutoffs))
     ranks: list[int | None] = []

@@ -55,11 +55,11 @@ def evaluate(
     policy: DataPolicy | None = None,
     evaluator: Literal["contaccum", "beir"] = "contaccum",
 ) -> Metrics:
-    """Search for the queries of a data set, and compute the metrics of the passages found.
+    """Search passages for the queries of a data set, and compute the metrics of the results.
 
     choice: an encoder, the name or config of an encoder, or ``bm25``. data: name or path of a data set (BEIR folder or file of
     training examples), or a loaded data set. k: number of passages per query; metrics at cutoffs above k are not computed.
-    relevance_level: see ``evaluate_run``. output: file to write the metrics to: the means, and the values of every query. group,
+    relevance_level: see ``evaluate_run``. output: file for the metrics (the means, and the values of every query). group,
     policy: see ``contaccum.search``. strict, repair, max_bad_records: used only if ``policy`` is None. evaluator: ``beir`` uses
     the loader, the exact search and the metrics of the library BEIR instead of ours. Raises InputError for an option that
     ``beir`` does not support.
@@ -211,7 +211,7 @@ def benchmark_sets(data: str, split: str) -> list[BenchmarkSet]:
 
 
 def _names(data: str) -> list[str]:
-    """Divide names at commas. In ``hub:owner/name?query=q&pos=p&neg=a,b``, b is a column and not the name of a data set."""
+    """Split ``data`` at commas between names. Keep a comma between columns, as in ``hub:owner/name?query=q&pos=p&neg=a,b``."""
     names: list[str] = []
     for each in data.split(","):
         is_set = each in MD5 or each in FAMILIES or ":" in each or "/" in each
@@ -238,7 +238,7 @@ def evaluate_benchmark(
     """Evaluate a retriever on several data sets; return the content of benchmark.json.
 
     data: ``beir``, ``nanobeir``, or names separated by commas. output: folder for one file of metrics per data set, and for
-    benchmark.json. A data set whose file exists is not evaluated again. Raises InputError if this file has other settings.
+    benchmark.json. A data set whose file exists is not evaluated again. Raises InputError if that file has other settings.
     Each data set gets its own folder in ``settings.embeddings`` and ``settings.index_dir``. Other arguments: see ``evaluate``.
     """
     if output is not None and output.lower().endswith(".json"):

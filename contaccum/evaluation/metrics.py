@@ -87,7 +87,7 @@ def evaluate_run(
 def _reciprocal_ranks(
     grades: Mapping[str, int], hits: list[tuple[str, float]], cutoffs: Sequence[int], least: int
 ) -> dict[str, float]:
-    """Return for each cutoff 1 / rank of the first relevant passage, or 0 if no passage up to the cutoff is relevant."""
+    """Return mrr at each cutoff: 1 / rank of the first relevant passage, or 0 if no passage up to the cutoff is relevant."""
     rank = next((rank for rank, (passage_id, _) in enumerate(hits, 1) if grades.get(passage_id, 0) >= least), None)
     return {f"mrr@{cutoff}": 1 / rank if rank is not None and rank <= cutoff else 0.0 for cutoff in cutoffs}
 

@@ -2,7 +2,7 @@
 
 A system may be trained with several random seeds. The values of one query with different seeds are not independent, so they are
 averaged first. ``permutation_test`` and ``t_test`` then get one difference per query. The two tests show whether the difference
-between these trained models holds for other queries. ``p_both`` shows whether it holds for other queries and other seeds.
+between these trained models holds for other queries. ``over_both`` shows whether it holds for other queries and other seeds.
 """
 
 import warnings
@@ -31,9 +31,9 @@ class Comparison:
     """Mean difference over queries. For each query, the values of a system are first averaged over seeds."""
     low: float
     """Lower end of the 95 % confidence interval of ``difference``, over queries, by Student's t."""
-    high: float  # upper end of this interval
+    high: float  # upper end of the confidence interval
     effect: float
-    """Cohen's d for paired values: mean of the differences / standard deviation of the differences. 0 if all are equal."""
+    """Cohen's d for paired values: mean of the differences / their standard deviation. 0 if all differences are equal."""
     wins: int  # number of queries on which the first system is better
     losses: int  # number of queries on which the first system is worse
     queries: int  # number of queries

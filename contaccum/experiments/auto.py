@@ -101,7 +101,7 @@ class Auto:
         given, default = flat(asdict(base)), flat(asdict(TrainConfig()))
         if ignored := [name for name in CHOSEN if given[name] != default[name]]:
             warnings.warn(
-                f"no effect, because contaccum auto chooses these settings: {', '.join(ignored)}", stacklevel=2
+                f"contaccum auto chooses these settings and ignores your values: {', '.join(ignored)}", stacklevel=2
             )
         self.output, self.data = Path(base.output_dir), base.data
         self.total, self.memory = parse_time(options.time), parse_bytes(options.memory, "--memory")
@@ -114,7 +114,7 @@ class Auto:
         if dev is None and base.distils:
             raise InputError(
                 f"loss.distillation is {base.loss.distillation}, so data.dev must be set. Without data.dev, contaccum auto "
-                "splits the training data into training and dev queries, and these files have no teacher's scores."
+                "splits the training data into training and dev queries, and does not copy teacher scores."
             )
         test = options.test or (base.data.train if options.test_split in splits else None)
         self.dev = {"data": str(self.output / "data" / "dev"), "split": "dev"}
@@ -135,7 +135,7 @@ class Auto:
         return self._verdict()
 
     def config(self, folder: str, changes: dict[str, str]) -> TrainConfig:
-        """Return the config of a run in ``folder``: with ``changes``, the data of ``_divide``, and the measured B."""
+        """Return the config of a run in ``folder``: with ``changes``, the small dev set, and a micro-batch size that fits."""
         pairs = int(changes.get("batch.global_batch_size", 1))
         if size := self.state.sizes.get(changes.get("method", "")):
             changes = {**changes, "batch.micro_batch_size": str(gcd(size, pairs))}
@@ -166,7 +166,7 @@ class Auto:
             self.state.save()
 
     def _measure(self) -> None:
-        """Measure the time of a dev evaluation and, for each recipe, the largest micro-batch and the training time per pair."""
+        """Measure the time of a dev evaluation, and the largest micro-batch and the time per pair of each method to try."""
         seconds = self.state.seconds
         self._evaluate("untrained", "dev", self.dev)
         for recipe in RECIPES:
@@ -180,18 +180,18 @@ class Auto:
             found = fitting_size(config, self.memory)
             if found.size is None:
                 raise InputError(
-                    f"--memory is {self.options.memory}: {method} needs {gigabytes(found.peak)} even with one pair at a time. "
-                    "Lower model.max_passage_length, set lora.rank, or raise --memory."
+                    f"--memory is {self.options.memory}, but {method} needs {gigabytes(found.peak)} even with one pair at a "
+                    "time. Lower model.max_passage_length, set lora.rank, or raise --memory."
                 )
             self.state.sizes[method] = found.size
             seconds[method] = self._trial(recipe)
             self.state.save()
 
     def _trial(self, recipe: dict[str, str]) -> float:
-        """Train for a few steps and return the median seconds per pair.
+        """Train for a few steps and return the median seconds per pair. recipe: a method with its settings.
 
-        The global batch size is the smallest that tuning tries, because the smallest takes the most time per pair. Also update
-        ``state.seconds["run"]``: the longest time that a trial took outside its steps.
+        The global batch size is the smallest that tuning tries, because it takes the most time per pair. Also measure the
+        time outside the steps, for example for loading. ``state.seconds["run"]`` is the longest such time of all trials.
         """
         name = f"measure/{recipe['method']}"
         folder = self.output / name
@@ -230,7 +230,7 @@ class Auto:
         return max(1, MOST_EPOCHS * self._queries // int(dict(values)["batch.global_batch_size"]))
 
     def _check_time(self, tuning: bool) -> None:
-        """Raise InputError if the measurements left no time to train. tuning: settings will be tuned."""
+        """Raise InputError if the measurements left no time to train. tuning: whether settings will be tuned."""
         if self.state.tuning or self.state.steps:
             return
         left = self.state.seconds_left(self.total) - (TUNING * self.total if tuning else 0)
@@ -298,7 +298,7 @@ class Auto:
             run_job("run", config, self.test)
 
     def _measured_step(self, values: Values) -> float:
-        """Return the mean seconds of a step in the tuning runs with ``values``. Without such runs, return ``step_seconds``."""
+        """Return the mean seconds of a step in the tuning runs with ``values``. Without such runs, estimate it."""
         runs = (self.output / "tune").glob(f"{named('run', values)}-*")
         logged = [line["seconds"] for run in runs for line in read_log(run) if "loss" in line]
         return statistics.mean(logged) if logged else self.state.step_seconds(values)

@@ -1,4 +1,4 @@
-"""File ``auto.json``, from which a later call of ``contaccum auto`` continues, and the use of the time limit."""
+"""State of ``contaccum auto``, saved in ``auto.json`` for later calls, and the division of its time limit."""
 
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -19,7 +19,7 @@ EVALUATIONS = 4  # number of dev evaluations during the final run
 
 
 def parse_time(text: str) -> float:
-    """Convert a text such as 90s, 30m or 2h to seconds. Raise InputError for another text or less than 1 second."""
+    """Convert a text such as 90s, 30m or 2h to seconds. Raise InputError for an invalid text or a time below 1 second."""
     unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:])
     try:
         seconds = float(text[:-1]) * unit if unit else 0.0
@@ -79,7 +79,7 @@ class State:
 
     @property
     def evaluation_seconds(self) -> float:
-        """Seconds of the dev evaluations during the final run and of the evaluation on the test data."""
+        """Expected seconds of the evaluations of the final run: several on dev during training, then one on the test data."""
         return self.seconds.get("untrained", self.seconds["dev"]) + EVALUATIONS * self.seconds["dev"]
 
     def seconds_left(self, total: float) -> float:
@@ -92,10 +92,10 @@ class State:
         return self.seconds[changes["method"]] * int(changes["batch.global_batch_size"])
 
     def tuning_plan(self, candidates: list[Values], total: float) -> tuple[list[Values], float]:
-        """Return the candidates to try in the tuning time, and the planned seconds of a run in the last rung (see tuning.py).
+        """Return the candidates to try in the tuning time, and the planned seconds of a run in the last round (rung).
 
-        candidates: the most promising first. total: seconds that the whole command may take. With only one
-        candidate there is no tuning, and the seconds are 0.
+        candidates: the most promising first. total: seconds that the whole command may take. If there is only one candidate, or
+        no time to compare two, return the first candidate and 0 seconds.
         """
         for count in range(len(candidates), 1, -1):
             shares, trained = rung_shares(count, None), count

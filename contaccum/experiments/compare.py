@@ -78,7 +78,7 @@ def compare(configure: Configure, options: CompareConfig) -> Path:
 
 
 class Study:
-    """Comparison of methods and settings. The methods of this class plan, check and start the runs."""
+    """Comparison of methods and settings: plans, checks and starts the runs."""
 
     def __init__(self, configure: Configure, options: CompareConfig) -> None:
         self.configure, self.options, self.signals = configure, options, StopSignals()
@@ -114,7 +114,7 @@ class Study:
         self.hashes: dict[tuple[str, str, bool], dict[str, str]] = {}  # hashes of the data of each kind of run
 
     def _valid_candidates(self) -> None:
-        """Remove candidates that cannot be trained, and prepare the tuning of variants with several candidates."""
+        """Remove invalid combinations of values to tune. Prepare the tuning of each variant that has several combinations."""
         self.tuned, fixed = [], []
         for variant in self.variants:
             invalid = {}
@@ -169,7 +169,7 @@ class Study:
             if names.setdefault(run.folder, run.name) != run.name:
                 raise InputError(
                     f"{run.folder}: two runs would use this folder: {run.name} and {names[run.folder]}. In folder names, all "
-                    "characters except letters, digits and ._=+- become underscores; use labels and values that differ then."
+                    "characters except letters, digits and ._=+- become underscores. Choose labels and values that still differ."
                 )
             self._check_folder(run)
 
@@ -217,7 +217,7 @@ class Study:
         return self._planned(f"{name}-{share.numerator}of{share.denominator}", "run", config, "tuning")
 
     def _planned_baselines(self, kinds: list[str], varied: Mapping[str, list[str]]) -> list[PlannedRun]:
-        """Plan to evaluate BM25 once, and the untrained encoder with each combination of values that changes this encoder."""
+        """Plan one evaluation of BM25, and one of the untrained encoder for each combination of the varied settings it uses."""
         return [
             self._planned(named(kind, values), kind, self.configure(dict(values)))
             for kind in kinds
@@ -255,9 +255,9 @@ class Study:
             for name, now in self.hashes[key].items():
                 if not same_content(found.get(name, now), now):
                     kind = name.removesuffix("_content")
-                    again = "this file to evaluate" if kind == "test" else "the folder of this run to train"
+                    again = "this file to evaluate again" if kind == "test" else "the folder of this run to train again"
                     raise InputError(
-                        f"{file}: the {kind} data changed after this result. Undo the change, or delete {again} again."
+                        f"{file}: the {kind} data changed after this result. Undo the change, or delete {again}."
                     )
 
     def run(self) -> Path:

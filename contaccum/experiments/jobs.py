@@ -48,7 +48,7 @@ class Job(TypedDict):
 
 
 class RunJob(NamedTuple):
-    """Job to run."""
+    """Name of a job, and path of its job file."""
 
     name: str
     file: Path  # contains a Job as JSON
@@ -185,7 +185,7 @@ def delete_weights(run: Path) -> None:
 
 
 def data_hashes(kind: str, config: TrainConfig) -> dict[str, str]:
-    """Return hashes of the training and dev data, to notice later changes. ``bm25`` uses neither, so it has none."""
+    """Return hashes of the training and dev data, to notice later changes. Return {} for ``bm25``, which uses neither."""
     if kind == "bm25":
         return {}
     data = config.data
@@ -196,9 +196,9 @@ def data_hashes(kind: str, config: TrainConfig) -> dict[str, str]:
 
 
 def baseline_identity(kind: str, config: TrainConfig) -> dict[str, Any]:
-    """Return the settings that affect the untrained encoder, by which a later call notices other settings.
+    """Return the settings that affect the untrained encoder, so that a later call notices changed settings.
 
-    Empty for other kinds: the folder of a run contains its config, and ``bm25`` has no settings.
+    Return {} for other kinds: the folder of a run contains its config, and ``bm25`` has no settings.
     """
     if kind != "untrained":
         return {}

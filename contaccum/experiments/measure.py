@@ -91,7 +91,7 @@ class Probe:
         return total - free - torch.cuda.memory_reserved(self.engine.device)
 
     def usable(self) -> float:
-        """Return how many bytes a measurement may use. There is no limit on a GPU, where running out of memory does no harm."""
+        """Return the bytes that a measurement may use: infinity on a GPU, where an out-of-memory error does no harm."""
         if self.engine.device.type == "cuda":
             return float("inf")
         return USABLE * (psutil.virtual_memory().available + psutil.Process().memory_info().rss)
@@ -110,7 +110,7 @@ class Probe:
         return self.seconds_per_step(self._sized(size, self.config.bank_size(), micro_batches))
 
     def seconds_per_step(self, config: TrainConfig | None = None) -> float:
-        """Return the median seconds of an optimizer step with ``config`` (default: own), random pairs and a full bank."""
+        """Return the median seconds of an optimizer step with ``config`` (None: self.config), random pairs and a full bank."""
         config = config or self.config
         bank = self._full_bank(config.batch.micro_batch_size, config.bank_size())
         return statistics.median(self._steps(config, self.random_pairs, bank, REPEATS, warm_up=True))
@@ -184,10 +184,10 @@ class Probe:
 
 
 def _longest(train_set: TrainSet, most: int, searched: int = 100_000) -> np.ndarray:
-    """Return the indices of ``most`` of the first ``searched`` pairs, taking in turn the longest query and longest positive.
+    """Return the indices of ``most`` long pairs. Pairs with the longest queries and with the longest positives alternate.
 
-    A micro-batch is padded to its longest query and to its longest passage, which seldom belong to the same pair. Lengths are
-    numbers of characters.
+    A micro-batch is padded to its longest query and to its longest passage, which seldom belong to the same pair. Only the first
+    ``searched`` pairs are considered. Lengths are numbers of characters.
     """
     queries = [len(text) for text in train_set.queries[:searched]["text"]]
     ends = train_set.positives.offsets[: len(queries) + 1]
@@ -214,11 +214,11 @@ def predict(peaks: dict[int, float], size: int) -> float:
 def largest(
     peaks: dict[int, float], choices: Sequence[int], budget: float, measure: Callable[[int], float | None]
 ) -> tuple[int | None, float]:
-    """Return the largest size in ``choices`` with a peak memory of at most ``budget`` bytes, or None if no size fits.
+    """Return the largest size in ``choices`` that fits into ``budget`` bytes (None: no size fits), and a relative error.
 
-    This size is predicted, then measured, then predicted again with the measurement. Also return the relative error of the last
-    prediction that was measured. peaks: size -> measured peak memory in bytes; new measurements are added. measure: function that
-    returns the peak memory at a size. If it returns None, the device cannot measure the size, and the prediction is used.
+    The size is predicted, then measured, then predicted again with the measurement. The error is that of the last prediction
+    that was measured. peaks: size -> measured peak memory in bytes; new measurements are added. measure: function that returns
+    the peak memory of a size. It returns None if the device cannot measure the size; the prediction is then used.
     """
     error = 0.0
     for _ in range(CORRECTIONS):
@@ -233,7 +233,8 @@ def largest(
 def fitting_size(probe: Probe, budget: float, processes: int = 1) -> FittingSize:
     """Find the largest micro-batch size whose peak memory is at most ``budget`` bytes.
 
-    Three small sizes are measured first. Raises InputError if memory runs out for more than one of them.
+    Three small sizes are measured first. Raises InputError if memory runs out for more than one of them. processes: number of
+    processes that share the global batch.
     """
     config = probe.config
     rows, n = config.bank_size(), config.batch.global_batch_size // processes
@@ -246,7 +247,7 @@ def fitting_size(probe: Probe, budget: float, processes: int = 1) -> FittingSize
         smaller = "batch.micro_batch_size" if first > 4 else "model.max_passage_length"
         raise InputError(
             f"{config.method}: at most one of the micro-batch sizes {first // 4}, {first // 2} and {first} fits into the memory "
-            f"of this device, but a prediction needs two. Lower {smaller}."
+            f"of this device, but a prediction of the memory needs the measurements of two sizes. Lower {smaller}."
         )
     high = max(peaks)
     line = {size: peak for size, peak in peaks.items() if size < high}
@@ -320,8 +321,8 @@ REQUESTS: dict[str, Callable[..., Any]] = {
 def main() -> int:
     """Call the function that a request on stdin names, and write its result to stdout. Return the exit code.
 
-    The request contains ``config``, ``function`` (a name in REQUESTS) and ``arguments``. After an error, the answer is the error
-    message.
+    The request contains ``config``, ``function`` (a name such as ``measure``, see REQUESTS) and ``arguments``. After an error,
+    the answer is the error message.
     """
     request = json.load(sys.stdin)
     warnings.simplefilter("ignore")  # training itself prints these warnings

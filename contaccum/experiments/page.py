@@ -121,7 +121,7 @@ def require_matplotlib() -> None:
 
 
 def draw_all(groups: list[RunGroup], metric: str) -> list[Plot]:
-    """Draw all plots of FIGURES for which the runs have data."""
+    """Draw every plot for which the runs have data. FIGURES lists the plots."""
     require_matplotlib()
     import matplotlib
     from matplotlib.figure import Figure

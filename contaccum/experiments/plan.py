@@ -1,7 +1,7 @@
 """``contaccum plan``: predict the largest micro-batch and bank, the time of a step, and the cost of encoding a corpus.
 
 Each method is measured in a new process. The process takes steps with micro-batches of growing size and predicts the largest size
-that fits. It measures this size and predicts again. The reported error is that of the last prediction for a measured size.
+that fits. It measures this size and predicts again. The reported error is the error of the last prediction that was measured.
 """
 
 import json
@@ -91,7 +91,7 @@ def fitting_size(config: TrainConfig, budget: int) -> FittingSize:
 
 
 def ask(config: TrainConfig, function: str, **arguments: Any) -> Any:
-    """Call a function of ``measure.REQUESTS`` in a new process, and return its result. Raise InputError if the call fails."""
+    """Call a function of measure.py by its name in a new process, and return its result. Raise InputError if the call fails."""
     command = [sys.executable, "-m", "contaccum.experiments.measure"]
     text = json.dumps({"config": asdict(config), "function": function, "arguments": arguments})
     done = subprocess.run(command, input=text, stdout=subprocess.PIPE, text=True, encoding="utf-8", check=False)
@@ -198,8 +198,8 @@ def index_costs(rows: int, dim: int, probes: int = 64) -> list[IndexCost]:
     """Compute the costs of indexes of ``rows`` float32 vectors (dim,). probes: number of lists that IVF searches for a query.
 
     IVF stores the vectors, a 64-bit id per vector and a centroid per list. IVF with PQ stores a code of PQ_BYTES bytes instead of
-    each vector, and 256 centroids for each byte of the code. HNSW stores the vectors and, for each vector, 2 M + M/(M-1) links of
-    4 bytes and 12 bytes for offset and level. Source: faiss wiki, "Faiss indexes".
+    each vector, and 256 centroids for each byte of the code. HNSW stores the vectors. For each vector it adds 2 M + M/(M-1)
+    links of 4 bytes (M is LINKS), and 12 bytes for offset and level. Source: faiss wiki, "Faiss indexes".
     """
     lists = lists_for(rows)
     centroids = lists * dim * 4

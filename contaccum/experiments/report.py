@@ -185,7 +185,7 @@ def tests_table(found: list[Difference]) -> Table:
 
 
 def equal_memory(groups: list[RunGroup], metric: str) -> Table:
-    """Return a table of the groups of runs with a measured peak memory, in classes of about equal peak; best metric first."""
+    """Return a table of the groups, sorted into classes of about equal peak memory. Groups without peaks are left out."""
     peaks = {group.label: peak for group in groups if (peak := group.mean("peak_mib")) is not None}
     left = sorted((group for group in groups if group.label in peaks), key=lambda group: peaks[group.label])
     rows = []
@@ -206,17 +206,14 @@ def _time_section(groups: list[RunGroup], metric: str) -> Section:
     if limited is None:
         return Section(title, (), (), (f"No run was evaluated on dev (data.dev, run.eval_steps). {how}",))
     seconds, table = limited
-    note = (
-        f"Last evaluation of each run on dev within {seconds:.1f} s, when all seeds of the fastest setting end. {how}"
-    )
+    note = f"Scores of the last dev evaluation in the first {seconds:.1f} s of each run (time of the fastest setting). {how}"
     return Section(title, (), [table], (note,))
 
 
 def equal_time(groups: list[RunGroup], metric: str) -> tuple[float, Table] | None:
-    """Return the training seconds of the fastest group, and a table of the dev scores of all groups after as many seconds.
+    """Return the training seconds of the slowest run of the fastest group, and a table of the dev scores at this time.
 
-    The seconds of a group are those of its slowest run, so that every run of the fastest group counts to its end. Return None if
-    no run has dev scores.
+    The fastest group is the one whose slowest run is the fastest. The table has all groups. Return None if no run has dev scores.
     """
     trained = [group for group in groups if any(run.evaluations for run in group.runs)]
     ends = [[run.train_seconds for run in group.runs if run.train_seconds is not None] for group in trained]

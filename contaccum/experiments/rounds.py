@@ -34,7 +34,7 @@ from contaccum.training.run_folder import config_differences, read_config
 SETTINGS_FILE = "rounds.yaml"
 _INITIAL = [name.removeprefix("model.") for name in settings_with(initial_encoder=True)]
 TRAINED_MODEL: dict[str, Any] = {name: getattr(ModelConfig, name) for name in _INITIAL}
-"""Settings that change only the initial encoder -> their default values, which are used to load a trained model."""
+"""Model setting that is used only to build the initial encoder -> its default, for runs that start from a trained model."""
 
 
 def run_rounds(config: TrainConfig, mining: MineConfig, options: RoundsConfig) -> Path:
@@ -76,7 +76,10 @@ def _check(config: TrainConfig, mining: MineConfig, options: RoundsConfig) -> No
 
 
 def _claim(output: Path, config: TrainConfig, mining: MineConfig, options: RoundsConfig) -> None:
-    """Raise InputError if ``output`` has other settings or other files. Otherwise write the settings to it."""
+    """Write the settings to ``output``. Raise InputError if it has files but no settings, or different settings.
+
+    Only ``rounds.count`` may be different.
+    """
     settings = {**asdict(config), "mine": asdict(mining), "rounds": asdict(options)}
     file = output / SETTINGS_FILE
     if file.is_file():

@@ -124,7 +124,7 @@ class RunRecord:
 
 
 def _content_errors(path: Path) -> AbstractContextManager[None]:
-    """Return a context manager: if code in its ``with`` block fails on the content of the file ``path``, it raises InputError."""
+    """Return a context manager that turns errors about wrong content of the file ``path`` into InputError."""
     kinds = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
     fix = "; the file was changed or damaged after contaccum wrote it"
     return library_errors(f"{path}: unexpected content", *kinds, fix=fix)
@@ -261,16 +261,16 @@ class Difference(NamedTuple):
     found: Comparison
     p_permutation: float
     p_t: float
-    p_both: float | None
+    p_both: float | None  # over queries and seeds; None with fewer than two common seeds
 
 
 def differences(
     groups: list[RunGroup], metric: str, reference: Collection[Path], equal_batch: bool = True
 ) -> list[Difference]:
-    """Test each group against a reference group: the one with the best metric among the groups with a run in ``reference``.
+    """Test each group against a reference group.
 
-    reference: folders of runs. equal_batch: True chooses the reference of a trained group from the groups with the same global
-    batch size, and the baselines.
+    reference: folders of runs. Among the groups with one of these runs, the reference is the one with the best metric.
+    equal_batch: True compares a trained group only with a baseline, or with a group that has the same global batch size.
     """
     pairs, baselines = [], [group for group in groups if group.method is None]
     for size, members in by_global_batch(groups).items() if equal_batch else [(None, groups)]:

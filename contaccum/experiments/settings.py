@@ -77,7 +77,7 @@ def _check_name(where: str, name: str) -> None:
 
 
 def read_tune(options: CompareConfig) -> tuple[int | None, dict[str, list[str]]]:
-    """Return the number of rungs (None: default), and the values to try: setting -> values.
+    """Return the number of tuning rounds (None: default), and the values to try: setting -> values.
 
     The deprecated option ``tune_learning_rate`` adds values for the learning rate.
     """

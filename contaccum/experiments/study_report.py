@@ -36,7 +36,7 @@ class StudyResult(NamedTuple):
 
     @property
     def equal_batch(self) -> bool:
-        """True if only runs with equal global batch sizes are compared."""
+        """Whether the significance tests compare only runs with equal global batch sizes."""
         return self.budget is None and "batch.global_batch_size" not in _tuned_names(self.tuned)
 
 
@@ -96,7 +96,10 @@ def equal_budget(groups: list[RunGroup], metric: str, found: list[Difference]) -
 
 
 def cost_of(group: RunGroup) -> dict[str, int]:
-    """Return the global batch size N of a run in the group, and its numbers of steps, pairs and forward passes (of one pair)."""
+    """Return the global batch size N of the group, and the numbers of steps, pairs and forward passes of one run.
+
+    A forward pass counts once for each pair.
+    """
     size, share = group.setting("batch.global_batch_size"), group.setting("replay.share")
     steps = group.setting("optim.max_steps") or max((line["step"] for line in group.runs[0].steps), default=0)
     price = METHOD_SPECS[str(group.method)].cost(share)

@@ -2,8 +2,8 @@
 
 Successive halving is cheaper than training all combinations of values fully. It has several rounds, called rungs. In the first
 rung, all combinations train for a short time. In each later rung, the best quarter of the combinations trains again from the
-start, LONGER times as long. In the last rung, the remaining combinations train with the full budget. By default, at most
-FINALISTS combinations remain. The learning rate schedule of each run ends with that run. All runs use the first seed. Source:
+start, 3 times as long (LONGER). In the last rung, the remaining combinations train with the full budget. By default, at most 3
+combinations remain (FINALISTS). The learning rate schedule of each run ends with that run. All runs use the first seed. Source:
 Jamieson, Talwalkar 2016, arXiv 1502.07943.
 """
 
@@ -42,7 +42,7 @@ class Budget(NamedTuple):
         return f"{float(self.amount):g} {UNITS[self.unit]}"
 
     def steps(self, config: TrainConfig, share: Fraction, step_seconds: float | None) -> int:
-        """Return the number of optimizer steps that ``share`` of the budget pays for.
+        """Return the number of optimizer steps that a run can take with the fraction ``share`` of the budget.
 
         step_seconds: measured seconds of a step, needed only for a budget in seconds. Raises InputError if the number is 0.
         """
@@ -55,13 +55,13 @@ class Budget(NamedTuple):
         if steps < 1:
             raise InputError(
                 f"--budget: one step of {config.method} costs {price:g} {UNITS[self.unit]}, but a run may cost at most "
-                f"{float(self.amount * share):g} of them. Raise --budget, or lower batch.global_batch_size or --rungs."
+                f"{float(self.amount * share):g}. Raise --budget, or lower batch.global_batch_size or --rungs."
             )
         return steps
 
 
 def parse_budget(text: str) -> Budget:
-    """Convert a number with a letter from UNITS to a budget: 200000f is 200000 forward passes. Raise InputError otherwise."""
+    """Convert a text such as 200000f (number and letter from UNITS) to a budget. Raise InputError for another text."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([fpus])", text.strip())
     if not found or not float(found[1]):
         units = ", ".join(f"{letter} ({name})" for letter, name in UNITS.items())
@@ -72,10 +72,10 @@ def parse_budget(text: str) -> Budget:
 
 
 def limited(config: TrainConfig, budget: Budget | None, share: Fraction, step_seconds: float | None) -> TrainConfig:
-    """Return the config with the number of steps that ``share`` of the budget pays for.
+    """Return the config with the number of steps that a run can take with the fraction ``share`` of the budget.
 
-    Without a budget, the run takes ``share`` of the configured steps or epochs. step_seconds: measured seconds of a step, needed
-    only for a budget in seconds.
+    Without a budget, the run takes this fraction of the configured steps or epochs. step_seconds: measured seconds of a step,
+    needed only for a budget in seconds.
     """
     optim = config.optim
     if budget is not None:
@@ -111,7 +111,7 @@ def measured_step(config: TrainConfig, folder: Path) -> float:
 
 
 def rung_shares(candidates: int, rungs: int | None) -> list[Fraction]:
-    """Return for each rung the share of the full budget that one run gets. The share of the last rung is 1.
+    """Return, for each rung (round of tuning), the share of the full budget that one run gets. The share of the last rung is 1.
 
     rungs: number of rungs. Default: the smallest number with at most FINALISTS candidates in the last rung. Example: 30
     candidates need three rungs. Together these rungs cost 30/9 + 8/3 + 2 = 8 full runs.
@@ -142,7 +142,11 @@ class Tuned:
     """Name of a candidate that cannot be trained -> reason."""
 
     def alive(self) -> list[Values]:
-        """Return the candidates of the next rung: first all candidates, later the best ones of the rung before, best first."""
+        """Return the candidates that the next rung (round of tuning) trains.
+
+        The first rung trains all candidates. A later rung trains the best candidates of the previous rung; the list is then
+        sorted by dev metric, the best first.
+        """
         if not self.rungs:
             return list(self.variant.candidates)
         scores = self.rungs[-1]
@@ -162,7 +166,7 @@ class Tuned:
     def edges(self) -> list[str]:
         """Return the names of tuned settings whose chosen number is the lowest or the highest that was tried.
 
-        A number at the limit of its setting does not count, because no wider range is possible.
+        Leave out a number that is also the lowest or the highest allowed value, because no wider range is possible.
         """
         found = []
         for name, value in self.chosen or ():

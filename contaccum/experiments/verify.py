@@ -48,7 +48,7 @@ Gradients = dict[str, Tensor]  # name of a parameter -> gradient
 
 @dataclass(frozen=True)
 class Equivalence:
-    """Result of one check that two ways to compute the same values agree."""
+    """Result of one check. The check computes the same values in two ways and compares them."""
 
     name: str
     difference: float | None  # largest difference between the values; None if the check cannot run here
@@ -65,7 +65,7 @@ class Equivalence:
 
 
 def verify(config: TrainConfig, say: Callable[[str], None]) -> None:
-    """Run all checks and print the table of results with ``say``. Raise Failed if a difference is too large."""
+    """Run all checks and print the table of results with ``say``. Raise Failed if a check finds too large a difference."""
     require_one_process("verify")
     results: list[Equivalence] = []
     with tempfile.TemporaryDirectory(prefix="contaccum-verify-") as folder:

@@ -33,10 +33,10 @@ def grades_of_text(text: str, queries: Mapping[str, str], qrels: Mapping[str, Gr
 
 
 def losses(scores: Sequence[Mapping[str, Mapping[str, float]]], metric: str) -> dict[str, list[float]]:
-    """Return the values of a metric for every query: query id -> values, sorted by the last value, lowest first.
+    """Return query id -> values of a metric: [value] for one system, [first, second, first minus second] for two systems.
 
-    The values are those of each system, and for two systems also the first minus the second. scores: for each system, query id ->
-    metric -> value. All systems must have the same queries. Raises InputError if the metric was not computed.
+    Queries are sorted by the last value in their list, lowest first. scores: for each system, query id -> metric -> value. All
+    systems must have the same queries. Raises InputError if the metric was not computed.
     """
     known = next(iter(scores[0].values()), {metric: 0.0})
     if metric not in known:
@@ -150,7 +150,10 @@ def judged(
 
 
 def lost(found: Sequence[tuple[str, list[float]]], queries: Mapping[str, str], labels: Sequence[str]) -> str:
-    """Return an HTML table of queries and their values from ``losses``. Each query is a button for the script ``CHOOSE``."""
+    """Return an HTML table of queries and their metric values. Each query is a button that the script ``CHOOSE`` handles.
+
+    found: items of the result of ``losses``. queries: query id -> text. labels: names of the systems.
+    """
     rows = []
     for query_id, values in found:
         cells = {label: f"{value:.3f}" for label, value in zip(labels, values, strict=False)}

@@ -38,14 +38,17 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 def json_lines(
     path: Path, expected: str, read: Read[Element], rejected: RejectedRecords = STRICT
 ) -> Iterator[tuple[SourceLocation, Element]]:
-    """Yield the location and the JSON object of each line, converted by ``read``. expected: valid record, for error messages."""
+    """Yield the location and the JSON object of each line, converted by ``read``.
+
+    expected: description of a valid record, for error messages.
+    """
     return json_objects(numbered_lines(path, rejected=rejected), expected, read, rejected)
 
 
 def json_objects(
     lines: Iterable[tuple[SourceLocation, str]], expected: str, read: Read[Element], rejected: RejectedRecords
 ) -> Iterator[tuple[SourceLocation, Element]]:
-    """Convert the JSON objects in numbered lines, as ``json_lines`` does."""
+    """Yield the location and the JSON object of each line in ``lines``, converted by ``read`` (see ``json_lines``)."""
     for count, (location, line) in enumerate(lines, 1):
         with rejected:
             yield location, read(_object_of(line, location, expected), location, count + rejected.undecodable)
@@ -66,9 +69,10 @@ def _object_of(line: str, location: SourceLocation, expected: str) -> Record:
 def json_list(
     path: Path, expected: str, read: Read[Element], rejected: RejectedRecords = STRICT
 ) -> Iterator[tuple[SourceLocation, Element]]:
-    """Convert the objects of a file that is one JSON list, as ``json_lines`` does. Only a part of the file is in memory.
+    """Read a file that is one JSON list. Yield the location of each object, and the object converted by ``read``.
 
-    A syntax error raises InputError even if ``rejected`` allows invalid records, because the next record cannot be found.
+    The file is read in parts. A syntax error raises InputError even if ``rejected`` allows invalid records, because the
+    start of the next record is unknown. expected: see ``json_lines``.
     """
     with open_bytes(path, rejected.max_unpacked) as file:
         yield from _ListReader(file, path, expected).objects(read, rejected)
@@ -112,7 +116,7 @@ class _ListReader:
         return SourceLocation(self._path, self._line, self._record)
 
     def _read_more(self) -> bool:
-        """Drop the text before the position, and read more text. Return False at the end of the file."""
+        """Drop the text that is already parsed, and read more text. Return False at the end of the file."""
         if len(self._window) - self._position > MAX_LINE:
             raise self._location().error(f"the record has more than {MAX_LINE} characters; longer records are not read")
         # Doubling the number of bytes keeps the time for a very long record linear.

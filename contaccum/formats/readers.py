@@ -62,7 +62,7 @@ _GRADES = "3 columns (query-id, corpus-id, score), or TREC's 4 columns (query, i
 
 
 def beir_file(folder: Path, name: str) -> Path:
-    """Return the path of the file ``name`` in a BEIR folder. The file may be gzipped, or have MS MARCO's name for it."""
+    """Return the path of the file ``name`` in a BEIR folder. It may be gzipped, or have a name such as collection.tsv."""
     other = _MSMARCO_NAMES.get(name, name)
     for path in (folder / name, folder / f"{name}.gz", folder / other, folder / f"{other}.gz"):
         if path.is_file():
@@ -161,7 +161,7 @@ def numbered_examples(
 def line_examples(
     path: Path, lines: Iterable[tuple[SourceLocation, str]], kind: Kind, rejected: RejectedRecords, scores: bool = False
 ) -> Iterator[tuple[SourceLocation, Example]]:
-    """Yield the location and the example of each numbered line. kind: format. path: name of the file, for error messages."""
+    """Convert lines in the format ``kind``; yield the location and the example of each. path: for error messages."""
     if kind not in RECORDS:
         raise InputError(
             f"{path}: is a {kind} file; training examples are DPR JSON, JSONL of query, pos and neg, or Tevatron JSONL"
@@ -183,9 +183,10 @@ def kind_of_data(path: Path, max_bad_records: int = 0) -> Kind:
 def _kind_of_table(path: Path, max_bad_records: int) -> Kind:
     """Detect the format of a file with columns. A file with three columns is a DPR corpus.
 
-    A file with two columns has DPR questions and answers if it is a .csv file, or if most of the first lines look like them:
-    the second cell starts with a list, or the first cell cannot be an id (it is empty or contains white space). Other files
-    with two columns have ids and texts (MS MARCO): ``queries`` if the file name contains ``quer``, otherwise ``corpus``.
+    A file with two columns has DPR questions if it is a .csv file, or if most of the first lines look like a question and its
+    answers: the first cell cannot be an id (it is empty or contains white space), or the second cell starts with a list. Other
+    files with two columns have ids and texts (MS MARCO). They are ``queries`` if the file name contains ``quer``, otherwise
+    ``corpus``.
     """
     rows = [line.split("\t") for line in _first_lines(path, max_bad_records)]
     if not rows:
@@ -205,9 +206,9 @@ def _kind_of_table(path: Path, max_bad_records: int) -> Kind:
 
 
 def _columns(path: Path, max_bad_records: int) -> int | None:
-    """Return the number of columns, 2 or 3. The header of a DPR file decides, then the most common number in the first lines.
+    """Return the number of columns, 2 or 3. Return None if no line has 2 or 3 columns.
 
-    Return None if no line has 2 or 3 columns.
+    A file with the header of a DPR corpus has 3 columns. In other files, the majority of the first lines decides.
     """
     rows = [line.split("\t") for line in _first_lines(path, max_bad_records)]
     if rows and [cell.strip().lower() for cell in rows[0]] == HEADER:

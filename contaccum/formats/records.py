@@ -124,7 +124,7 @@ class RejectedRecords:
     """Invalid records of one file. The first ``limit`` invalid records are skipped; the error of the next one is raised.
 
     A reader calls ``start`` for each record before it checks the record. If the record is invalid, the reader calls ``reject``.
-    A block ``with rejected:`` does this for an InputError that is raised inside the block.
+    A block ``with rejected:`` calls ``reject`` for an InputError that is raised inside the block.
     """
 
     def __init__(self, limit: int = 0, max_unpacked: float | None = None) -> None:
@@ -140,7 +140,7 @@ class RejectedRecords:
 
     @classmethod
     def of(cls, policy: DataPolicy) -> "RejectedRecords":
-        """Return an object without rejected records, with the limits of ``policy``."""
+        """Return a RejectedRecords that is empty and has the limits of ``policy``."""
         return cls(policy.max_bad_records, policy.max_unpacked)
 
     def start(self, location: SourceLocation, text: str) -> None:
@@ -172,7 +172,7 @@ STRICT = RejectedRecords()
 def unpacked_limit(packed: int, gigabytes: float | None = None) -> int:
     """Return the maximum number of bytes that a gzip file of ``packed`` bytes may unpack to.
 
-    gigabytes: this maximum in GB, if the user set it.
+    gigabytes: maximum that the user set, in GB. None: ``MIN_UNPACKED + MAX_RATIO * packed`` bytes.
     """
     return MIN_UNPACKED + MAX_RATIO * packed if gigabytes is None else int(gigabytes * 1e9)
 
@@ -233,7 +233,7 @@ def decoded(raw: io.BufferedReader, limit: int) -> Iterator[io.BufferedReader]:
 
 
 def first_character(path: Path) -> str:
-    """Return the first character of a file that is not white space, or ""."""
+    """Return the first character that is not white space in a file, or "" if there is none."""
     with open_bytes(path) as file:
         for _ in range(0, MAX_LINE, CHUNK):  # a gzip file can unpack to endless spaces, so stop after MAX_LINE
             if text := file.read(CHUNK).decode("utf-8", errors="replace").lstrip():

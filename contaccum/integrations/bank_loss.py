@@ -91,7 +91,7 @@ class BankLoss:
         return tensors, {**numbers, "similarity": self.similarity}
 
     def load_state(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-        """Restore a bank at the next batch. tensors, numbers: the two values that ``state`` returned."""
+        """Keep a saved state for the next batch, which restores the bank from it. tensors, numbers: the values from ``state``."""
         self.bank, self._state = None, (tensors, numbers)
 
     def __call__(self, queries: Tensor, passages: Tensor, ids: Tensor | None = None, *, training: bool) -> Tensor:
@@ -145,7 +145,7 @@ class BankLoss:
     def _make_bank(self, queries: Tensor, passages: Tensor) -> Bank:
         if 0 < self.size < (pairs := len(queries)):
             raise InputError(
-                f"bank_size is {self.size}; expected 0 or at least {pairs}, the pairs of one micro-batch of all processes"
+                f"bank_size is {self.size}; expected 0 or at least {pairs}, the pairs per micro-batch over all processes"
             )
         options = replace(self.options, hard_negatives=passages.shape[1] - 1 if self.hard_negatives else 0)
         similarity = self.loss.similarity
@@ -153,7 +153,7 @@ class BankLoss:
         if self._state is not None:
             saved = self._state[1].get("similarity", self.similarity)  # older checkpoints do not store the similarity
             if saved != self.similarity:
-                raise InputError(f"similarity is {self.similarity}, but the checkpoint has {saved}. Set it to {saved}.")
+                raise InputError(f"similarity is {self.similarity}, but the checkpoint has {saved}. Use {saved} again.")
             bank.load_state(*self._state)
             self._state = None
         return bank

@@ -84,8 +84,8 @@ class ContAccumLoss(CachedLossMixin, nn.Module):
     ) -> Tensor:
         """Compute the loss from embeddings; gradient caching calls this method.
 
-        reps: for each column (query, positive, hard negatives), the list of embeddings of the parts of the batch. labels: passage
-        ids (B, 1 + H), or None. with_backward: also compute the gradients of the embeddings.
+        reps: for each column (query, positive, hard negatives), a list with one tensor of embeddings per part of the batch.
+        labels: passage ids (B, 1 + H), or None. with_backward: also compute the gradients of the embeddings.
         """
         queries, *passages = (torch.cat(pieces) for pieces in reps)
         ids = None if labels is None else labels.to(queries.device)

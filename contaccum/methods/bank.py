@@ -1,7 +1,7 @@
 """Dual memory bank: a ring buffer of the embeddings of past queries and passages.
 
-One slot of the ring stores one row: a query, its passages and the passage ids. The query bank and the passage bank are therefore
-always aligned. Stored embeddings have no gradient. A ``NestedLogSumExp`` caches log-sum-exps of stored rows over stored columns.
+One slot of the ring stores one row: a query, its passages and their ids. So the query bank and the passage bank are aligned.
+Stored embeddings have no gradient. A ``NestedLogSumExp`` caches log-sum-exps of the logits between stored queries and passages.
 Source: Kim et al. 2024 (arXiv 2406.12356), section 4.
 """
 
@@ -30,7 +30,7 @@ class BankOptions:
     columns_only: bool = False
     """Whether to store only passages and no queries. The bank then adds columns to the loss, but no rows."""
     row_weight: str = "all"
-    """Rows that the denominator of the mean loss counts: current rows and bank rows (``all``), or current rows (``current``)."""
+    """Divisor of the summed loss: the number of current and bank rows (``all``), or of current rows only (``current``)."""
     keep: bool = True
     """Whether to keep the rows after an optimizer step. False is the ablation "without past encoder" of the paper."""
     warmup_steps: int = 0
@@ -43,10 +43,10 @@ class BankOptions:
 
 
 class Bank:
-    """Ring of M slots. Slots 0 to ``stored`` - 1 contain a row. A bank of size 0 stays empty."""
+    """Ring buffer of M slots with one row each. Slots 0 to ``stored`` - 1 are filled. A bank of size 0 stays empty."""
 
     truncated: Sequence["Bank"] = ()
-    """Banks of the truncated widths. Only a ``contaccum.methods.objective.MatryoshkaBank`` has such banks."""
+    """One bank per truncated embedding width. Empty, except in a ``contaccum.methods.objective.MatryoshkaBank``."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class Bank:
     ) -> None:
         """Create an empty bank.
 
-        size: number of slots, M. dim: width of an embedding, d. push: usual number of rows of a push. A block of the smallest
-        size in ``NestedLogSumExp`` has the same number of slots.
+        size: number of slots, M. dim: width of an embedding, d. push: number of rows that one push usually writes.
+        ``NestedLogSumExp`` divides the slots into blocks; its smallest blocks have ``push`` slots.
         """
         self.size, self.dim, self.similarity, self.push_rows = size, dim, similarity, push
         self.options = options = options or BankOptions()
@@ -94,13 +94,13 @@ class Bank:
 
     @property
     def sums(self) -> NestedLogSumExp | None:
-        """Log-sum-exp of each stored row over all stored columns. None if the bank stores only passages and thus has no rows."""
+        """Cached log-sum-exps of each stored query's logits with all stored passages. None if the bank stores only passages."""
         return self.tables.get("")
 
     def logsumexp(self, reverse: bool = False) -> Tensor:
-        """Return the log-sum-exp of each query of the bank over the passages of the bank, (fill,).
+        """Return for each bank query the log-sum-exp of its logits with all bank passages, (fill,).
 
-        reverse: instead, return the log-sum-exp of each positive of the bank over the queries of the bank.
+        reverse: instead, return for each bank positive the log-sum-exp of its logits with all bank queries.
         """
         return self.tables["reversed_" if reverse else ""].total(self.fill)
 
@@ -120,10 +120,10 @@ class Bank:
         return (self.ages()[: self.fill] * self.options.age_decay).to(self.passages)
 
     def partial(self, rows: int, columns: int) -> PartialLogSumExp | None:
-        """Return an object for log-sum-exps that the loss computes and the next push reuses, or None if no reuse is possible.
+        """Return an empty object in which the loss stores log-sum-exps for the next push, or None if no reuse is possible.
 
-        rows: number of rows of the next push. columns: number of passages per row. Reuse is possible only if the bank stores the
-        query and all passages of each row, the loss uses the bank, and the pushed rows fill exactly one of the smallest blocks.
+        rows: number of rows of the next push. columns: number of passages per row. Reuse has three conditions: the bank stores
+        the query and all passages of each row, the loss uses the bank, and the push overwrites one smallest block of ``sums``.
         """
         one_block = rows == self.push_rows and self.pointer % rows == 0 and self.pointer + rows <= self.size
         if self.sums is None or not self.fill or not one_block or columns != 1 + self.options.hard_negatives:
@@ -182,31 +182,31 @@ class Bank:
         self._update_ids(slice(0, self.size), EntriesById.add)
 
     def _update_ids(self, slots: slice, update: Callable[[EntriesById, int, Tensor], None]) -> None:
-        """Call ``update``, which adds or removes entries, for the passage ids of ``slots`` in both maps."""
+        """Update the two maps from passage ids for ``slots``. update: ``EntriesById.add`` or ``EntriesById.remove``."""
         if self.similarity.mask_false_negatives:
             update(self._by_positive, slots.start, self.positives[slots])
             update(self._by_column, slots.start * self.column_ids.shape[1], self.column_ids[slots].view(-1, 1))
 
     def masked_columns(self, positives: Tensor, slots: slice) -> MaskedPairs:
-        """Return all pairs (row, column) where a bank column in ``slots`` is a known positive of the row. positives: (r, P)."""
+        """Return all pairs (i, bank column in ``slots``) where the column's passage id is in ``positives[i]``, (r, P)."""
         per_slot = self.column_ids.shape[1]
         return self._by_column.find(positives, slice(slots.start * per_slot, slots.stop * per_slot))
 
     def masked_rows(self, column_ids: Tensor, rows: slice) -> MaskedPairs:
-        """Return all pairs (column, row) where the column is a known positive of a bank row in ``rows``. column_ids: (c,)."""
+        """Return all pairs (i, bank row in ``rows``) where passage ``column_ids[i]``, (c,), is a known positive of the row."""
         return self._by_positive.find(column_ids.unsqueeze(1), rows)
 
     def rule_rows(self, slots: slice) -> PairRows:
-        """Return the bank rows in ``slots``, as input of the rules."""
+        """Return the bank rows in ``slots``, as the argument ``rows`` of ``PairRules.leave_out``."""
         # all logits that the rules compare contain the hardness weight, but ``positive_logits`` do not
         scores = self.positive_logits[slots] / self.similarity.positive_share
         return PairRows(self.query_numbers[slots], self.column_ids[slots, 0], scores, self.similarity.scale)
 
     def logits(self, rows: slice, slots: slice, reverse: bool = False) -> Tensor:
-        """Return the logits of the bank rows ``rows`` and of all columns in the bank slots ``slots``.
+        """Return the logits between the bank rows ``rows`` and all columns in the bank slots ``slots``.
 
-        The shape is (slots * columns per slot, rows). Logits of masked pairs are minus infinity, and the age penalty is
-        subtracted. With ``reverse``, the rules apply to the passage-to-query direction, and only to the logits of positives.
+        The shape is (slots * columns per slot, rows). Logits of masked pairs are minus infinity. The age penalty is subtracted.
+        reverse: apply ``PairRules`` in the passage-to-query direction, where hard negatives are never masked.
         """
         assert self.queries is not None
         per_slot = self.column_ids.shape[1]

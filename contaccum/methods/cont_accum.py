@@ -1,7 +1,7 @@
 """Gradient accumulation with a bank of past rows. The two methods are CONTACCUM and pre-batch negatives.
 
-Sources: Kim et al. 2024 (arXiv 2406.12356), eq. 5-9, and its ablation "without query bank"; Lee et al. 2021 (arXiv 2012.12624),
-"pre-batch negatives".
+Source of CONTACCUM: Kim et al. 2024 (arXiv 2406.12356), eq. 5-9. Sources of pre-batch negatives: Lee et al. 2021 (arXiv
+2012.12624), and the ablation "without query bank" of Kim et al.
 """
 
 from contaccum.batch import MicroBatch
@@ -15,9 +15,9 @@ def cont_accum(
 ) -> list[LossValue]:
     """Compute the losses and gradients of one optimizer step with CONTACCUM. Each text is encoded once.
 
-    The loss of a micro-batch of b pairs has b (1 + H) current columns and all bank columns. It has b current rows and, if
-    ``bank_rows`` is true, all bank rows. After the backward pass, the b pairs are pushed into the bank. H: number of hard
-    negatives of a query.
+    The logits matrix of a micro-batch of b pairs has b current rows and, if ``bank_rows`` is true, all bank rows. Its columns
+    are b (1 + H) current columns and all bank columns. H: number of hard negatives of a query. After the backward pass, the b
+    pairs are pushed into the bank.
     """
     values, rows = [], bank if bank_rows else None
     weights = row_weights(micro_batches, rows), row_weights(micro_batches)
@@ -33,7 +33,8 @@ def cont_accum(
 def passage_bank(engine: StepEngine, micro_batches: list[MicroBatch], bank: Bank, loss: Loss) -> list[LossValue]:
     """Compute the losses and gradients of one optimizer step with pre-batch negatives. Each text is encoded once.
 
-    The loss of a micro-batch of b pairs has b (1 + H) current columns and all bank columns. It has b current rows and no bank
-    rows. After the backward pass, the passages are pushed into the bank. H: number of hard negatives of a query.
+    The logits matrix of a micro-batch of b pairs has b current rows and no bank rows. Its columns are b (1 + H) current columns
+    and all bank columns. H: number of hard negatives of a query. After the backward pass, the passages are pushed into the
+    bank.
     """
     return cont_accum(engine, micro_batches, bank, loss, bank_rows=False)

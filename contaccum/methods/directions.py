@@ -5,9 +5,9 @@ positive p with its own query q+ is
 
     -log( exp(s(q+,p)/t) / sum over queries q of exp(s(q,p)/t) )
 
-Current and stored pairs take part as in the query-to-passage direction: gradients reach current vectors only, a query for which p
-is a known positive is masked, and the log-sum-exps between stored positives and stored queries are cached. Hard negatives have no
-query, so they take no part. The symmetric loss is the mean of both directions.
+Otherwise the directions are alike. Only current vectors get gradients. If p is a known positive of a query other than q+, this
+query is masked. The log-sum-exps between stored positives and stored queries are cached. Hard negatives have no query, so the
+second direction does not use them. The symmetric loss is the mean of both directions.
 Sources: Radford et al. 2021 (arXiv 2103.00020), figure 3; with negatives in both directions, Li et al. 2023 (arXiv 2308.03281).
 """
 
@@ -22,10 +22,10 @@ from contaccum.methods.similarity import MaskedPairs, Similarity, tiles
 
 
 class Direction:
-    """Sum of the losses of all rows, and its gradients for the current rows (b, d) and columns (c, d).
+    """Sum of the losses of all rows, and its gradients with respect to the current rows (b, d) and current columns (c, d).
 
-    The loss of a row is ``log_sum - positive``, where ``log_sum`` is the log-sum-exp of the row's logits. The gradient of this
-    loss for a logit is exp(logit - log_sum), minus 1 for the row's own positive.
+    The loss of a row is ``log_sum - positive``: the log-sum-exp of the row's logits, minus the logit of its own positive. The
+    gradient of this loss with respect to a logit is exp(logit - log_sum), minus 1 for the row's own positive.
     """
 
     def __init__(self, similarity: Similarity, rows: Tensor, columns: Tensor, bank: Bank | None) -> None:
@@ -47,8 +47,8 @@ class Direction:
     ) -> None:
         """Add the losses of the bank rows, and their gradients for the current columns. The bank rows get no gradient.
 
-        rows: the bank rows (fill, d). ids: identity of each current column for the rules (see ``PairRules.leave_out``). masked:
-        pairs (current column, bank row). sums: receives the log-sum-exp of each bank row over the current columns, (fill,).
+        rows: the bank rows (fill, d). ids: argument ``columns`` of ``PairRules.leave_out``. masked: pairs (current column, bank
+        row). sums: tensor (fill,) to which the log-sum-exp of each bank row over the current columns is written.
         reverse: whether the rows are positives and the columns are queries.
         """
         over_bank = bank.logsumexp(reverse)
@@ -77,9 +77,9 @@ class QueryToPassage(Direction):
         bank: Bank | None,
         partial: PartialLogSumExp | None,
     ) -> None:
-        """Start with a sum of 0. queries: (b, d). passages: (c, d).
+        """Start with a loss sum of 0. queries: (b, d). passages: (c, d).
 
-        bank: bank whose passages are additional columns. partial: receives the log-sum-exps between current rows and the bank.
+        bank: bank whose passages are additional columns. partial: object to fill with log-sum-exps for the next push, or None.
         """
         super().__init__(similarity, queries, passages, bank)
         self.partial = partial
@@ -178,7 +178,7 @@ class QueryToPassage(Direction):
         return over_bank, weighted.div_(total * self.similarity.temperature)
 
     def average(self, other: "PassageToQuery") -> None:
-        """Replace the sum and the gradients by means over both directions. other: passage-to-query direction."""
+        """Replace the loss sum and the gradients by their means over both directions. other: passage-to-query direction."""
         self.total = (self.total + other.total) / 2
         self.for_rows.add_(other.for_columns).div_(2)
         self.for_columns.unflatten(0, (len(self.rows), -1))[:, 0].add_(other.for_rows)
@@ -191,7 +191,7 @@ class PassageToQuery(Direction):
     def __init__(
         self, similarity: Similarity, queries: Tensor, positives: Tensor, ids: RowIds, bank: Bank | None
     ) -> None:
-        """Compute the sum and the gradients. queries, positives: (b, d). bank: bank whose stored pairs take part, or None."""
+        """Compute the loss sum and its gradients. queries, positives: (b, d). bank: bank with additional pairs, or None."""
         super().__init__(similarity, positives, queries, bank)
         self._add_current_rows(ids, bank)
         if bank is not None:

@@ -9,7 +9,7 @@ from contaccum.methods.objective import Loss, StepEngine
 def grad_accum(engine: StepEngine, micro_batches: list[MicroBatch], bank: Bank, loss: Loss) -> list[LossValue]:
     """Compute the losses and gradients of one optimizer step with gradient accumulation. Each text is encoded once.
 
-    The loss of a micro-batch of b pairs has b rows and b (1 + H) columns. H: number of hard negatives of a query.
+    The logits matrix of a micro-batch of b pairs has b rows and b (1 + H) columns. H: number of hard negatives of a query.
     """
     values = []
     for batch, weight in zip(engine.micro_steps(micro_batches), row_weights(micro_batches), strict=True):

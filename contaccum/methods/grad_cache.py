@@ -21,8 +21,8 @@ from contaccum.methods.replay import Cache, replay_sample
 def grad_cache(engine: StepEngine, micro_batches: list[MicroBatch], bank: Bank, loss: Loss) -> list[LossValue]:
     """Compute the loss and the gradients of one optimizer step with GradCache, in two passes over the texts.
 
-    The loss of a step of N pairs has N rows and N (1 + H) columns. Without partial replay, the gradients are those of in_batch,
-    except for rounding. H: number of hard negatives of a query.
+    The logits matrix of a step of N pairs has N rows and N (1 + H) columns. H: number of hard negatives of a query. Without
+    partial replay, the gradients are those of in_batch, except for rounding.
     """
     parts = represent(engine, micro_batches)
     value, cache = cache_gradients(parts, loss)
@@ -32,8 +32,8 @@ def grad_cache(engine: StepEngine, micro_batches: list[MicroBatch], bank: Bank, 
 def cont_cache(engine: StepEngine, micro_batches: list[MicroBatch], bank: Bank, loss: Loss) -> list[LossValue]:
     """Compute the loss and the gradients of one optimizer step with GradCache and a bank, in two passes over the texts.
 
-    The loss of a step of N pairs has N current rows and all bank rows. It has N (1 + H) current columns and all bank columns.
-    Then the N pairs are pushed into the bank. H: number of hard negatives of a query.
+    The logits matrix of a step of N pairs has N current rows and all bank rows. Its columns are N (1 + H) current columns and
+    all bank columns. H: number of hard negatives of a query. After the second pass, the N pairs go into the bank.
     """
     parts = represent(engine, micro_batches)
     value, cache = cache_gradients(parts, partial(loss, columns=bank, rows=bank))
@@ -60,7 +60,7 @@ def represent(engine: StepEngine, micro_batches: list[MicroBatch]) -> list[Rows]
 
 
 def _split(rows: Rows, sizes: list[int]) -> list[Rows]:
-    """Split joined rows into micro-batches again. sizes: number of rows of each micro-batch in one process."""
+    """Undo ``StepEngine.join``: divide ``rows`` into the original micro-batches. sizes: rows per process of each of them."""
     # (W * sum(sizes), ...) for W processes: all rows of process 0, then all rows of process 1, and so on
     queries, passages, ids = rows
     ends = list(accumulate(sizes))
@@ -88,7 +88,7 @@ def cache_gradients(parts: list[Rows], loss: Callable[[Tensor, Tensor, RowIds], 
 def replay(
     engine: StepEngine, micro_batches: list[MicroBatch], last: Rows, cache: Cache, value: LossValue
 ) -> LossValue:
-    """Second pass, steps 3 and 4 of the paper: encode texts again with graph, and backpropagate their cached gradients.
+    """Make the second pass: encode texts again with a graph, and backpropagate their cached gradients (paper: steps 3, 4).
 
     Without partial replay, the dropout noise is that of the first pass. last: the rows of the last micro-batch, with the graph
     from the first pass (not used with partial replay). Returns ``value``. With partial replay, the field ``replayed`` is set.

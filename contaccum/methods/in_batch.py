@@ -12,8 +12,8 @@ from contaccum.methods.objective import Loss, StepEngine
 def in_batch(engine: StepEngine, micro_batches: list[MicroBatch], bank: Bank, loss: Loss) -> list[LossValue]:
     """Compute the loss and the gradients of one optimizer step with in-batch negatives. Each text is encoded once.
 
-    The loss of a step of N pairs has N rows and N (1 + H) columns. The memory of the step grows with N. H: number of hard
-    negatives of a query.
+    The logits matrix of a step of N pairs has N rows and N (1 + H) columns. H: number of hard negatives of a query. The memory
+    of the step grows with N.
     """
     parts = [(*engine.encode(batch), batch.ids) for batch in engine.micro_steps(micro_batches)]
     value = loss(*concatenate(parts))

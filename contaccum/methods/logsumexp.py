@@ -26,7 +26,7 @@ With 3 levels, M = 131,072 and b = 8, the table has 79 numbers per row, few comp
 """
 
 Logits = Callable[[slice, slice], Tensor]
-"""Function (rows, slots) that returns the logits of bank rows with all columns of bank slots. Both arguments are slices.
+"""Function that returns the logits between bank rows (first slice) and all columns of bank slots (second slice).
 
 The shape of the result is (slots * columns per slot, rows). Logits of masked pairs are minus infinity.
 """
@@ -39,7 +39,7 @@ class RollbackJournal:
         self._copies: dict[tuple[int, str], tuple[Tensor, Any, Tensor]] = {}
 
     def record(self, tensor: Tensor, region: Any) -> None:
-        """Copy ``tensor[region]`` into the journal, unless this step has already done so. Call this before every write to it."""
+        """Copy ``tensor[region]`` before it is overwritten, unless the journal already has a copy of it from this step."""
         key = (id(tensor), repr(region))  # slices cannot be hashed before Python 3.12
         if key not in self._copies:
             self._copies[key] = (tensor, region, tensor[region].clone())
@@ -61,10 +61,10 @@ class PartialLogSumExp:
     """
 
     def __init__(self, slot: int, fill: int, rows: int, per_slot: int, sums: "NestedLogSumExp") -> None:
-        """Create empty log-sum-exps.
+        """Create the tensors ``columns`` and ``rows``, which the loss then fills.
 
         slot: first slot of the bank that the push of the current rows will overwrite. fill: number of slots of the bank that
-        contain a row. rows: number of current rows, b. per_slot: number of columns in a slot. sums: log-sum-exps of the bank.
+        contain a row. rows: number of current rows, b. per_slot: number of columns in a slot. sums: table of the bank.
         """
         self.slot = slot
         self.columns = sums.values.new_empty((fill,))
@@ -78,7 +78,7 @@ class PartialLogSumExp:
     def add(self, rows: slice, first: int, logits: Tensor) -> None:
         """Include logits (r, c) in the log-sum-exps.
 
-        The logits are those of the r current rows ``rows`` and of c stored columns, the first of which is ``first``. All calls
+        They are the logits between the r current rows ``rows`` and the stored columns ``first`` to ``first`` + c - 1. All calls
         together must include the logit of each current row and each stored column exactly once.
         """
         for level, (width, start) in enumerate(zip(self._widths, self._starts, strict=True)):
@@ -100,9 +100,9 @@ class PartialLogSumExp:
 class NestedLogSumExp:
     """Table of the log-sum-exp of each row over each block of columns.
 
-    The table is ``values``, (LEVELS, fan, M): one entry for each level, block of the level, and bank row. The entry is minus
-    infinity if the block is open (see the module) or contains no column. The last dimension is the row, because a sum over blocks
-    then reads contiguous memory.
+    Blocks have several sizes, called levels. The table is ``values``, (LEVELS, fan, M): one entry for each level, block and
+    bank row. An entry is minus infinity if the block contains no column, or if it is open, that is, divided into smaller blocks
+    of the next level. The last dimension is the row, because a sum over blocks then reads contiguous memory.
     """
 
     def __init__(
@@ -110,9 +110,9 @@ class NestedLogSumExp:
     ) -> None:
         """Create the table of an empty bank.
 
-        logits: function that computes logits of bank rows and columns. size: number of slots of the ring. push: usual number of
-        slots that a push overwrites, which is also the number of slots in a block of the last level. tile: number of (row, slot)
-        pairs to compute at once. journal: receives a copy of every region of ``values`` and ``closed`` before it is overwritten.
+        logits: function that computes logits of bank rows and columns. size: number of slots of the ring. push: number of
+        slots that a push usually overwrites; the smallest blocks have the same number. tile: number of (row, slot) pairs to
+        compute at once. journal: receives a copy of every region of ``values`` and ``closed`` before it is overwritten.
         """
         self.fan = fan = next(fan for fan in count(1) if fan**LEVELS * push >= size)
         # number of slots in a block at each level
@@ -128,7 +128,10 @@ class NestedLogSumExp:
         return torch.logaddexp(self.closed[:fill], self.values[-1, :, :fill].logsumexp(0))
 
     def first_slots(self) -> list[int]:
-        """Return the number of the first slot of each level: 0, then the first slot of the open block one level above."""
+        """Return for each level of blocks the first slot of its first block.
+
+        At level 0, this is slot 0. At any other level, it is the first slot of the open block of the previous level.
+        """
         steps = zip(self.open, self.widths, strict=False)
         return [0, *accumulate(block * width for block, width in steps)]
 
@@ -153,7 +156,10 @@ class NestedLogSumExp:
         self._write_rows(start, stop, fill, partial)
 
     def _open_blocks(self, slot: int, path: list[int], fill: int) -> None:
-        """Close the open blocks without ``slot``. At their levels, open the block ``path[level]``, which contains ``slot``."""
+        """Close each open block that does not contain ``slot``, and open the block of the same level that contains it.
+
+        path: number of the block that contains ``slot``, at each level except the last. fill: see ``overwrite``.
+        """
         first = next(level for level, block in enumerate(path) if block != self.open[level])
         for level in reversed(range(first, LEVELS - 1)):
             self.journal.record(self.values, (level, self.open[level]))
@@ -169,7 +175,7 @@ class NestedLogSumExp:
         torch.logsumexp(self.values[:-1], (0, 1), out=self.closed)
 
     def _write_rows(self, start: int, stop: int, fill: int, partial: PartialLogSumExp | None) -> None:
-        """Write the log-sum-exps of rows [start, stop) over all blocks of every level."""
+        """Write the log-sum-exps of bank rows [start, stop) over the blocks of all levels. Arguments: see ``overwrite``."""
         firsts = self.first_slots()
         rows = self.values[:, :, start:stop]
         self.journal.record(self.values, (slice(None), slice(None), slice(start, stop)))

@@ -82,7 +82,7 @@ class LossValue(NamedTuple):
         return self._replace(contrast=self.contrast * rows, distilled=distilled)
 
     def plus(self, other: "LossValue", weight: float) -> "LossValue":
-        """Return these losses plus ``weight`` times the losses of ``other``, with the partial log-sum-exps of both."""
+        """Return the sum of this loss and ``weight`` times ``other``. The result has the ``partials`` of both."""
         pairs = zip((self.contrast, self.distilled), (other.contrast, other.distilled), strict=True)
         contrast, distilled = (None if one is None or two is None else one + weight * two for one, two in pairs)
         assert contrast is not None
@@ -158,7 +158,7 @@ class InfoNCE:
 
 
 class _WithGradients(torch.autograd.Function):
-    """Autograd function that returns ``total``. Its backward pass uses gradients that were already computed."""
+    """Autograd function that returns a computed loss. Its backward pass uses gradients that were computed with the loss."""
 
     @staticmethod
     def forward(ctx: Any, queries: Tensor, columns: Tensor, total: Tensor, *gradients: Tensor) -> Tensor:

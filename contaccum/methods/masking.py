@@ -24,7 +24,7 @@ TOLERANCE = 1e-5
 
 
 class PairRows(NamedTuple):
-    """Training pairs in the rows of a block of logits.
+    """Training pairs of the r rows of a block of logits: each row belongs to one pair.
 
     A row is the query of its pair. In the passage-to-query direction of the symmetric loss, it is the positive of its pair.
     """
@@ -48,7 +48,7 @@ class Vectors(Protocol):
 
 
 class Guide(NamedTuple):
-    """Vectors of the training queries and passages, computed by a fixed encoder. The scores are their inner products."""
+    """Vectors of the training queries and passages from a fixed encoder. The similarity rule uses their inner products."""
 
     queries: Vectors
     passages: Vectors
@@ -56,7 +56,7 @@ class Guide(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PairRules:
-    """Rules for (row, column) pairs from the micro-batch and the bank. Without arguments, no pair is masked."""
+    """Rules that mask (row, column) pairs of the micro-batch and the bank. With the default values, no pair is masked."""
 
     missing: bool = False
     """Whether columns can be empty, that is, have the id MISSING. Empty columns are masked for every row."""
@@ -69,7 +69,7 @@ class PairRules:
     guide: Guide | None = None
     """Source of the scores in the similarity rule. None: the similarities of the trained model."""
     key: str = ""
-    """Text that names the values of all fields except ``missing``. Log-sum-exps saved with another key are not valid."""
+    """Text with the values of all fields except ``missing``. Cached log-sum-exps are valid only for rules with the same key."""
 
     def __bool__(self) -> bool:
         return self.missing or self.separate is not None or self.margin is not None
@@ -89,13 +89,14 @@ class PairRules:
         of_queries: bool = False,
         counts: Tensor | None = None,
     ) -> None:
-        """Set the logits (r, c) of the pairs that the rules mask to minus infinity.
+        """Apply the rules to logits (r, c): the logit of each masked pair becomes minus infinity.
 
         columns: passage id of each column, (c,) on the CPU. of_queries: whether the columns are queries. ``columns`` then has
         the row numbers of these queries in the training set, or is None if no rule uses the row numbers.
-        pairs: two slices of training pairs: those of the rows, and those of the columns. A training pair has one row, and all
-        have the same number of columns. None: no row and column belong to the same training pair. counts: (2,) int64. The number
-        of logits that the rules keep is added to the first element, and the number that the similarity rule masks to the second.
+        pairs: the training pairs to which the rows belong, and those to which the columns belong. Each pair has one row. All
+        pairs have the same number of columns. None: no row has a column of its own pair.
+        counts: (2,) int64. The number of logits that the rules keep is added to the first element, and the number that the
+        similarity rule masks to the second.
         """
         own = None if pairs is None else _own_columns(logits, *pairs)
         self._mask_by_id(logits, rows, None if of_queries else columns, own)
@@ -127,7 +128,10 @@ class PairRules:
             counts[1] -= remaining
 
     def _mask_by_id(self, logits: Tensor, rows: PairRows, passages: Tensor | None, own: Tensor | None) -> None:
-        """Mask empty columns. If ``separate`` is true for a query, mask all its columns except ``own`` (see ``_own_columns``)."""
+        """Mask empty columns. If a query is compared only with its own pair, also mask the columns of other pairs.
+
+        passages: passage id of each column, or None if the columns are queries. own: result of ``_own_columns``.
+        """
         device = logits.device
         if self.missing and passages is not None:
             logits.masked_fill_((passages == MISSING).to(device, non_blocking=True), -torch.inf)
@@ -150,7 +154,7 @@ class PairRules:
 def _own_columns(logits: Tensor, rows: slice, columns: slice) -> Tensor | None:
     """Return a view of the logits (r, c) where row and column belong to the same training pair, (columns per pair, pairs).
 
-    rows, columns: see ``pairs`` of ``leave_out``. The result is None if the rows and columns have no pair in common.
+    rows, columns: the two slices ``pairs`` of ``PairRules.leave_out``. The result is None if no pair is in both slices.
     """
     first, end = max(rows.start, columns.start), min(rows.stop, columns.stop)
     if first >= end:

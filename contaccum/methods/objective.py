@@ -151,7 +151,7 @@ class MatryoshkaBank(Bank):
     def __init__(
         self, size: int, dim: int, similarity: Similarity, options: BankOptions, matryoshka: Matryoshka, **rest: Any
     ) -> None:
-        """Create empty banks. rest: the arguments ``push`` and ``device`` of Bank."""
+        """Create empty banks. Arguments: see ``Bank``, also for ``rest``."""
         super().__init__(size, dim, similarity, options, **rest)
         self.matryoshka = matryoshka
         self.truncated = [Bank(size, width, similarity, options, **rest) for width in matryoshka.widths]

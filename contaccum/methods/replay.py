@@ -1,9 +1,9 @@
 """Partial replay: the second pass of GradCache encodes only a random sample of the texts.
 
 A text with a large gradient is more likely to be in the sample. Text i has the cached gradient g_i and is kept with probability
-pi_i = min(1, c |g_i|). The number c is chosen so that the sum of all pi_i is share * n, where n is the number of texts. The
-gradient of a kept text is multiplied by 1 / pi_i, so that the expected gradient is the gradient of GradCache. The sampling adds
-the variance sum |g_i|^2 (1 / pi_i - 1). No other probabilities with the same sum add less variance.
+pi_i = min(1, c |g_i|). The number c is chosen so that the sum of all pi_i is share * n, where share is ``replay.share`` and n is
+the number of texts. The gradient of a kept text is multiplied by 1 / pi_i, so that the expected gradient is the gradient of
+GradCache. The sampling adds the variance sum |g_i|^2 (1 / pi_i - 1). No other probabilities with the same sum add less variance.
 Sources: Horvitz and Thompson 1952 (weights 1 / pi); Madow 1949 (systematic sampling).
 """
 
@@ -16,7 +16,7 @@ from contaccum.methods.objective import StepEngine
 Cache = list[tuple[Tensor, Tensor]]
 """For each micro-batch: the gradients with respect to the embeddings of queries (b, d) and passages (b, 1 + H, d)."""
 HUGE = 1e300
-"""Replaces a gradient norm that is NaN or infinite. The text is then kept, and the training loop finds the bad gradient."""
+"""Value that replaces a NaN or infinite gradient norm, so that the text is kept and the training loop finds the error."""
 
 
 def replay_sample(engine: StepEngine, micro_batches: list[MicroBatch], cache: Cache) -> tuple[float, float]:
@@ -66,11 +66,11 @@ def sample_texts(gradients: Tensor, share: float, offset: float) -> tuple[Tensor
 
 
 def missing_gradient(gradients: Tensor, weights: Tensor) -> Tensor:
-    """Return the vector (d,) to add to the weighted gradient of each kept text.
+    """Return a correction (d,) to add to the weighted gradient of each text that replay keeps.
 
-    With this correction, the gradients of the kept texts have the same sum as the gradients (n, d) of all texts. Reason: without
-    bank and masks, the gradients of all passages sum to 0. The sum over a sample is not 0, and would move all embeddings in one
-    direction. The correction has a bias of order 1 / (number of kept texts).
+    gradients: of all n texts, (n, d). weights: 1 / probability for a kept text, 0 for the others, (n,). With the correction, the
+    gradients of the kept texts have the same sum as those of all texts. Without bank and masks, the sum over all passages is 0;
+    a sum that is not 0 would move all embeddings in one direction. The correction has a bias of order 1 / (number of kept texts).
     """
     weights = weights.to(gradients)
     return (gradients.sum(0) - weights @ gradients) / (weights > 0).sum().clamp(min=1)

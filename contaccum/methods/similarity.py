@@ -20,7 +20,7 @@ NO_IDS = {NO_PASSAGE, MISSING}  # padding values in tensors of passage ids
 
 
 class MaskedPairs(NamedTuple):
-    """The (row, column) pairs of a matrix that are masked. They are in any order and have no duplicates."""
+    """Indices (row, column) of the masked elements of a matrix of logits, in any order, without duplicates."""
 
     rows: Tensor  # (pairs,) int64, on the CPU
     columns: Tensor  # (pairs,) int64, on the CPU
@@ -32,7 +32,7 @@ class MaskedPairs(NamedTuple):
         return MaskedPairs(self.columns, self.rows)
 
     def without(self, rows: Tensor, columns: Tensor) -> "MaskedPairs":
-        """Return all pairs except (rows[i], columns[i]). ``rows`` must be in ascending order, without duplicates."""
+        """Return all pairs except (rows[i], columns[i]) for every i. ``rows`` must be ascending, without duplicates."""
         index = torch.searchsorted(rows, self.rows).clamp(max=len(rows) - 1)
         other = (rows[index] != self.rows) | (columns[index] != self.columns)
         return MaskedPairs(self.rows[other], self.columns[other])
@@ -110,23 +110,26 @@ class Similarity:
     rules: PairRules = NO_RULES
     """Rules that mask pairs in addition to the known positives."""
     hardness: float = 0.0
-    """Factor of the similarity in the weight exp(hardness * s) of a negative. The weight has no gradient."""
+    """Number a in the weight exp(a * s) of a negative with similarity s. The weight has no gradient. 0: all weights are 1."""
 
     @property
     def positive_share(self) -> float:
-        """Factor that turns scale * s into s / temperature: the logit of a row's own positive has no hardness weight."""
+        """Factor 1 / (temperature * scale). It turns the logit scale * s of a row's own positive into s / temperature."""
         return 1 / (1 + self.hardness * self.temperature)
 
     @property
     def scale(self) -> float:
-        """Logit of a pair with similarity 1."""
+        """Factor that turns a similarity into a logit, hardness weight included."""
         return 1 / self.temperature + self.hardness
 
     def tile_on(self, device: torch.device) -> int:
         return self.tile or (CPU_TILE if device.type == "cpu" else TILE)
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings on which stored log-sum-exps depend. Unused newer settings are left out, as in old checkpoints."""
+        """Return the settings on which stored log-sum-exps depend.
+
+        Old checkpoints lack the newest settings. So these settings are in the result only if they are used.
+        """
         newer = {name: value for name, value in (("hardness", self.hardness), ("rules", self.rules.key)) if value}
         return {"temperature": self.temperature, "mask_false_negatives": self.mask_false_negatives, **newer}
 

@@ -276,11 +276,11 @@ class StoredVectors:
 def training_vectors(
     encoder: "DualEncoder", train_set: TrainSet, kind: str, group: Processes = ALONE, batch_tokens: int | None = None
 ) -> StoredVectors:
-    """Return the float16 vectors of the queries or passages of a training set, in their order.
+    """Return the float16 vectors of the queries or passages of a training set, in the order of the set.
 
-    kind: ``query`` or ``passage``. The key of the cache is a hash of the texts and the encoder. Missing shards are encoded first;
-    each of W processes encodes every W-th shard. All processes must call this function. Raises InputError if a vector is not
-    finite in float16.
+    kind: ``query`` or ``passage``. The vectors are cached under a hash of the texts and the encoder. Shards missing in the
+    cache are encoded first; each of W processes encodes every W-th shard. All processes must call this function. Raises
+    InputError if a vector is not finite in float16.
     """
     queries = train_set.queries
 

@@ -47,8 +47,8 @@ def exact_search(
 ) -> list[list[tuple[str, float]]]:
     """Return the k passages with the largest inner products for each query, as (passage id, score), best first.
 
-    queries: (n, d) float32. candidates: function that searches the same shards. Memory holds k + 32 candidates per query (about
-    50 bytes per candidate), the result, and one block of a shard. If faiss searches on GPUs, the GPUs hold the whole index.
+    queries: (n, d) float32. candidates: function that finds candidate rows of ``shards``. Memory holds k + 32 candidates per
+    query (about 50 bytes each), the result, and one block of a shard. If faiss searches on GPUs, they hold the whole index.
     """
     rows = count_rows(shards)
     if not rows or not len(queries):
@@ -106,7 +106,7 @@ def _products(queries: np.ndarray, block: np.ndarray) -> Iterator[tuple[int, np.
 
 
 def _scores(query: np.ndarray, block: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return the exact scores of a float64 query (d,) and ``rows`` of a block, as in ``rescore``: (len(rows),) float32."""
+    """Return the exact scores (see ``rescore``) of a float64 query (d,) and n rows of a block, (n,) float32. rows: (n,)."""
     scores = np.empty(len(rows), dtype=np.float32)
     for first in range(0, len(rows), _PAIRS):
         vectors = block[rows[first : first + _PAIRS]].astype(np.float64)
@@ -199,7 +199,7 @@ class TorchCandidates:
         return torch.cat([scores for scores, _ in best]), torch.cat([rows for _, rows in best])
 
     def _load(self) -> Iterator[torch.Tensor]:
-        """Copy the corpus to the device and yield its blocks, in the dtype of the shards. If ``_fits()``, keep the blocks."""
+        """Copy the corpus to the device and yield its blocks, in the dtype of the shards. Keep them if they fit on the GPU."""
         keep, blocks = self._fits(), []
         for block in self._on_cpu() if self._device.type == "cpu" else self._through_pinned_memory():
             if keep:
@@ -223,7 +223,7 @@ class TorchCandidates:
     def _through_pinned_memory(self) -> Iterator[torch.Tensor]:
         """Copy the blocks to the GPU through two pinned buffers, used in turn, and yield the copies.
 
-        The copy of the next block starts before a block is yielded.
+        Before a block is yielded, the copy of the next block starts.
         """
         cuda = self._device.type == "cuda"
         stream = torch.cuda.Stream(self._device) if cuda else None
@@ -270,9 +270,9 @@ def rescore(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return ids and exact scores of candidates, both (n, k), and a rounding error for each query, (n,).
 
-    rows: row numbers of the candidates, counted over all shards, (n, k). -1: no candidate; its id and score have no meaning.
-    Scores are float64 sums rounded to float32, so a score depends only on its query and its passage. The rounding error is the
-    maximum error of the float32 product of the query with a candidate.
+    rows: row numbers of the candidates, counted over all shards, (n, k). Where a row number is -1 (no candidate), id and score
+    are undefined. Scores are float64 sums rounded to float32, so a score depends only on its query and its passage. The
+    rounding error is the largest possible error of a float32 inner product of the query and a candidate.
     """
     ids = np.empty(rows.shape, dtype=object)
     scores = np.empty(rows.shape, dtype=np.float32)
@@ -294,6 +294,6 @@ def rescore(
 
 
 def _rounding(queries: np.ndarray) -> np.ndarray:
-    """Return the maximum error of each query's float32 product with a passage vector of length 1, (n,)."""
+    """Return the maximum error of each query's float32 product with a passage vector of L2 norm 1, (n,)."""
     # the error of a sum of d float32 products is about sqrt(d) units in the last place of |q||p|; four times that is safe
     return 4 * np.sqrt(queries.shape[1]) * 2.0**-24 * np.linalg.norm(queries, axis=1)

@@ -59,8 +59,8 @@ def describe_faiss() -> dict[str, Any]:
 def search_everywhere(queries: np.ndarray, passages: np.ndarray, k: int) -> dict[str, Any]:
     """Search exactly with faiss on the CPU and on each GPU.
 
-    Returns a dictionary. Its keys are ``cpu``, ``gpu 0``, ``gpu 1``, … Each value is the pair of scores and row numbers, both
-    (n, k), or an error message.
+    Returns a dictionary: ``cpu``, ``gpu 0``, ``gpu 1``, … -> scores and row numbers, both (n, k). For a GPU that fails, the
+    value is the error message.
     """
     faiss = load_faiss()
     index = faiss.IndexFlatIP(passages.shape[1])
@@ -86,7 +86,7 @@ def gpu_count() -> int:
 def search_gpus(device: str = "auto") -> list[int]:
     """Return the numbers of the GPUs that faiss may use.
 
-    device: device of the encoder. For ``cpu`` the list is empty. If there are several processes, each uses one GPU.
+    device: device of the encoder. For ``cpu`` the list is empty. With several processes, it has only the GPU of this process.
     """
     count = gpu_count() if device.startswith(("auto", "cuda")) else 0
     rank, world = local_place()
@@ -103,7 +103,7 @@ def top_of_block(queries: np.ndarray, block: np.ndarray, k: int) -> tuple[np.nda
 
 
 def row_blocks(shards: Iterable[Shard], dtype: Any = np.float32) -> Iterator[Shard]:
-    """Divide shards into blocks of at most ``BLOCK`` rows, with contiguous vectors. dtype: None keeps the given dtype."""
+    """Divide shards into blocks of at most ``BLOCK`` rows, with contiguous vectors. dtype: None keeps the dtype."""
     for shard in shards:
         for start in range(0, len(shard.vectors), BLOCK):
             rows = slice(start, start + BLOCK)
@@ -113,8 +113,8 @@ def row_blocks(shards: Iterable[Shard], dtype: Any = np.float32) -> Iterator[Sha
 def faiss_cpu_candidates(shards: Shards, queries: np.ndarray, k: int) -> TopRows:
     """Find the k best rows of all shards with faiss on the CPU, block by block.
 
-    A later block usually contains few of the k best rows, so faiss returns only a few rows of each block. If all of these
-    rows are among the best rows of a query so far, the block is searched again for k rows of this query.
+    A later block usually contains few of the k best rows, so faiss first returns only a few rows of it for each query. If all
+    of these few are among the k best rows so far, the block may contain more. Then faiss searches it again for k rows.
     """
     best = np.empty((len(queries), 0), dtype=np.float32), np.empty((len(queries), 0), dtype=np.int64)
     seen = 0
@@ -143,7 +143,7 @@ def _merge(one: TopRows, other: TopRows, k: int) -> TopRows:
 class FaissGpuCandidates:
     """Search for candidates with faiss on GPUs, which together hold the whole corpus.
 
-    If faiss fails (too little memory, for example) or k is larger than ``GPU_LIMIT``, torch searches instead.
+    If faiss fails (too little memory, for example), or if k is too large for faiss on a GPU, torch searches instead.
     """
 
     def __init__(self, shards: Shards, gpus: list[int], torch_candidates: CandidateSearch) -> None:
@@ -197,7 +197,10 @@ def flat_index_on_gpus(shards: Shards, gpus: list[int]) -> Any:
 
 
 def check_factory(factory: str, dimension: int) -> None:
-    """Raise InputError if an index_factory string is not ASCII or too long, or makes faiss crash or hang in a child process."""
+    """Raise InputError if an index_factory string is not ASCII, is too long, or makes faiss crash or hang.
+
+    A child process creates the index as a trial, so that a crash does not end this process.
+    """
     if not re.fullmatch(rf"[ -~]{{1,{LONGEST}}}", factory):
         found = f"{len(factory)} characters" if len(factory) > LONGEST else repr(factory)
         raise InputError(

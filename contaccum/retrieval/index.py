@@ -284,7 +284,7 @@ def _number(text: str) -> float:
 def training_rows(faiss: ModuleType, index: Any) -> int:
     """Return the number of rows to train an index on: 64 for each inverted list, but at least 20,000.
 
-    A product quantizer alone needs 9,984 rows.
+    The minimum is enough for a product quantizer, which needs 9,984 rows.
     """
     try:
         lists = faiss.extract_index_ivf(index).nlist

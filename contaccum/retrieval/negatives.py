@@ -50,8 +50,8 @@ class MiningQueries:
     def known(self, example: Example) -> set[str]:
         """Return the ids of passages that must not become negatives of an example.
 
-        These are the positives of all queries with the same text, and all passages with the text of the query or of one of these
-        positives.
+        First, these are the positives of every query that has the text of this query. Second, they are all passages whose text
+        equals the text of the query or the text of such a positive.
         """
         query = _text_hash(example.query.text)
         answers = self._answers[query]
@@ -59,7 +59,7 @@ class MiningQueries:
 
 
 def _missing(examples_corpus: Dataset, corpus: Dataset, ids: Collection[str]) -> Dataset | None:
-    """Return the passages of ``examples_corpus`` with the given ids that ``corpus`` lacks, or None if it lacks none."""
+    """Return the passages of ``examples_corpus`` whose id is in ``ids`` but not in ``corpus``, or None if there are none."""
     known = find_rows(corpus, ids)
     rows = find_rows(examples_corpus, [key for key in ids if key not in known])
     # copy the rows: to read a column after Dataset.select, datasets would read all rows of the table

@@ -65,7 +65,7 @@ class Retriever(ABC):
         validate_search(settings, group)
         if mining and group.world > 1 and settings.embeddings is None:
             raise InputError(
-                f"{group.world} processes were started without --embeddings; set it to a folder, so that they can share vectors"
+                f"{group.world} processes were started without --embeddings; set it to a folder where the processes share vectors"
             )
         from contaccum.encoder import load_encoder
 
@@ -309,9 +309,9 @@ def search(
     """Return the k best passages for each query of a split: query id -> list of (passage id, score), best first.
 
     A passage with the id of the query is left out, as in BEIR. choice: an encoder, the name or the config of an encoder, or
-    ``bm25``. output: TREC run file to write; ids with white space are then refused before the search. group: processes (see
-    ``joined``) that share the work. All of them must call this function, and each gets the same run. policy: what to do with bad
-    records. None: use ``repair`` and ``max_bad_records``.
+    ``bm25``. output: TREC run file to write. If it is set, an id with white space raises InputError before the search. group:
+    processes (see ``joined``) that share the work. All of them must call this function, and each gets the same run. policy:
+    what to do with bad records. None: use ``repair`` and ``max_bad_records``.
     """
     policy = policy or DataPolicy(repair=repair, max_bad_records=max_bad_records)
     refuse_input_as_output(output, data, getattr(choice, "model", choice), settings.embeddings, settings.index_dir)

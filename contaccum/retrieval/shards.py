@@ -4,7 +4,7 @@ The files of shard 0 are ``00000.npy`` (vectors), ``00000.ids.json`` (list of id
 SHA-256 and the encoding job). In the format parquet, which databases and data-frame libraries can read, ``00000.parquet`` has
 the columns ``id`` (string), ``text`` (string, only on request) and ``embedding`` (fixed-size list of float16 or float32).
 ``manifest.json`` is written when all shards have a record. Several processes can write one folder without communication, because
-the records show which shards are finished. A search reads only the manifest.
+the records show which shards are finished. A search reads the manifest, not the records.
 """
 
 import json
@@ -61,8 +61,9 @@ class EncodingJob:
         for name, value, choices in (("dtype", self.dtype, DTYPES), ("format", self.format, tuple(FILES))):
             if value not in choices:
                 raise InputError(f"{name} is {value!r}; expected {' or '.join(choices)}")
-        if self.shard_size < 1 or self.rows < 0:
-            raise InputError(f"shard_size is {self.shard_size} for {self.rows} rows; expected at least 1")
+        for name, number, least in (("shard_size", self.shard_size, 1), ("rows", self.rows, 0)):
+            if number < least:
+                raise InputError(f"{name} is {number}; expected at least {least}")
 
     @property
     def count(self) -> int:
@@ -94,7 +95,7 @@ class ShardRecord:
 
     @property
     def files(self) -> dict[str, str]:
-        """Name of each file. The keys are those of ``bytes``."""
+        """Name of each file. Keys: ``vectors`` and ``ids``, or only ``vectors`` if one file contains both."""
         return {"vectors": self.vectors} | ({"ids": self.ids} if self.ids != self.vectors else {})
 
 
@@ -262,8 +263,8 @@ class ShardFolder(Sequence[Shard]):
     """Shards of a finished folder. The hashes of a shard are checked when the shard is first read.
 
     Vectors in .npy files are memory-mapped. A Parquet file is read into memory at each access to its shard. encoder, source:
-    expected fingerprints of the encoder and the texts; None accepts all. rank, world: only the shards rank, rank + world, … can
-    be read. Raises InputError if the manifest is invalid or has different fingerprints, or later if a damaged shard is read.
+    expected fingerprints of the encoder and the texts; None accepts any. rank, world: use only every ``world``-th shard, from
+    shard ``rank`` on. Raises InputError if the manifest is invalid or has other fingerprints, or if a damaged shard is read.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Checks of texts (valid UTF-8), tokenizers (fast), token ids (known) and outputs (not also inputs)."""
+"""Checks: texts are valid UTF-8, tokenizers are fast, token ids have embeddings, and no output overwrites an input."""
 
 import os
 from pathlib import Path
@@ -53,7 +53,7 @@ _INPUT_FILES = (
 
 
 def refuse_input_as_output(output: str | Path | None, *inputs: object, folder: bool = False) -> None:
-    """Raise InputError if ``output`` is one of ``inputs``, or a file that commands read from a folder among ``inputs``.
+    """Raise InputError if ``output`` is one of ``inputs``, or an input file in a folder of ``inputs`` (such as corpus.jsonl).
 
     Symbolic links are followed. Inputs that are not existing paths, such as names of data sets, are not checked. folder: whether
     ``output`` may be a folder.

@@ -123,7 +123,7 @@ class Engine(Processes):
         self.step, self.gathers = step, 0
 
     def micro_steps(self, micro_batches: list[MicroBatch]) -> Iterator[MicroBatch]:
-        """Move each micro-batch to the device, seed its dropout noise and yield it. Every pass of a step repeats this noise."""
+        """Yield each micro-batch on the device, after seeding its dropout. All passes of a step use the same seeds."""
         # inside this outer context, autocast keeps the half-precision weights after each pass
         with torch.autocast(self.device.type, enabled=False):
             for index, batch in enumerate(micro_batches):
@@ -147,9 +147,9 @@ class Engine(Processes):
         )
 
     def encode(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Encode a micro-batch of this process, and return the vectors of all processes, in the order of the ranks.
+        """Encode this process's part of a micro-batch, and gather the vectors of all processes, in the order of the ranks.
 
-        Returns queries (b, d) and passages (b, 1 + H, d). Only the vectors of this process have gradients.
+        Returns the gathered queries (b, d) and passages (b, 1 + H, d). Only the vectors of this process have gradients.
         """
         if self.encoder.graphs:
             torch.compiler.cudagraph_mark_step_begin()
@@ -168,7 +168,7 @@ class Engine(Processes):
         return queries, passages
 
     def _first_pass_dropout(self) -> contextlib.AbstractContextManager[None]:
-        """Disable dropout in partial replay: its second pass has different batches and cannot repeat the dropout."""
+        """Return the context of the first pass. With partial replay, it disables dropout: the second pass cannot repeat it."""
         return contextlib.nullcontext() if self.replay_share == 1 else self.encoder.without_dropout()
 
     def encode_texts(self, side: int, texts: Tokens, index: int) -> Tensor:
@@ -186,11 +186,11 @@ class Engine(Processes):
         return [*own, *[torch.zeros(0, dtype=torch.long)] * missing]
 
     def own_rows(self, rows: Tensor) -> Tensor:
-        """Return the rows of this process. ``rows`` contains the rows of one micro-batch from all processes."""
+        """Return the rows of this process from ``rows``, the rows of one micro-batch from all processes in rank order."""
         return rows.unflatten(0, (self.world, -1))[self.rank]
 
     def uniform(self, index: int) -> float:
-        """Return a random number in [0, 1). The number depends only on the seed, the step and ``index``."""
+        """Return a random number in [0, 1) that depends only on the seed, the step and ``index``."""
         return mix(self.seed, self.step, index) / 2**63
 
     def backward(self, value: Tensor) -> None:
@@ -246,7 +246,7 @@ class Engine(Processes):
         return query, passage
 
     def clip(self, norm: float, limit: float) -> float:
-        """Scale all gradients down if their joint L2 norm, ``norm``, is above ``limit``. Return the factor, at most 1."""
+        """Scale all gradients down if ``norm``, their joint L2 norm, is above ``limit``. Return the scale factor, at most 1."""
         torch.nn.utils.clip_grads_with_norm_(self.parameters, limit, torch.tensor(norm, device=self.device))
         return min(1.0, limit / norm) if norm else 1.0
 
@@ -273,7 +273,7 @@ class Engine(Processes):
         return self.accelerator.scaler or torch.amp.GradScaler(enabled=False)
 
     def load_scaler_state(self, state: dict[str, Any]) -> None:
-        """Restore a state of the scaler. An empty state changes nothing."""
+        """Restore the state of the loss scaler from a checkpoint. An empty state, of a run without fp16, changes nothing."""
         if state:
             self.scaler.load_state_dict(state)
 
@@ -336,7 +336,7 @@ def _accelerator(device: str, precision: str, trackers: list[str], folder: str |
     if len(accelerator.log_with) < len(trackers):  # accelerate skips trackers that are not installed
         raise InputError(f"run.trackers is {trackers}, but not all are installed. Install the missing ones with pip.")
     if (kind := accelerator.distributed_type.value) not in PLAIN:
-        raise InputError(f"launched for {kind}, which is not supported; start one process, or several with torchrun")
+        raise InputError(f"the launch type {kind} is not supported. Start a single process, or several with torchrun.")
     return accelerator
 
 

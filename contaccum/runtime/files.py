@@ -35,7 +35,7 @@ def _temporary_path(path: Path, kind: str) -> Path:
 
 
 def require_name(path: Path) -> Path:
-    """Return ``path``. Raise InputError if it has no name of its own, such as ``.`` and ``/``."""
+    """Return ``path``. Raise InputError if its last part is not a name, as in ``.``, ``..`` and ``/``."""
     if path.name in ("", ".."):
         raise InputError(f"{path}: this folder cannot be replaced; choose a new path")
     return path
@@ -58,9 +58,9 @@ def is_leftover(name: str) -> bool:
 def sweep(folder: str | Path, name: str | None = None, shared: bool = False) -> None:
     """Remove the temporary files and folders that killed processes left in ``folder``, if ``folder`` exists.
 
-    A folder that a killed process moved away and did not replace is moved back. name: remove only what belongs to the file or
-    folder ``name``. shared: other processes may be writing in ``folder``, so remove only the files of dead processes of this
-    machine.
+    If a process was killed after it moved an old folder away to replace it, that old folder is moved back. name: remove only
+    what belongs to the file or folder ``name``. shared: other processes may be writing in ``folder``, so remove only the files
+    of dead processes of this machine.
     """
     for path in sorted(Path(folder).iterdir()) if os.path.isdir(folder) else ():
         found = _LEFTOVER.fullmatch(path.name)
@@ -120,7 +120,7 @@ def created_folder(path: Path) -> Iterator[None]:
 def write_errors(path: str | Path) -> Iterator[None]:
     """Convert an error of writing ``path`` inside the ``with`` block to InputError.
 
-    Errors in a folder that ``whole_folder`` has not finished are not converted, because it names the final folder.
+    For a path inside an unfinished folder of ``whole_folder``, that function converts the error and names the final folder.
     """
     try:
         yield
@@ -200,21 +200,21 @@ def read_json(path: str | Path, type_: Any = Any, *, version: int | None = None,
 
 
 def read_text(path: str | Path, what: str, max_bytes: int = MAX_JSON) -> str:
-    """Read a regular file of at most ``max_bytes`` bytes as UTF-8. what: what is expected, such as "a JSON file"."""
+    """Read a regular file of at most ``max_bytes`` bytes as UTF-8. what: name for error messages, such as "a JSON file"."""
     refuse_url(path)
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a FIFO without a writer would block
         with open(descriptor, "rb") as file:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise InputError(f"{path}: not a regular file; {what} is expected")
+                raise InputError(f"{path}: not a regular file; expected {what}")
             if status.st_size > max_bytes:
                 raise InputError(f"{path}: has {status.st_size} bytes; {what} may have at most {max_bytes}")
             return file.read(status.st_size).decode("utf-8")
     except InputError:
         raise
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: byte {error.start} is not UTF-8; {what} in UTF-8 is expected") from error
+        raise InputError(f"{path}: byte {error.start} is not UTF-8; expected {what} in UTF-8") from error
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
 

@@ -31,10 +31,10 @@ def is_hub_name(text: str) -> bool:
 
 
 def hub_errors(problem: str, *kinds: type[BaseException], fix: str = "") -> AbstractContextManager[None]:
-    """Convert errors to InputError, as ``library_errors`` does, in a ``with`` block that reads from the Hub.
+    """Return a context for reading from the Hub, which converts errors to InputError. Arguments: see ``library_errors``.
 
-    If the Hub does not answer, offline mode is set, which reads only the local cache of the Hub. Otherwise the Hub library would
-    try each file six times, for 30 seconds, and print a line for each attempt.
+    If the Hub does not answer, this function turns on offline mode, which reads only the local cache of the Hub. In online mode,
+    the Hub library would try each file six times, for 30 seconds, and print a line for each attempt.
     """
     if reason := _failure(constants.ENDPOINT):
         os.environ["HF_HUB_OFFLINE"] = "1"  # for child processes, and for libraries that are imported later

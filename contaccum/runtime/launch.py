@@ -22,7 +22,7 @@ _LAUNCH_HELP = (
 
 
 def _variable(name: str, default: int, least: int, most: int) -> int:
-    """Return an environment variable as a whole number from ``least`` to ``most``, or raise InputError."""
+    """Return the environment variable ``name`` as a whole number, or raise InputError if it is not from ``least`` to ``most``."""
     text = os.environ.get(name, "").strip() or str(default)
     if not (text.isascii() and text.isdigit() and len(text) < 10 and least <= int(text) <= most):
         allowed = f"a whole number from {least} to {most}" if least < most else str(least)

@@ -63,7 +63,7 @@ def waiting_lock(path: Path, message: str = "", after: float = 10.0) -> Iterator
 
 
 def _acquire(lock: SoftFileLock, path: Path) -> None:
-    """Acquire the lock, or raise InputError. Waits a few seconds if the lock file has no process number yet."""
+    """Acquire the lock, or raise InputError if another process has it. Wait a few seconds if the file has no process number."""
     before = _holder(path) if path.exists() else ""
     with write_errors(path):
         try:

@@ -1,4 +1,4 @@
-"""Iteration whose next items a background thread prepares."""
+"""Prefetching: a background thread prepares the next items of an iteration."""
 
 from collections import deque
 from collections.abc import Generator, Iterable

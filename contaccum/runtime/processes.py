@@ -28,7 +28,7 @@ MESSAGE_BYTES = 25 * 2**20  # size of a message with gradients; DistributedDataP
 
 
 class Processes:
-    """Rank of this process among the ``world`` (W) processes of a launch, and messages to the others."""
+    """Rank of this process among the ``world`` (W) processes of a launch, and exchange of data with the other processes."""
 
     def __init__(self, rank: int = 0, world: int = 1, local_rank: int = 0, device: torch.device | None = None) -> None:
         """rank: 0 to world - 1. local_rank: rank on this machine. device: device for messages; the backend gloo needs the CPU."""
@@ -84,7 +84,7 @@ class Processes:
         return [part[:length].cpu().numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
 
     def from_main(self, value: str) -> str:
-        """Return ``value`` of process 0."""
+        """Return in every process the ``value`` that process 0 passed to this function."""
         return self.gather_bytes(value.encode())[0].decode()
 
     def differing(self, value: str) -> str:
@@ -125,7 +125,7 @@ ALONE = Processes()
 
 
 def started_elsewhere(device: torch.device) -> Processes:
-    """Return the processes of a process group that another library started, or a single process without a group."""
+    """Return the processes of the process group that another library started. Without a group, return a single process."""
     if not dist.is_available() or not dist.is_initialized():
         return ALONE
     return Processes(dist.get_rank(), dist.get_world_size(), device=device)
@@ -172,13 +172,13 @@ def refuse_missing_processes(world: int) -> None:
     several = "ACCELERATE_USE_CPU" in os.environ and "MASTER_PORT" in os.environ
     if several and world == 1 and "RANK" not in os.environ:
         raise InputError(
-            "accelerate launch started one process instead of several, because it needs MPI on CPUs. Use torchrun "
+            "accelerate launch started one process instead of several: on CPUs, it needs MPI to start several. Use torchrun "
             "--nproc_per_node N."
         )
 
 
 def run_with_error_file(command: Callable[[], None]) -> None:
-    """Run a command. Write the traceback of an error into torchrun's error file, except InputError and Interrupted."""
+    """Run a command. Write the traceback of any error except InputError and Interrupted to torchrun's error file."""
 
     def run() -> InputError | Interrupted | None:
         try:
@@ -192,7 +192,7 @@ def run_with_error_file(command: Callable[[], None]) -> None:
 
 
 def first_to_say(sentence: str) -> bool:
-    """Return whether no process has called this function with ``sentence`` yet. Without a launcher's store, return True."""
+    """Return whether this process is the first to call this with ``sentence``; always True without a launcher's store."""
     _, world = process_place()
     if world == 1:
         return True

@@ -56,12 +56,12 @@ def shard(processes: Processes, modules: Iterable[nn.Module], dtype: torch.dtype
 
 
 def saved_bytes(units: Sequence[nn.Module], processes: int, dtype: torch.dtype) -> int:
-    """Return by how many bytes sharding lowers the peak of a process in a step with AdamW. The result can be negative.
+    """Return how many bytes of peak memory sharding saves per process in a step with AdamW. The result can be negative.
 
-    units, dtype: see ``shard``. A process keeps 1 / ``processes`` of weights, gradients and moments. In addition, for one unit at
-    a time, a process holds the gathered weights, their gradients, the message with the weights of the next unit, and the message
-    with the gradients of the previous unit. A unit that contains other units also keeps its own gathered weights and gradients
-    while the other units run.
+    units, dtype: see ``shard``. A process keeps 1 / ``processes`` of weights, gradients and moments. In addition, a process
+    holds the gathered weights and the gradients of one unit at a time. It also holds two messages: the weights of the next
+    unit, and the gradients of the previous unit. While the inner units of a unit run, the gathered weights and gradients of the
+    outer unit stay in memory.
     """
     known: set[nn.Module] = set()
     storages: set[int] = set()  # two towers can share frozen weights, but their parts are separate
@@ -83,7 +83,7 @@ def saved_bytes(units: Sequence[nn.Module], processes: int, dtype: torch.dtype) 
 
 
 class SeparateBackward:
-    """Backward passes through one output of the towers at a time.
+    """Backward pass of several forward passes, done for one output of the towers at a time.
 
     Autograd adds up the gradient of a weight over all forward passes of a graph before FSDP can divide it among the processes.
     In one backward pass through several forward passes, the full gradients of all layers would be in memory at once.
@@ -102,7 +102,7 @@ class SeparateBackward:
         return leaf
 
     def run(self) -> None:
-        """Continue the backward pass from all leaves. All processes must call this with the same number of outputs."""
+        """Continue the backward pass from all leaves. ``cut`` must have been called equally often in all processes."""
         while self.outputs:
             output, leaf = self.outputs.pop()
             output.backward(leaf.grad)
@@ -154,10 +154,11 @@ def save_parts(tensors: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def load_parts(parameters: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
-    """Read the tensors NAME:KEY from the safetensors files of a folder. NAME: one of ``parameters``.
+    """Read the optimizer tensors of ``parameters`` from the safetensors files of a folder. Return name -> tensor.
 
-    A tensor with the shape of its parameter is sharded like the parameter, and each process reads only its part. The files may
-    come from any number of processes, or from ``safetensors.torch.save_file``.
+    A name is PARAMETER:KEY, where KEY is the key of the tensor in the optimizer state of the parameter. A tensor with the shape
+    of its parameter is sharded like the parameter, and each process reads only its part. The files may come from any number
+    of processes, or from ``safetensors.torch.save_file``.
     """
     reader = dcp.HuggingFaceStorageReader(str(folder))
     tensors: dict[str, Tensor] = {}

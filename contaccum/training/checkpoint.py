@@ -23,7 +23,8 @@ def save_checkpoint(
 ) -> None:
     """Save the checkpoint of step ``state['step']``, and delete all but the ``keep`` newest checkpoints.
 
-    If the weights are sharded, all processes must call this function. Each process writes its part of the optimizer state.
+    state: values for state.json, without those of the bank. If the weights are sharded, all processes must call this function,
+    and each writes its part of the optimizer state.
     """
     target = run / "checkpoints" / f"step-{state['step']:08d}"
     group = encoder.group
@@ -53,13 +54,13 @@ def save_checkpoint(
 
 
 def _save_parts(encoder: DualEncoder, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Save encoder and optimizer into ``folder``, the temporary folder of process 0. All processes must call this."""
+    """Save the sharded encoder and optimizer into ``folder``, process 0's temporary folder. All processes must call this."""
     encoder.save(folder / "model")
     sharding.save_parts(_optimizer_tensors(encoder, optimizer), folder / OPTIMIZER_PARTS)
 
 
 def restore(checkpoint: Checkpoint, encoder: DualEncoder, optimizer: torch.optim.Optimizer, bank: Bank) -> None:
-    """Load the states of the optimizer and the bank. ``encoder`` must already be loaded from the same checkpoint."""
+    """Load the saved states into ``optimizer`` and ``bank``. ``encoder`` must already have the weights of ``checkpoint``."""
     trained, parts = trained_parameters(encoder), checkpoint.folder / OPTIMIZER_PARTS
     if encoder.group is not None or parts.is_dir():
         tensors = sharding.load_parts(trained, parts if parts.is_dir() else checkpoint.folder)
@@ -72,8 +73,8 @@ def restore(checkpoint: Checkpoint, encoder: DualEncoder, optimizer: torch.optim
         if not any(value.shape == parameter.shape for value in saved.values()):
             shape = tuple(parameter.shape)
             raise InputError(
-                f"{checkpoint.folder}: no optimizer state for {name} {shape}; the checkpoint belongs to a different model. "
-                "Resume with the model settings that the run started with."
+                f"{checkpoint.folder}: no optimizer state for parameter {name} of shape {shape}, so the checkpoint is of another "
+                "model. Resume with the model settings that the run started with."
             )
         optimizer.state[parameter] = {
             key: value.to(parameter.device) if value.ndim or value.is_floating_point() else int(value)

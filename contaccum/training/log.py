@@ -73,7 +73,7 @@ class RunLog:
         self.bar = tqdm(total=total, initial=resumed_at, unit="step", disable=None, file=sys.stderr, dynamic_ncols=True)
 
     def step(self, values: dict[str, Any], write: bool) -> None:
-        """Advance the progress bar by one optimizer step, and show its values. If ``write`` is true, add them to the log."""
+        """Advance the progress bar by one optimizer step and show ``values``. If ``write`` is true, add them to the log."""
         if not self.active:
             return
         self.bar.update()
@@ -118,7 +118,8 @@ class RunLog:
 def mean_losses(losses: list[LossValue], micro_batches: list[MicroBatch], step: int) -> dict[str, float]:
     """Return the values to log for the losses of one optimizer step.
 
-    losses: one loss per micro-batch, or one loss for the whole step. Raises NotFiniteError if a loss is NaN or infinite.
+    losses: one loss per micro-batch, or one loss for the whole step. step: number of the step for the error message. Raises
+    NotFiniteError if a loss is NaN or infinite.
     """
     optional = [name for name in ("filtered", "distilled") if getattr(losses[0], name) is not None]
     names = ["value", "mean", "negatives", "masked", "row_weight", *optional]
@@ -153,7 +154,7 @@ def named_queries(ids: list[str]) -> str:
 
 
 def write_environment(run: Path, engine: Engine) -> None:
-    """Write environment.json: versions, device, numbers of processes, cores and threads; no name of a machine or person."""
+    """Write environment.json: versions, device, numbers of processes, cores and threads. Host and user names are left out."""
     device = engine.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     environment = {
@@ -177,9 +178,9 @@ def read_environment(run: Path) -> dict[str, Any]:
 
 
 class Drift:
-    """Drift of the bank: the cosine between stored embeddings and embeddings of the same texts by the current weights.
+    """Drift of the bank: the cosine between stored embeddings and new embeddings of the same texts.
 
-    Both are computed with the same dropout noise, so only the weights differ.
+    The new embeddings are computed with the current weights and the old dropout noise, so only the weights differ.
     """
 
     def __init__(self, engine: Engine, bank: Bank, batches: Batches, size: MicroBatchSize) -> None:

@@ -69,7 +69,7 @@ class Training:
     """One training run. It starts at the newest checkpoint if ``resume`` is set and a checkpoint exists, else at step 0."""
 
     unlogged = (0, 0.0, 0.0)
-    """Number of steps since the last line of the log, their seconds, and the seconds of these spent waiting for data."""
+    """Since the last logged step: number of steps, their total seconds, and the seconds in which they waited for data."""
 
     def __init__(self, config: TrainConfig, engine: Engine) -> None:
         self.config, self.engine = config, engine
@@ -123,8 +123,8 @@ class Training:
     def _resume(self, checkpoint: run_folder.Checkpoint, optimizer: torch.optim.Optimizer, changed: list[str]) -> None:
         """Continue from a checkpoint.
 
-        changed: names of encoder settings whose value differs from the checkpoint. If there are any, the stored embeddings are
-        invalid, and the bank starts empty.
+        changed: names of encoder settings whose value differs from the checkpoint. If a setting or the data changed, the stored
+        rows are invalid, and the bank starts empty.
         """
         state = checkpoint.state
         where = f"{checkpoint.folder}: the conditions of training changed"
@@ -285,7 +285,7 @@ class Training:
         self.log.skipped(self.done, str(error), self.skipped)
 
     def _save_if_good(self) -> str:
-        """Save a checkpoint if all weights are finite. Return a sentence that names the newest checkpoint."""
+        """Save a checkpoint if all weights are finite. Return the newest checkpoint in words, for an error message."""
         if self.done and self.engine.finite_weights():
             self.save()
         return run_folder.last_good_state(self.folder)

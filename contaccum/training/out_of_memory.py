@@ -29,13 +29,13 @@ If cuDNN has too little memory for its workspace, it may report "not supported".
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Return whether ``error`` says that memory ran out here: GPU memory, or host memory with a limit (ulimit -v)."""
+    """Return whether ``error`` is an out-of-memory error of the GPU or the CPU, but not of NCCL (see ``between_processes``)."""
     words = isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
     return isinstance(error, MemoryError) or (words and not between_processes(error))
 
 
 def between_processes(error: BaseException) -> bool:
-    """Return whether NCCL had too little memory for its buffers. The step cannot be retried, as NCCL closes its process group."""
+    """Return whether NCCL ran out of memory for its buffers. NCCL then closes the process group: no retry is possible."""
     return isinstance(error, RuntimeError) and "NCCL" in str(error) and "out of memory" in str(error)
 
 
@@ -111,7 +111,7 @@ class MicroBatchSize:
 
 
 def halved(size: int, smallest: int = 1, pairs: int = 0) -> list[int]:
-    """Return ``size``, then half of it, then half of that and so on. The last size is ``smallest``.
+    """Return a list that starts with ``size``. Each next number is half of the number before, and the last is ``smallest``.
 
     Each half is rounded down to a divisor of ``pairs``, or to an integer if ``pairs`` is 0.
     """
@@ -159,8 +159,8 @@ def undo_failed_step(engine: Engine, method: Method, micro_batches: list[MicroBa
     """Undo the step if memory ran out in any process. Return whether the step was undone.
 
     failed: whether memory ran out in this process. All processes must call this function in each step, after the backward pass,
-    to exchange ``failed``. The run ends if memory runs out later, in the optimizer or in an evaluation, or if the failed process
-    cannot send zeros to the other processes.
+    to exchange ``failed``. A failed process first sends zeros to the processes that wait for its rows (see ``DummyEngine``). If
+    sending fails, the run ends. It also ends if memory runs out after this call, in the optimizer or in an evaluation.
     """
     if failed and engine.world > 1:
         engine.drop_step()
@@ -178,8 +178,8 @@ def undo_failed_step(engine: Engine, method: Method, micro_batches: list[MicroBa
 class DummyEngine:
     """Engine that sends zeros instead of embeddings. A process uses it if its memory ran out in the middle of a step.
 
-    The other processes still wait for the rows of this process in their gathers. Gathers that this process finished before the
-    error are not repeated. No model is used.
+    The other processes of the step still wait for the rows of this process. With this engine, the process takes part in all
+    gathers that it had not finished before the error. No model is used.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -194,8 +194,8 @@ class DummyEngine:
     def encode(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Take part in the gathers of a micro-batch, with zeros instead of the embeddings of this process.
 
-        Return the gathered queries (W * b, d) and passages (W * b, 1 + H, d): b pairs of each of W processes. For a gather that
-        this process finished before the error, return only zeros.
+        Return the gathered queries (W * b, d) and passages (W * b, 1 + H, d): b pairs of each of W processes. A gather
+        that this process finished before the error is not repeated: the result is then all zeros.
         """
         b, dim = len(batch.query_ids), self.engine.encoder.dim
         return self._gather(b, dim), self._gather(b, len(batch.passages.input_ids) // b, dim)
@@ -215,7 +215,7 @@ class DummyEngine:
 
 
 class ZeroLoss(InfoNCE):
-    """Loss of 0 for the zeros of a DummyEngine, computed from them so that two-pass methods can differentiate it."""
+    """Loss of 0 for use with a DummyEngine. It has a graph, so that two-pass methods can compute its (zero) gradients."""
 
     def __call__(self, queries: Tensor, passages: Tensor, ids: RowIds, **bank: Any) -> LossValue:
         zero = queries.new_zeros(())

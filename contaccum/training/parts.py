@@ -70,8 +70,9 @@ def build_encoder(
 def _with_mixture_prefixes(config: TrainConfig, settings: EncoderSettings) -> EncoderSettings:
     """Return ``settings`` with the query prefix and the passage prefix of the data sets in a mixture.
 
-    A prefix is replaced only if all data sets have the same prefix and the config does not set one. Warns if the data sets have
-    other prefixes than the saved model, unless the config sets a prefix that some of them have.
+    A prefix is replaced only if all data sets use the same prefix and the config does not set one. Otherwise, the model keeps
+    its prefix, with a warning if a data set uses another one. A prefix that the config sets needs no warning if at least one
+    data set uses it.
     """
     for name in ("query_prefix", "passage_prefix"):
         own, chosen = getattr(settings, name), getattr(config.model, name)
@@ -87,7 +88,7 @@ def _with_mixture_prefixes(config: TrainConfig, settings: EncoderSettings) -> En
 
 
 def saved_encoder(config: TrainConfig, checkpoint: Path, device: torch.device | str) -> tuple[DualEncoder, list[str]]:
-    """Load the encoder in the folder ``checkpoint``. Also return the names of settings whose value has changed."""
+    """Load the encoder in the folder ``checkpoint``. Also return the names of its settings that ``config`` changes."""
     encoder = _load_encoder(config, checkpoint, device)
     saved = read_json(checkpoint / SETTINGS_FILE, dict[str, Any])  # an older version saved fewer settings
     names = [name for name in ENCODER_SETTINGS if name in saved and saved[name] != getattr(encoder.settings, name)]
@@ -235,7 +236,7 @@ def build_loss(config: TrainConfig, encoder: DualEncoder, rules: PairRules | Non
     loss, temperature = config.loss, config.model.temperature
     width = max(loss.matryoshka_dims, default=0)
     if width >= encoder.dim:
-        raise InputError(f"loss.matryoshka_dims: {width} is too large; every width must be smaller than {encoder.dim}")
+        raise InputError(f"loss.matryoshka_dims: {width} is not below the width of the embeddings, {encoder.dim}")
     weights = loss.matryoshka_weights or [1.0] * len(loss.matryoshka_dims)
     matryoshka = Matryoshka(tuple(loss.matryoshka_dims), tuple(weights), encoder.settings.similarity == "cosine")
     distillation = None

@@ -108,7 +108,7 @@ def require_lock(run: Path) -> None:
 
 
 def refuse_changes(where: str, changes: list[str], allowed: bool) -> None:
-    """Raise InputError with a list of all changes since the run started. If changes are allowed, only print the list."""
+    """Raise InputError if ``changes``, a list of changes since the run started, is not empty. If ``allowed``, only print it."""
     listed = "; ".join(changes)
     if changes and not allowed:
         raise InputError(f"{where}: {listed}. Undo these changes, or allow them with --allow_changes true.")
@@ -149,7 +149,7 @@ def run_identity(
 
 
 def _files_hash(folder: Path) -> str | None:
-    """Return one hash of all files in a folder. Return None if the folder does not exist, as for a Hub name."""
+    """Return one hash of all files in a folder. Return None if there is no such folder (``folder`` may be a Hub name)."""
     lines = [f"{name} {sha256_of(path)}" for name, path in files_in(folder).items()]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest() if folder.is_dir() else None
 
@@ -171,13 +171,13 @@ def identity_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 def config_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Return a text ``name was x and is y`` for each changed setting, except settings that any resume may change."""
+    """Return a text ``name was x and is y`` for each changed setting. Leave out settings that may always change."""
     old, new = with_defaults(flat(old)), flat(new)
     return _changes(old, new, (old.keys() | new.keys()).difference(settings_with(resume="free")))
 
 
 def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """Add the default values of settings that are missing in a flat config, because an older version wrote it."""
+    """Add the default values of settings that an older version did not have. config: flat mapping (see ``flat``)."""
     return flat(asdict(TrainConfig())) | config
 
 
@@ -260,14 +260,14 @@ def all_checkpoints(run: Path) -> list[Path]:
 
 
 def last_good_state(run: Path) -> str:
-    """Return a sentence that names the newest checkpoint of a run."""
+    """Return the newest checkpoint of a run in words, for an error message."""
     if saved := all_checkpoints(run):
         return f"the last good state is {saved[0]}"
     return "the run has no checkpoint yet, so --resume starts at step 0"
 
 
 def _fault(folder: Path) -> str | None:
-    """Return the reason why a checkpoint cannot be used. Return None if it can be used."""
+    """Return the reason why the checkpoint in ``folder`` is incomplete or damaged, or None if it is neither."""
     if not (folder / MANIFEST).is_file():
         return f"{MANIFEST} is missing"
     try:

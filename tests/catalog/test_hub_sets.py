@@ -88,14 +88,14 @@ def test_columns_of_other_names_are_mapped(triplets):
     ("mapping", "sentence"),
     [
         ("?query=anchor", "expected hub:owner/name"),
-        ("?query=anchor&pos=absent", "column 'absent' not found; found anchor, positive"),
+        ("?query=anchor&pos=absent", "column 'absent' not found; available: anchor, positive"),
         (
             "?query=anchor&answer=positive",
             "found 'answer=positive'; expected FIELD=COLUMN, where FIELD is one of query, pos, neg",
         ),
         ("?query=list&pos=positive", "row 1: found 2 values for query; expected exactly one"),
         ("?query=anchor&pos=real", "row 1: column 'real' has a float; expected a text or a list of texts"),
-        ("::dev?query=anchor&pos=positive", "split 'dev' not found; found train"),
+        ("::dev?query=anchor&pos=positive", "split 'dev' not found; available: train"),
     ],
 )
 def test_a_mapping_that_cannot_be_is_refused_in_one_sentence(mapping, sentence, triplets):

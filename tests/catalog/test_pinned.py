@@ -149,14 +149,14 @@ def test_a_miracl_language_is_a_beir_folder_of_its_judged_splits(hub, monkeypatc
     plug(monkeypatch, False)  # a prepared set needs no Hub
     assert fetch("miracl/sw", "dev") == fetch("miracl/sw", "train")
     assert evaluate("bm25", "miracl/sw", split="dev")["mean"]["recall@100"] == 1.0
-    with pytest.raises(InputError, match="split 'test' not found; found dev, train"):
+    with pytest.raises(InputError, match="split 'test' not found; available: dev, train"):
         open_retrieval_set("miracl/sw", "test")
     with pytest.raises(
         InputError, match=r"miracl/miracl: cannot be downloaded.*hf download --repo-type dataset miracl/miracl"
     ):
         open_train_set("miracl/yo")
     plug(monkeypatch, True)
-    with pytest.raises(InputError, match="split 'train' not found; found dev"):
+    with pytest.raises(InputError, match="split 'train' not found; available: dev"):
         open_train_set("miracl/yo")
 
 
@@ -273,7 +273,7 @@ def test_a_subset_is_fetched_alone_and_splits_with_a_corpus_each_are_kept_apart(
         assert (found.corpus["text"][:], found.queries) == ([f"{split} fox"], {"q0": f"{split} de?"})
         assert not any(path.startswith("ar-") for path in hub.asked)
         assert any("/test" in path for path in hub.asked) == (split == "test")
-    with pytest.raises(InputError, match="split 'train' not found; found dev, test"):
+    with pytest.raises(InputError, match="split 'train' not found; available: dev, test"):
         fetch("mteb/MultiLongDocRetrieval/de", "train")
 
 
@@ -427,7 +427,7 @@ BROKEN: list[tuple[Parts, str]] = [
         {"queries": {split: (f"{split}.jsonl", QUERIES) for split in ("dev", "train")}},
         "no split has both queries and judgements. Splits with only queries: dev, train. Splits with only judgements: test.",
     ),
-    ({"corpus": {"c": ("c.jsonl", CORPUS_ROWS)}}, "configuration 'queries' not found; found corpus"),
+    ({"corpus": {"c": ("c.jsonl", CORPUS_ROWS)}}, "configuration 'queries' not found; available: corpus"),
     ({"corpus": {"c": ("c.bin", CORPUS_ROWS)}}, "mteb/SciFact: cannot be loaded from the Hub"),
     (
         {"corpus": {"c": ("c.jsonl", {"_id": ["p0"]})}},
@@ -512,7 +512,7 @@ HEAD = "configs:\n- config_name: {}\n  data_files:"
 @pytest.mark.parametrize(
     ("head", "sentence"),
     [
-        ("license: mit", "mteb/SciFact: configuration 'corpus' not found; found default"),
+        ("license: mit", "mteb/SciFact: configuration 'corpus' not found; available: default"),
         ("configs: [a: b: c", r"README.md: its metadata cannot be read \(while parsing a flow sequence"),
         ("- a", "README.md: its metadata cannot be read"),
         ("configs: 5", "Expected configs to be a list"),

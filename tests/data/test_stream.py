@@ -347,8 +347,8 @@ def test_unreadable_hub_rows_are_reported(hub, tmp_path):
         assert names(sampler(hub[0], size=2, buffer=1, max_bad_records=1)(0)) == ["q0", "q2"]
     for name, sentence in (
         (hub[0].replace("own", "absent"), "cannot be loaded from the Hub"),
-        (f"{hub[0]}::dev", "split 'dev' not found; found train"),
-        (hub[1].replace("anchor", "missing"), "column 'missing' not found; found key, anchor, yes, no"),
+        (f"{hub[0]}::dev", "split 'dev' not found; available: train"),
+        (hub[1].replace("anchor", "missing"), "column 'missing' not found; available: key, anchor, yes, no"),
         (f"hub:{judged}", "has corpus, queries and judgements, which cannot be streamed"),
         (f"hub:{script}", "Dataset scripts are no longer supported"),
         (hub[1].partition("?")[0], "found fields 'key', 'anchor', 'yes', 'no'; a record must be"),

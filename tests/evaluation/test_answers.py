@@ -222,7 +222,7 @@ def test_what_does_not_fit_together_is_refused():
     questions = [Question("a", ["Paris"])]
     with pytest.raises(InputError, match="passage 'p9' of the run is not in the corpus"):
         answer_accuracy(questions, run_of("p9"), CORPUS)
-    with pytest.raises(InputError, match="the run answers none of the 1 questions"):
+    with pytest.raises(InputError, match="the run has none of the 1 questions"):
         answer_accuracy(questions, {"test-1": [("p1", 1.0)]}, CORPUS)
     with pytest.raises(InputError, match="match is 'fuzzy'"):
         answer_accuracy(questions, run_of("p1"), CORPUS, match="fuzzy")

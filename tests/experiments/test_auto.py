@@ -23,7 +23,7 @@ from contaccum.experiments.page import duration
 from contaccum.experiments.plan import FittingSize
 from contaccum.experiments.tuning import rung_shares, survivors
 
-pytestmark = pytest.mark.filterwarnings("ignore:no effect, because contaccum auto chooses")
+pytestmark = pytest.mark.filterwarnings("ignore:contaccum auto chooses these settings")
 
 SECONDS = {"dev": 2.0, "run": 3.0, "cont_accum": 0.01, "cont_cache": 0.01, "grad_cache": 0.012}
 
@@ -139,7 +139,7 @@ def test_settings_that_auto_chooses_are_named(tmp_path):
     changes = {"batch.micro_batch_tokens": 40, "optim.max_steps": 5, "batch.global_batch_size": 128, "bank.size": None}
     given = train_config(write_beir(tmp_path / "data"), tmp_path / "auto", "in_batch", **changes)
     with pytest.warns(
-        UserWarning, match="chooses these settings: method, .*batch.micro_batch_tokens, .*optim.max_steps"
+        UserWarning, match="ignores your values: method, .*batch.micro_batch_tokens, .*optim.max_steps"
     ) as found:
         made = auto.Auto(lambda _: given, AutoConfig(memory="8GB", time="1h"))
     assert not re.search("global_batch_size|bank.size|learning_rate", str(found[0].message))

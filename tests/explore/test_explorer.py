@@ -140,7 +140,7 @@ def test_vectors_are_made_once_and_kept(trained, tmp_path, capsys, monkeypatch):
 def test_data_without_judgements_is_a_corpus_alone(tmp_path):
     data = write_beir(tmp_path / "data")
     assert len(open_searchable_set(data, "dev").queries) == 10
-    with pytest.raises(InputError, match="split 'best' not found; found dev, test, train"):
+    with pytest.raises(InputError, match="split 'best' not found; available: dev, test, train"):
         open_searchable_set(data, "best")
     assert open_searchable_set(data / "corpus.jsonl").queries == {}
     for file in (data / "qrels").iterdir():
