@@ -77,9 +77,9 @@ ONE_TOKEN = Tokens(torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1, dtype=t
 
 @dataclass(frozen=True)
 class RowIds:
-    """For each query of a micro-batch: integer ids of its passages and of all passages known to be relevant.
+    """Integer ids for each query: its passages (``columns``) and all its relevant passages that are known (``positives``).
 
-    Optional: teacher scores of its passages (``columns``), and the row number of the query in the training set.
+    Optional: teacher scores of the passages in ``columns``, and the row number of each query in the training set.
     """
 
     columns: Tensor  # (b, 1 + H) int64: the positive of each query, then its hard negatives, padded with MISSING

@@ -38,7 +38,7 @@ def library_errors(
 
 
 class NotFiniteError(InputError):
-    """An embedding, a loss or a gradient is NaN or infinite. The message names the step and the examples of the step."""
+    """An embedding, a loss or a gradient is NaN or infinite. In a training run, the message names the step."""
 
 
 class Interrupted(BaseException):

@@ -113,7 +113,7 @@ def _refuse_wrong_md5(md5: str, url: str, part: Path) -> None:
 
 
 def _checked_name(name: str, forum: str) -> str:
-    """Return ``name`` if BEIR allows the download of this data set. Raise InputError otherwise."""
+    """Return ``name`` if the data set exists and may be downloaded, else raise InputError. forum: part of cqadupstack."""
     if name in LICENSED:
         raise InputError(
             f"{name}: its licence forbids the download. Build the data set as BEIR explains, and give the path of its folder."
@@ -187,8 +187,8 @@ def alone(folder: Path, kind: str) -> AbstractContextManager[None]:
 def transfer(url: str, archive: Path, test: Callable[[str, Path], None] | None, target: Path) -> None:
     """Download ``url`` to a part file, check the part file with ``test``, and rename the part file to ``archive``.
 
-    test: function of URL and part file that raises InputError if the file is wrong. None: no check, and the next call after a
-    broken download starts from the beginning. target: path for the error message, where users can put their own copy.
+    test: function of URL and part file that raises InputError if the file is wrong. None: no check; after a broken download,
+    the next call starts from the beginning. target: path where users can put their own copy, for the error message.
     """
     part = archive.with_name(f".{archive.name}.part")
     keep = test is not None

@@ -149,9 +149,9 @@ def fetch_hub(text: str, split: str) -> Path:
     """Download a Hub data set, and return the path of a local copy in one of our formats.
 
     A data set with the configurations ``corpus`` and ``queries`` (as in NanoBEIR and MTEB) becomes a BEIR folder. The judgements
-    come from the configuration ``default`` or ``qrels``. Any other data set becomes a file of training examples. A name in
-    ``text`` with a configuration or a mapping of columns always gives training examples. Without a mapping, the columns must
-    have the field names of one of our formats.
+    come from the configuration ``default`` or ``qrels``. Any other data set becomes a file of training examples. If
+    ``text`` names a configuration or columns (``?query=...``), the result is always a file of training examples. If ``text``
+    names no columns, the columns of the data set must have the field names of one of our formats.
 
     text: ``hub:`` name of the data set. split: split of the examples or judgements, used if ``text`` names no split.
     """
@@ -188,7 +188,7 @@ class HubLines:
         self.path = Path(text)  # name of the data set, for error messages
 
     def columns(self) -> list[str]:
-        """Return the field names of the examples: those in the data set's name, or else the columns of the first row.
+        """Return the field names of the examples: those after ``?`` in the data set's name, or else the columns of row 1.
 
         Raises InputError if the data set has no row.
         """

@@ -149,7 +149,7 @@ class _TaskFiles:
 
 
 def _check_size(readme: Path) -> None:
-    """Raise InputError if the metadata of a README has too many values. YAML aliases can make a small file very large."""
+    """Raise InputError if the metadata of a README has too many values. With YAML aliases, a small file can have billions."""
     sizes: dict[int, int] = {}
 
     def size(node: Any) -> int:
@@ -167,7 +167,7 @@ def _check_size(readme: Path) -> None:
 
 
 def _write(task: Task, subset: str, folder: Path) -> None:
-    """Write a BEIR folder with all splits. If each split has a separate corpus, write only a list of the splits."""
+    """Write a BEIR folder with all splits. If each split has a separate corpus, write only a list of the split names."""
     parts = _TaskFiles(task, subset)
     if len(parts.corpus) > 1:
         write_json(folder / SPLITS, list(parts.grades))

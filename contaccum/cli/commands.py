@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 def _call(target: str, *more: Any, spread: bool = False, configured: bool = False) -> Callable[..., object]:
     """Return a function that runs a command: it imports ``target`` (module:function), calls it and returns the result.
 
-    The returned function gets an instance of each option dataclass of the command. By default it calls ``target`` with these
-    instances. spread: there is one instance, and ``target`` gets its field values one by one. configured: the instances are
-    options and a TrainConfig, and ``target`` gets a function that changes this config (see ``_configure``), then the options.
-    more: values that ``target`` gets as its last arguments.
+    The returned function gets an instance of each option dataclass of the command. It passes these instances to ``target``.
+    spread: it passes the field values of the only instance, one by one. configured: its arguments are options and a
+    TrainConfig. It passes a function that changes the TrainConfig (see ``_configure``), then the options.
+    more: values that it passes as the last arguments.
     """
 
     def call(*parts: Any) -> object:
@@ -123,9 +123,9 @@ def _mine(
 
 
 def _configure(config: TrainConfig) -> Configure:
-    """Return a function that returns a copy of ``config`` with changed settings.
+    """Return a function that makes changed copies of ``config``.
 
-    The returned function takes a mapping (name of a setting -> value as text) and checks the types of the values.
+    Its argument is a mapping: name of a setting -> new value as text. The function checks the types of the values.
     """
     train = COMMANDS["train"]
     parser = command_parser("train", train, documented=False)

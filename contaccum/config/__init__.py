@@ -91,7 +91,7 @@ class TrainConfig:
 
     @property
     def bank_rows(self) -> int:
-        """Number of rows in the bank, if the method has one: `bank.size`, or its default, `batch.global_batch_size`."""
+        """Value of `bank.size`, or its default (`batch.global_batch_size`), even if the method has no bank."""
         return self.batch.global_batch_size if self.bank.size is None else self.bank.size
 
     def bank_size(self) -> int:

@@ -68,7 +68,7 @@ class CompareConfig:
 
 @dataclass(frozen=True)
 class AutoConfig:
-    """Limits of memory and time, and test data, of an automatic training run."""
+    """Memory limit, time limit and test data of an automatic training run."""
 
     memory: str = setting(unit="bytes")
     """Memory that the training process may use, such as 8GB or 24GiB: GPU memory, or main memory on a CPU."""

@@ -60,7 +60,7 @@ def check_version(found: Any, where: str) -> None:
 
 
 def check_config_file(path: str | Path, text: str, known: Collection[str] | None) -> ConfigText:
-    """Check the text of a YAML file, and return its settings without those that no longer have an effect.
+    """Check the text of a YAML file, and return its settings. Removed settings with a value that is still accepted are left out.
 
     known: names of the allowed settings. None allows any names.
 

@@ -273,7 +273,7 @@ class LossConfig:
 
     @property
     def margin(self) -> float | None:
-        """Margin of the similarity rule (see ``contaccum.methods.masking``). None: no similarity rule."""
+        """Margin of the rule that masks false negatives by their scores. None: this rule is not used."""
         return self.guide_margin if self.guide is not None else self.false_negative_margin
 
     def _broken_margins(self, config: "TrainConfig") -> Iterator[str]:

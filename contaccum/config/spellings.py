@@ -109,7 +109,7 @@ def unknown(name: str, value: str, known: Collection[str], prefix: str = "") -> 
 
 
 def is_ignored(name: str, value: Any) -> bool:
-    """Return whether a setting was removed, but can be ignored because it has the value listed in ``REMOVED``."""
+    """Return whether a setting was removed, but has the one value that is still accepted (see ``REMOVED``)."""
     return name in REMOVED and value == REMOVED[name][0]
 
 

@@ -55,7 +55,7 @@ class Queries(NamedTuple):
 
 
 def duplicate_id(what: str, key: str, first: object, repairable: bool = True) -> str:
-    """Return the error message for a duplicate id. ``first`` is the location of its first use."""
+    """Return the error message for a duplicate id. ``first`` is the location of the first record with this id."""
     fix = " Use --repair to keep the last one." if repairable else ""
     return f"duplicate {what} id {key!r} (first at {first}); ids must be unique.{fix}"
 

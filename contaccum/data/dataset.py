@@ -87,7 +87,7 @@ class RetrievalDataset:
 
     @cached_property
     def qrels(self) -> Qrels:
-        """Query id -> passage id -> grade, from the qrels file ``name``. Queries without a positive are left out."""
+        """Query id -> passage id -> grade, if the data set is a single qrels file. Queries without a positive are left out."""
         source = Path(self.name)
         grades = read_grades(source, self._policy)
         report_rejected(source, grades.rejected)

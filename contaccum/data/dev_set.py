@@ -27,8 +27,8 @@ SHARE = 10
 def write_dev_set(source: RetrievalSet, folder: Path, most_queries: int, most_passages: int, seed: int) -> None:
     """Write a BEIR folder with the split ``dev``. Queries and passages are a sample of ``source``.
 
-    The dev set has at most ``most_queries`` queries, all their judged passages, and random other passages, until there are
-    ``most_passages`` passages.
+    The dev set has at most ``most_queries`` queries and all judged passages of these queries. Random other passages are added
+    until there are ``most_passages`` passages.
     """
     names = sorted(source.queries)
     kept = sorted(random.Random(seed).sample(names, min(most_queries, len(names))))
@@ -39,8 +39,8 @@ def hold_out(source: RetrievalDataset, folder: Path, most_queries: int, most_pas
     """Divide training queries into a dev set, ``folder/dev``, and a training set, ``folder/train``.
 
     The dev set has at most ``most_queries`` queries and at most a tenth of all queries. Its passages are a sample, as in
-    ``write_dev_set``. The training set has the other queries and all passages. Queries with the same text (except for case and
-    spaces) stay together. Raises InputError if the dev set would have no query.
+    ``write_dev_set``. The training set has the other queries and all passages. All queries with the same text (ignoring case
+    and spaces) go to the same set. Raises InputError if the dev set would have no query.
     """
     examples = source.examples()
     numbers = np.flatnonzero(examples.positives.lengths)

@@ -132,10 +132,10 @@ class Grades(NamedTuple):
 
 
 class _MissingIds:
-    """Ids in the qrels that are missing in the file of queries or passages.
+    """Ids that the qrels name, but that are missing in the file of queries (or of passages).
 
-    If n records of this file are rejected, they may have had n of these ids. ``rejected`` has the first n ids, and ``unknown``
-    has the other ids.
+    Each rejected record of the file can explain one missing id. If n records are rejected, ``rejected`` has the first n
+    missing ids, and ``unknown`` has the other missing ids.
     """
 
     def __init__(self, what: str, named: Collection[str], known: Collection[str], file: Path, left_out: int) -> None:
@@ -149,7 +149,7 @@ class _MissingIds:
 def read_grades(source: Path, policy: DataPolicy, known: Sequence[_MissingIds] = ()) -> Grades:
     """Read a qrels file. Reject judgements with an unknown id; skip judgements that name a rejected query or passage.
 
-    known: first the missing query ids, then the missing passage ids. If an element is absent, ids of that kind are not checked.
+    known: the missing query ids, then the missing passage ids. With one element, only query ids are checked; with none, no ids.
     """
     qrels: Qrels = {}
     passages: dict[str, None] = {}

@@ -23,7 +23,7 @@ _STRIDE = 16  # number of steps between two stored positions of a mixture
 
 
 def random_stream(*key: int) -> np.random.Generator:
-    """Return a random generator for ``key``: the seed, a constant such as POSITIVES for its use, and a step or epoch."""
+    """Return a random generator. ``key``: the seed, a constant for the purpose (such as POSITIVES), and a step or epoch."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
 
 
@@ -49,7 +49,7 @@ class StepSampler:
     to (s + 1) * N - 1. A step may have examples of two epochs, and no example is dropped.
 
     Each query gets a random positive and H different random hard negatives. If a query has fewer than H hard negatives, ``fill``
-    decides: ``random`` adds random passages of the set that are not positives of the query, ``none`` adds MISSING.
+    decides: ``random`` adds random passages of the set that are not positives of the query, ``none`` leaves gaps (MISSING).
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class StepSampler:
         return near_order(self._vectors, random, self.size, -epoch * count % self.size)
 
     def _filled_up(self, hard: np.ndarray, known: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        """Add random passages, or MISSING, to ``hard`` until there are H entries. Never add a positive (``known``)."""
+        """Add random passages (or the padding value MISSING) to ``hard``, up to H entries. Never add a positive (``known``)."""
         if self._fill == "none":
             return np.pad(hard, (0, self.hard_negatives - len(hard)), constant_values=MISSING)
         drawn = hard.tolist()
@@ -276,13 +276,14 @@ def rounded(vectors: np.ndarray) -> np.ndarray:
 def near_order(vectors: np.ndarray, random: np.random.Generator, size: int, first: int) -> np.ndarray:
     """Return an order of n examples in which the examples of each step have similar vectors: (n,) int64.
 
-    The examples are divided by bisection into groups, one for each step. Balanced 2-means of a sample gives a direction. The
-    examples are sorted by their inner product with this direction and split into two parts. Each part is split in the same way.
+    The examples are split in two, then each part is split in two, until there is one group for each step. For each split,
+    balanced 2-means of a sample gives a direction, and the examples are sorted by their inner product with this direction.
     Sources: Hofstaetter et al. 2021 (arXiv 2104.06967) take the examples of a step from one cluster. Thirukovalluru et al. 2025
     (arXiv 2505.11293) put similar examples into one step as hard negatives of each other.
 
-    vectors: (n, d) from ``rounded``. size: number of examples of a full group. first: number of examples that complete the last
-    step of the previous epoch. These examples come first. The full groups follow in random order, then the remaining examples.
+    vectors: (n, d) from ``rounded``. size: number of examples of a full group. first: number of examples that are missing in
+    the last step of the previous epoch. A group of this size comes first. Then the full groups follow in random order, and then
+    the remaining examples.
     """
     first = min(first, len(vectors))
     full, last = divmod(len(vectors) - first, size)

@@ -34,7 +34,7 @@ class StreamSet:
     """Examples of a file or of a Hub set. Every iteration reads the examples again, in order."""
 
     def __init__(self, name: str, read: Reader, fingerprint: str, data: DataConfig, scores: bool = False) -> None:
-        """Prepare a stream. read: yields all examples with their locations. scores: require teacher scores."""
+        """Prepare a stream. read: function that yields all examples with their locations. scores: require teacher scores."""
         self.name, self.fingerprint, self.data, self.scores = name, fingerprint, data, scores
         self._read = read
         self._warned: set[str] = set()
@@ -86,7 +86,7 @@ class StreamSet:
             raise no_scores(self.name, f" in its first {answerable} examples")
 
     def _merged(self, example: Example) -> Example:
-        """Remove repeated passages, and append ``others`` to ``negatives`` if there are too few negatives."""
+        """Remove repeated passages. If there are too few ``negatives``, append the example's ``others`` to them."""
         known: dict[str, tuple[Passage, float]] = {}  # passage id -> passage and its first score
         parts = []
         for name in ("positives", "negatives", "others"):
@@ -194,7 +194,7 @@ class StreamSampler:
     and the stream starts again.
 
     Positives and hard negatives are drawn as in StepSampler. If a query has too few hard negatives, ``data.fill_negatives``
-    decides: ``random`` adds random passages of other examples in the step and in the shuffle buffer, ``none`` adds MISSING.
+    decides: ``random`` adds random passages of other examples in the step and shuffle buffer, ``none`` leaves gaps (MISSING).
     """
 
     def __init__(

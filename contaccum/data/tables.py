@@ -71,7 +71,7 @@ class Ragged:
         return self.chosen(Ragged(offsets, indices))
 
     def chosen(self, indices: "Ragged") -> "Ragged":
-        """Return the lists ``indices`` with each index replaced by its entry in ``values`` (and in ``scores``)."""
+        """Return ``indices`` with each index i replaced by ``values[i]``. The new lists have the scores ``scores[i]``."""
         scores = None if self.scores is None else self.scores[indices.values]
         return Ragged(indices.offsets, self.values[indices.values], scores)
 
@@ -90,7 +90,7 @@ class Ragged:
 
     @classmethod
     def concatenated(cls, parts: Sequence["Ragged"], sizes: Sequence[int]) -> "Ragged":
-        """Concatenate lists of row numbers, for tables that are concatenated too.
+        """Concatenate lists of row numbers, and shift the numbers to fit the concatenated tables.
 
         ``parts[i]`` has row numbers of table i, which has ``sizes[i]`` rows. The result has row numbers of the joined table.
         """
@@ -159,7 +159,7 @@ def write_about(folder: Path, about: Mapping[str, Any]) -> None:
 
 
 def read_about(folder: Path, type_: type[AboutType]) -> AboutType:
-    """Read about.json of a cache folder as ``type_``. Raise InputError if a file has another size than in about.json."""
+    """Read about.json of a cache folder as ``type_``. Raise InputError if the size of a file is not the size in about.json."""
     about: AboutType = read_json(folder / ABOUT_FILE, type_, version=ABOUT_VERSION)
     for name, size in about.bytes.items():
         path = folder / name
@@ -183,7 +183,7 @@ def write_rejected(folder: Path, rejected: RejectedRecords) -> None:
 
 
 def report_rejected(source: Path, rejected: RejectedRecords) -> None:
-    """Save rejected records in the cache, and warn. For files that have no table in the cache, such as qrels."""
+    """Save rejected records in the cache, and warn. Used for files that have no table in the cache, such as qrels."""
     if rejected.entries:
         key = [file_key(source), rejected.entries]
         folder = cached_folder("quarantine", key, lambda folder: write_rejected(folder, rejected))

@@ -19,8 +19,8 @@ from contaccum.errors import InputError
 class TrainSet:
     """Queries and passages for training.
 
-    Lists ``positives[i]`` and ``negatives[i]`` have the positives and the hard negatives of query i, as row numbers in the table
-    ``passages``.
+    ``positives[i]`` is the list of the positives of query i, and ``negatives[i]`` is the list of its hard negatives. Both
+    lists have row numbers of the table ``passages``.
     """
 
     queries: Dataset  # n rows, columns id and text

@@ -73,7 +73,7 @@ def diagnose() -> Iterator[Diagnosis]:
 
 
 def run_trials(names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """Run trials (see trials.py) in parallel processes. Return trial -> its result, or {"error": reason} if it failed."""
+    """Run the tests ``names`` of trials.py in parallel processes. Return name -> result, or {"error": reason} if one fails."""
     call = [sys.executable, "-W", "ignore", "-m", "contaccum.doctor.trials"]
     with ThreadPoolExecutor() as pool:
         return dict(zip(names, pool.map(lambda name: _result([*call, name]), names), strict=True))
@@ -119,7 +119,7 @@ def packages(requirements: list[str]) -> Diagnosis:
 
 
 def extras(requirements: list[str]) -> Diagnosis:
-    """Check whether the extras (groups of optional packages) that options of commands need are installed."""
+    """Check whether optional packages are installed. Extras that no command option needs, such as docs, are not checked."""
     needed: dict[str, list[str]] = {}
     for need in map(Requirement, requirements):
         for extra in re.findall(r"""extra == ["']([\w-]+)""", str(need.marker or "")):
@@ -133,7 +133,7 @@ def extras(requirements: list[str]) -> Diagnosis:
 
 
 def devices(found: dict[str, Any]) -> Iterator[Diagnosis]:
-    """Check whether PyTorch finds the GPUs, and whether a search is correct on each device. found: result of the torch trial."""
+    """Check that PyTorch finds the GPUs and searches correctly on each device. found: result of trials.torch_trial."""
     if "error" in found:
         yield Diagnosis("broken", "torch", found["error"], "reinstall torch: https://pytorch.org/get-started/locally/")
         return
@@ -169,7 +169,7 @@ def _search(subject: str, where: str, error: float, advice: str) -> Diagnosis:
 
 
 def flash_attention(found: dict[str, Any]) -> Diagnosis:
-    """Check whether `model.attention flash_attention_2` works. found: what the trial process of torch reported."""
+    """Check whether `model.attention flash_attention_2` works. found: result of trials.torch_trial."""
     subject, about, advice = "flash-attention", found.get("flash", {}), "leave model.attention at auto"
     if not about:
         return Diagnosis("ok", subject, "not installed; `model.attention auto` does not need it")
@@ -186,7 +186,7 @@ def flash_attention(found: dict[str, Any]) -> Diagnosis:
 def faiss(torch_first: dict[str, Any], faiss_first: dict[str, Any]) -> Iterator[Diagnosis]:
     """Check searches with faiss, and both orders of importing torch and faiss.
 
-    torch_first: result of the trial that imported torch before faiss. faiss_first: result of the other trial.
+    torch_first: result of the process that imported torch before faiss. faiss_first: result with the opposite order.
     """
     if find_spec("faiss") is None:
         advice = "pip install 'contaccum[cpu]', or on a GPU faiss-gpu-cu12; exact search also works without faiss"
@@ -259,7 +259,7 @@ def _disk(name: str, folder: Path, advice: str) -> Diagnosis:
 
 
 def network() -> Diagnosis:
-    """Check whether the Hub answers. No answer is only a note, because local data and models work without the Hub."""
+    """Check whether the Hub answers. If not, only print a note, because local data and models work without the Hub."""
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     advice = "use local folders instead of Hub names, and set HF_HUB_OFFLINE=1 to avoid waiting"
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "ON", "YES"):

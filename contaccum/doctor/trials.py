@@ -22,7 +22,7 @@ def vectors() -> tuple[np.ndarray, np.ndarray]:
 
 
 def difference(scores: np.ndarray, rows: np.ndarray) -> float:
-    """Return the maximum error of a search in ``vectors()``, compared with exact scores in float64.
+    """Return the maximum error of a search with the test vectors of ``vectors``. Exact: scores in float64.
 
     scores, rows: score and row number of the K passages found for each query, (16, K).
     """

@@ -52,7 +52,7 @@ class Adapters:
 
 
 def require(package: str, extra: str, what: str) -> None:
-    """Raise InputError if ``package`` is missing. extra: pip extra that installs it. what: feature, for the message."""
+    """Raise InputError if ``package`` is missing. extra: pip extra that installs it. what: feature that needs it."""
     if importlib.util.find_spec(package) is None:
         raise InputError(f"{what}: package {package} is missing. Install it with pip install 'contaccum[{extra}]'.")
 
@@ -215,7 +215,7 @@ def base_of(name: str, subfolder: str, quantize: str) -> Base:
 
 
 def check_base(base: Base, name: str) -> None:
-    """Raise InputError if the files of ``base`` have changed since the adapter in the folder ``name`` was trained."""
+    """Raise InputError if the files of ``base`` have changed since the adapter was trained. name: adapter folder."""
     if base.sha256 and (found := hash_of(base.name)) != base.sha256:
         raise InputError(
             f"{name}: base {base.name} has SHA-256 {found}; the adapter was trained on a base with SHA-256 {base.sha256}. "

@@ -221,7 +221,7 @@ def _prefixes(name: str, about: dict[str, Any]) -> dict[str, str]:
     """Return the query prefix and the passage prefix of a sentence-transformers model.
 
     The query prefix is the first non-empty prompt for queries. The passage prefix is the first non-empty prompt for passages. If
-    all prompts are empty, the prefixes of the model family are returned.
+    all prompts are empty, the prefixes of the model family are returned. about: config_sentence_transformers.json.
     """
     prompts = about.get("prompts") or {}
     first = {side: next((prompts[key] for key in keys if prompts.get(key)), "") for side, keys in SIDES.items()}
@@ -240,7 +240,7 @@ def _join(folder: str, path: str) -> str:
 
 
 def _routed(name: str, router: Module, side: str) -> list[Module]:
-    """Return the modules on a Router's route for ``side`` (query or document), or else on its route for any text."""
+    """Return the modules that a Router uses for ``side`` (query or document). Default: its modules for any text."""
     files = [_join(router.path, file) for file in ("router_config.json", "config.json")]
     config = next(filter(None, (optional_json(name, file, RouterConfig) for file in files)), None)
     if config is None:
@@ -315,7 +315,7 @@ def _base(name: str, subfolder: str) -> Base | None:
 
 
 def decoder_only(family: str) -> bool:
-    """Return whether transformers has a causal language model, but no masked one, for the model type ``family``."""
+    """Return whether the model type ``family`` has a causal language model in transformers, but no masked one."""
     causal, masked = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     return family in causal and family not in masked
 

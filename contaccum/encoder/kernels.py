@@ -89,8 +89,9 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Compute attention inside each text. transformers calls this function with these argument names.
 
-    query, key, value: vectors of all texts, with shape (1, heads, T, width). bounds: bounds of the texts, and length of the
-    longest text (see ``token_states``). Returns a tensor with shape (1, T, heads, width), and None for the attention weights.
+    query, key, value: vectors of all texts, with shape (1, heads, T, width). bounds: arguments from ``token_states`` with the
+    bounds of the texts and the length of the longest text. Returns a (1, T, heads, width) tensor, and None instead of the
+    attention weights.
     """
     assert attention_mask is None
     attention = varlen if query.is_cuda else by_text
@@ -102,7 +103,7 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 
 
 def by_text(inputs: Inputs, dropout: float, scaling: float | None, bounds: Tensor, longest: int) -> Tensor:
-    """Compute attention inside each text, one text after the other. Return (T, heads, width), for T tokens of all texts."""
+    """Compute attention inside each text, one text after the other. Return (T, heads, width). T: total number of tokens."""
     lengths = bounds.diff().tolist()
     texts = zip(*(tensor.split(lengths, 2) for tensor in inputs), strict=True)
     outputs = [F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling) for q, k, v in texts]

@@ -309,7 +309,7 @@ def benchmark_means(finished: Mapping[str, list[Metrics]]) -> dict[str, Any]:
 def _finished(file: Path | None, scored_with: Mapping[str, Any]) -> Any:
     """Return the metrics that an earlier call wrote to ``file``. Return None if ``file`` is None or does not exist.
 
-    scored_with: name -> value of everything that changes the metrics. Raises InputError if a value in ``file`` differs.
+    scored_with: name -> value, for all settings that change the metrics. Raises InputError if ``file`` has another value.
     """
     if file is None or not file.is_file():
         return None

@@ -42,8 +42,8 @@ def evaluate_run(
 ) -> Metrics:
     """Compute ndcg, map, recall, precision and mrr at every cutoff, for each query of ``qrels`` and as means over these queries.
 
-    A query of ``qrels`` without passages in the run scores 0 in every metric, and a warning counts such queries. Queries of the
-    run that are not in ``qrels`` are ignored.
+    A query of ``qrels`` without passages in the run scores 0 in every metric, and a warning gives the number of these
+    queries. Queries of the run that are not in ``qrels`` are ignored.
 
     qrels: query id -> passage id -> grade.
     ignore_identical_ids: before scoring, remove a passage that has the same id as the query, as BEIR does.

@@ -114,7 +114,7 @@ def compare(
 ) -> Comparison:
     """Compare two systems on the same queries by one measure, such as ndcg@10.
 
-    ours, theirs: training seed -> values of every query. A system without seeds has the only key None. Raises InputError if the
+    ours, theirs: training seed -> values of every query. A system without seeds has one key: None. Raises InputError if the
     systems were scored on different queries, or if the values lack the measure.
     """
     first = {number: _values(scores, measure) for number, scores in ours.items()}

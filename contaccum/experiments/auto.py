@@ -135,7 +135,7 @@ class Auto:
         return self._verdict()
 
     def config(self, folder: str, changes: dict[str, str]) -> TrainConfig:
-        """Return the config of a run in ``folder``: with ``changes``, the small dev set, and a micro-batch size that fits."""
+        """Return the config of a run in ``folder``, with ``changes`` applied, the small dev set, and micro-batches that fit."""
         pairs = int(changes.get("batch.global_batch_size", 1))
         if size := self.state.sizes.get(changes.get("method", "")):
             changes = {**changes, "batch.micro_batch_size": str(gcd(size, pairs))}
@@ -166,7 +166,7 @@ class Auto:
             self.state.save()
 
     def _measure(self) -> None:
-        """Measure the time of a dev evaluation, and the largest micro-batch and the time per pair of each method to try."""
+        """Measure the time of a dev evaluation. For each method, measure the largest micro-batch and the time per pair."""
         seconds = self.state.seconds
         self._evaluate("untrained", "dev", self.dev)
         for recipe in RECIPES:
@@ -190,8 +190,8 @@ class Auto:
     def _trial(self, recipe: dict[str, str]) -> float:
         """Train for a few steps and return the median seconds per pair. recipe: a method with its settings.
 
-        The global batch size is the smallest that tuning tries, because it takes the most time per pair. Also measure the
-        time outside the steps, for example for loading. ``state.seconds["run"]`` is the longest such time of all trials.
+        The global batch size is the smallest one that tuning tries, because small batches take the most time per pair. The
+        time outside the steps, for example for loading, is also measured. ``state.seconds["run"]`` keeps the longest one.
         """
         name = f"measure/{recipe['method']}"
         folder = self.output / name

@@ -1,4 +1,4 @@
-"""State of ``contaccum auto``, saved in ``auto.json`` for later calls, and the division of its time limit."""
+"""State of ``contaccum auto``, saved in ``auto.json`` for later calls. It also divides the time limit among the stages."""
 
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -87,7 +87,7 @@ class State:
         return total - self.elapsed - self.seconds["run"] - self.evaluation_seconds
 
     def step_seconds(self, values: Values) -> float:
-        """Return the seconds of a step with these settings: the measured seconds per pair, times the global batch size."""
+        """Return the seconds of a step with the settings ``values``: measured seconds per pair, times global batch size."""
         changes = dict(values)
         return self.seconds[changes["method"]] * int(changes["batch.global_batch_size"])
 

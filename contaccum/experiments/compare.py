@@ -78,7 +78,7 @@ def compare(configure: Configure, options: CompareConfig) -> Path:
 
 
 class Study:
-    """Comparison of methods and settings: plans, checks and starts the runs."""
+    """Comparison of methods and settings. It plans, checks and starts the runs."""
 
     def __init__(self, configure: Configure, options: CompareConfig) -> None:
         self.configure, self.options, self.signals = configure, options, StopSignals()
@@ -217,7 +217,10 @@ class Study:
         return self._planned(f"{name}-{share.numerator}of{share.denominator}", "run", config, "tuning")
 
     def _planned_baselines(self, kinds: list[str], varied: Mapping[str, list[str]]) -> list[PlannedRun]:
-        """Plan one evaluation of BM25, and one of the untrained encoder for each combination of the varied settings it uses."""
+        """Plan the evaluations of the baselines ``kinds``.
+
+        BM25 has one evaluation. The untrained encoder has one for each combination of the varied settings that affect it.
+        """
         return [
             self._planned(named(kind, values), kind, self.configure(dict(values)))
             for kind in kinds

@@ -198,7 +198,7 @@ def data_hashes(kind: str, config: TrainConfig) -> dict[str, str]:
 def baseline_identity(kind: str, config: TrainConfig) -> dict[str, Any]:
     """Return the settings that affect the untrained encoder, so that a later call notices changed settings.
 
-    Return {} for other kinds: the folder of a run contains its config, and ``bm25`` has no settings.
+    Return {} for ``run``, whose folder already contains the config, and for ``bm25``, which has no settings.
     """
     if kind != "untrained":
         return {}

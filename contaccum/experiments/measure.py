@@ -68,7 +68,7 @@ class Probe:
         """Return the peak memory in bytes of a few steps with the longest texts and a full bank. Return None if memory runs out.
 
         size: pairs per micro-batch. On a GPU, the result is the memory that PyTorch reserves (with fragmentation) plus the
-        memory that ``context()`` returns.
+        memory that CUDA itself and other processes use.
         """
         try:
             bank = self._full_bank(size, bank_size)
@@ -216,9 +216,9 @@ def largest(
 ) -> tuple[int | None, float]:
     """Return the largest size in ``choices`` that fits into ``budget`` bytes (None: no size fits), and a relative error.
 
-    The size is predicted, then measured, then predicted again with the measurement. The error is that of the last prediction
-    that was measured. peaks: size -> measured peak memory in bytes; new measurements are added. measure: function that returns
-    the peak memory of a size. It returns None if the device cannot measure the size; the prediction is then used.
+    The size is predicted, then measured, then predicted again with the measurement. The error compares the last measurement
+    with its prediction. peaks: size -> measured peak memory in bytes; new measurements are added. measure: function that
+    returns the peak memory of a size. If it returns None because the device cannot measure the size, the prediction is used.
     """
     error = 0.0
     for _ in range(CORRECTIONS):
@@ -277,7 +277,7 @@ def measure(probe: Probe, budget: float) -> Measurement:
     """Measure the memory and the speed of the configured method.
 
     Two sizes are searched within ``budget`` bytes: the largest micro-batch with the configured bank, and the largest bank with
-    the configured micro-batch size. Raises InputError like ``fitting_size``.
+    the configured micro-batch size. Raises InputError if memory runs out for small micro-batches.
     """
     config = probe.config
     rows, n = config.bank_size(), config.batch.global_batch_size
@@ -319,7 +319,7 @@ REQUESTS: dict[str, Callable[..., Any]] = {
 
 
 def main() -> int:
-    """Call the function that a request on stdin names, and write its result to stdout. Return the exit code.
+    """Read a request from stdin, call the requested function, and write its result to stdout. Return the exit code.
 
     The request contains ``config``, ``function`` (a name such as ``measure``, see REQUESTS) and ``arguments``. After an error,
     the answer is the error message.

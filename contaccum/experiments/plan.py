@@ -1,7 +1,7 @@
 """``contaccum plan``: predict the largest micro-batch and bank, the time of a step, and the cost of encoding a corpus.
 
 Each method is measured in a new process. The process takes steps with micro-batches of growing size and predicts the largest size
-that fits. It measures this size and predicts again. The reported error is the error of the last prediction that was measured.
+that fits. It measures this size and predicts again. The reported error compares the last measurement with its prediction.
 """
 
 import json
@@ -195,11 +195,13 @@ def lists_for(rows: int) -> int:
 
 
 def index_costs(rows: int, dim: int, probes: int = 64) -> list[IndexCost]:
-    """Compute the costs of indexes of ``rows`` float32 vectors (dim,). probes: number of lists that IVF searches for a query.
+    """Return the cost of each kind of index.
+
+    rows, dim: number and width of the float32 vectors. probes: number of lists that IVF searches for a query.
 
     IVF stores the vectors, a 64-bit id per vector and a centroid per list. IVF with PQ stores a code of PQ_BYTES bytes instead of
     each vector, and 256 centroids for each byte of the code. HNSW stores the vectors. For each vector it adds 2 M + M/(M-1)
-    links of 4 bytes (M is LINKS), and 12 bytes for offset and level. Source: faiss wiki, "Faiss indexes".
+    links of 4 bytes (M is LINKS), and 12 bytes for link position and level. Source: faiss wiki, "Faiss indexes".
     """
     lists = lists_for(rows)
     centroids = lists * dim * 4

@@ -211,9 +211,10 @@ def _time_section(groups: list[RunGroup], metric: str) -> Section:
 
 
 def equal_time(groups: list[RunGroup], metric: str) -> tuple[float, Table] | None:
-    """Return the training seconds of the slowest run of the fastest group, and a table of the dev scores at this time.
+    """Return a training time in seconds, and a table of the dev scores of the groups at this time.
 
-    The fastest group is the one whose slowest run is the fastest. The table has all groups. Return None if no run has dev scores.
+    The training time of a group is that of its slowest run. The shortest time of all groups is returned. Groups without dev
+    scores are left out. Return None if no group remains.
     """
     trained = [group for group in groups if any(run.evaluations for run in group.runs)]
     ends = [[run.train_seconds for run in group.runs if run.train_seconds is not None] for group in trained]

@@ -105,7 +105,7 @@ class _Rounds:
         return self.output / f"round-{number}" / "model"
 
     def mine(self, number: int) -> None:
-        """Mine the hard negatives of round ``number``, unless they exist. Then delete the vectors of this round.
+        """Mine the hard negatives of round ``number``, unless they exist. In both cases, delete the vectors of this round.
 
         In round 0, negatives are mined only if ``rounds.first`` is bm25.
         """
@@ -136,7 +136,8 @@ class _Rounds:
     def train(self, number: int) -> None:
         """Train the model of round ``number`` and write the file ``round-NUMBER.finished``.
 
-        Does nothing if this file exists. The folder ``model`` cannot show that training has ended: dev evaluations write it too.
+        Does nothing if this file exists. The folder ``model`` does not show that training has ended, because dev evaluations
+        write it too.
         """
         finished = self.output / f"round-{number}.finished"
         if not finished.exists():

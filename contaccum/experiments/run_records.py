@@ -269,8 +269,8 @@ def differences(
 ) -> list[Difference]:
     """Test each group against a reference group.
 
-    reference: folders of runs. Among the groups with one of these runs, the reference is the one with the best metric.
-    equal_batch: True compares a trained group only with a baseline, or with a group that has the same global batch size.
+    reference: folders of runs. A reference group contains at least one of these runs. If several groups do, the group with the
+    best metric is used. equal_batch: if True, the reference of a trained group is a baseline or has the same global batch size.
     """
     pairs, baselines = [], [group for group in groups if group.method is None]
     for size, members in by_global_batch(groups).items() if equal_batch else [(None, groups)]:

@@ -116,8 +116,8 @@ def read_settings(path: str, tuned: Mapping[str, list[str]]) -> list[Variant]:
     """Read the entries of a comparison from a YAML file that maps names to settings.
 
     In an entry, the key ``method`` is the method (default: the name of the entry), and the key ``tune`` contains values to try.
-    The other keys are settings with fixed values. tuned: setting -> values to try in an entry without ``tune``, unless the entry
-    fixes the setting.
+    The other keys are settings with fixed values. tuned: setting -> values to try. An entry without ``tune`` uses them for each
+    setting that it does not fix.
     """
     path = config_path(path)
     text = read_text(path, "a YAML file with settings", MAX_BYTES)

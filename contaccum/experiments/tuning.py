@@ -33,7 +33,7 @@ Scores = dict[Values, float]
 
 
 class Budget(NamedTuple):
-    """Maximum cost of a training run. ``unit`` is a letter from UNITS."""
+    """Maximum cost of a training run. unit: f (forward passes of a pair), p (pairs), u (updates) or s (seconds)."""
 
     amount: Fraction
     unit: Literal["f", "p", "u", "s"]
@@ -61,7 +61,7 @@ class Budget(NamedTuple):
 
 
 def parse_budget(text: str) -> Budget:
-    """Convert a text such as 200000f (number and letter from UNITS) to a budget. Raise InputError for another text."""
+    """Convert a text such as 200000f (number and unit) to a budget. Raise InputError for another text."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([fpus])", text.strip())
     if not found or not float(found[1]):
         units = ", ".join(f"{letter} ({name})" for letter, name in UNITS.items())
@@ -113,7 +113,7 @@ def measured_step(config: TrainConfig, folder: Path) -> float:
 def rung_shares(candidates: int, rungs: int | None) -> list[Fraction]:
     """Return, for each rung (round of tuning), the share of the full budget that one run gets. The share of the last rung is 1.
 
-    rungs: number of rungs. Default: the smallest number with at most FINALISTS candidates in the last rung. Example: 30
+    rungs: number of rungs. Default: as few as possible, with at most FINALISTS candidates in the last rung. Example: 30
     candidates need three rungs. Together these rungs cost 30/9 + 8/3 + 2 = 8 full runs.
     """
     if rungs is None:

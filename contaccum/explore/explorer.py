@@ -94,9 +94,10 @@ def open_systems(
 
 
 def cached_settings(settings: SearchConfig, encoder: str, source: str, given: str | None) -> SearchConfig:
-    """Return the settings with the folder of a model's vectors and, for an approximate index, the folder of the index.
+    """Return a copy of the settings in which the folders of the vectors and of the index are filled in.
 
     encoder, source: fingerprints of the encoder and the texts. given: folder with the vectors. None: a folder in the cache.
+    The folder of the index is filled in only for an approximate index.
     """
     vectors = given or _cached(encoder, source, settings.dtype)
     if settings.factory == "Flat":

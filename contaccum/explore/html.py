@@ -79,7 +79,7 @@ def safe(text: str) -> str:
 
 
 def styled(*parts: str) -> str:
-    """Join pieces of HTML into one element that has the style ``STYLE``."""
+    """Join pieces of HTML into one element, to which the style sheet of the page applies."""
     return f'<div class="shown">{"".join(parts)}</div>'
 
 
@@ -150,9 +150,9 @@ def judged(
 
 
 def lost(found: Sequence[tuple[str, list[float]]], queries: Mapping[str, str], labels: Sequence[str]) -> str:
-    """Return an HTML table of queries and their metric values. Each query is a button that the script ``CHOOSE`` handles.
+    """Return an HTML table of queries and their metric values. Each query is a button.
 
-    found: items of the result of ``losses``. queries: query id -> text. labels: names of the systems.
+    found: (query id, metric values) of each row, from ``losses``. queries: query id -> text. labels: names of the systems.
     """
     rows = []
     for query_id, values in found:

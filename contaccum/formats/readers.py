@@ -62,7 +62,7 @@ _GRADES = "3 columns (query-id, corpus-id, score), or TREC's 4 columns (query, i
 
 
 def beir_file(folder: Path, name: str) -> Path:
-    """Return the path of the file ``name`` in a BEIR folder. It may be gzipped, or have a name such as collection.tsv."""
+    """Return the path of the file ``name`` in a BEIR folder: gzipped or not, or with MS MARCO's name (collection.tsv)."""
     other = _MSMARCO_NAMES.get(name, name)
     for path in (folder / name, folder / f"{name}.gz", folder / other, folder / f"{other}.gz"):
         if path.is_file():
@@ -184,9 +184,9 @@ def _kind_of_table(path: Path, max_bad_records: int) -> Kind:
     """Detect the format of a file with columns. A file with three columns is a DPR corpus.
 
     A file with two columns has DPR questions if it is a .csv file, or if most of the first lines look like a question and its
-    answers: the first cell cannot be an id (it is empty or contains white space), or the second cell starts with a list. Other
-    files with two columns have ids and texts (MS MARCO). They are ``queries`` if the file name contains ``quer``, otherwise
-    ``corpus``.
+    answers. In such a line, the first cell is not an id (it is empty or contains white space), or the second cell starts like
+    a list. Other files with two columns have ids and texts (MS MARCO). They are ``queries`` if the file name contains
+    ``quer``, otherwise ``corpus``.
     """
     rows = [line.split("\t") for line in _first_lines(path, max_bad_records)]
     if not rows:
@@ -253,7 +253,7 @@ def _is_whole_list(line: str) -> bool:
 
 
 def _qrels_form(path: Path, max_bad_records: int) -> tuple[str | None, int]:
-    """Return the separator (None: white space) and the number of columns: 3 or 4, or 0 if no line has 3 or 4 columns."""
+    """Return the separator of a qrels file (None: white space), and the number of columns: 3, 4 or 0 (neither 3 nor 4)."""
     forms = []
     for line in _first_lines(path, max_bad_records):
         separator = "\t" if line.count("\t") == 2 else None

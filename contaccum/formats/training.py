@@ -35,8 +35,8 @@ def reader_of(kind: TrainingKind, scores: bool = False) -> Read[Example]:
 def _example(kind: TrainingKind, scored: bool, record: Record, location: SourceLocation, number: int) -> Example:
     """Convert a record to an example. A query without an id gets the id ``unnamed-query-NUMBER``.
 
-    The id is not just a number, because a passage could have this number as its id, and evaluation skips a passage whose id is
-    the id of the query.
+    A number alone would not be safe, because it could also be the id of a passage. Evaluation skips a passage that has the
+    same id as the query.
     """
     unnamed = record.get("query_id") is None
     key = f"unnamed-query-{number}" if unnamed else id_field(record, "query_id", location)

@@ -91,7 +91,7 @@ class BankLoss:
         return tensors, {**numbers, "similarity": self.similarity}
 
     def load_state(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-        """Keep a saved state for the next batch, which restores the bank from it. tensors, numbers: the values from ``state``."""
+        """Set a saved state. The next batch restores the bank from it. tensors, numbers: the values returned by ``state``."""
         self.bank, self._state = None, (tensors, numbers)
 
     def __call__(self, queries: Tensor, passages: Tensor, ids: Tensor | None = None, *, training: bool) -> Tensor:

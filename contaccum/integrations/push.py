@@ -167,7 +167,7 @@ def _train_sets(config: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _hub_set(name: str) -> str | None:
-    """Return owner/name if ``name`` is a data set of the Hub, and not a local folder in the format of the Hub."""
+    """Return owner/name for a name such as ``hub:owner/name``. Return None for other names and for a local folder."""
     found = _HUB_SET.fullmatch(name)
     return found[1] if found and not Path(found[1]).exists() else None
 
@@ -209,7 +209,7 @@ def _training(run: Path, config: dict[str, Any]) -> str:
 
 
 def _curve(run: Path, metric: str) -> list[str]:
-    """Return a list with a table of the loss at evenly spaced steps and the last dev scores, or [] if the log has no steps."""
+    """Return [table], or [] if the log has no steps. The table has losses at evenly spaced steps, and the last dev scores."""
     log = read_log(run)
     steps = {line["step"]: (f"{line['loss']:.4f}", f"{line['learning_rate']:.2e}") for line in log if "loss" in line}
     if not steps:

@@ -84,7 +84,7 @@ class ContAccumLoss(CachedLossMixin, nn.Module):
     ) -> Tensor:
         """Compute the loss from embeddings; gradient caching calls this method.
 
-        reps: for each column (query, positive, hard negatives), a list with one tensor of embeddings per part of the batch.
+        reps: for each column (query, positive, hard negatives), a list of embedding tensors, one for each mini-batch.
         labels: passage ids (B, 1 + H), or None. with_backward: also compute the gradients of the embeddings.
         """
         queries, *passages = (torch.cat(pieces) for pieces in reps)

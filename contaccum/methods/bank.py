@@ -94,7 +94,7 @@ class Bank:
 
     @property
     def sums(self) -> NestedLogSumExp | None:
-        """Cached log-sum-exps of each stored query's logits with all stored passages. None if the bank stores only passages."""
+        """Log-sum-exp over all stored passages, cached for each stored query. None if the bank stores only passages."""
         return self.tables.get("")
 
     def logsumexp(self, reverse: bool = False) -> Tensor:
@@ -120,7 +120,7 @@ class Bank:
         return (self.ages()[: self.fill] * self.options.age_decay).to(self.passages)
 
     def partial(self, rows: int, columns: int) -> PartialLogSumExp | None:
-        """Return an empty object in which the loss stores log-sum-exps for the next push, or None if no reuse is possible.
+        """Return an object in which the loss stores log-sum-exps for the next push. None if the push cannot reuse them.
 
         rows: number of rows of the next push. columns: number of passages per row. Reuse has three conditions: the bank stores
         the query and all passages of each row, the loss uses the bank, and the push overwrites one smallest block of ``sums``.
@@ -137,7 +137,7 @@ class Bank:
         """Write b new rows into the next b slots. In a full bank, this replaces the b oldest rows.
 
         queries: (b, d). passages: (b, 1 + H, d). ids: passage ids of the b rows. partials: ``LossValue.partials`` of the loss
-        that compared the b rows with this bank. Their reuse saves two matrix products.
+        that compared the b rows with this bank. The push reuses these log-sum-exps to save two matrix products.
         """
         if self.size == 0:
             return
@@ -182,18 +182,18 @@ class Bank:
         self._update_ids(slice(0, self.size), EntriesById.add)
 
     def _update_ids(self, slots: slice, update: Callable[[EntriesById, int, Tensor], None]) -> None:
-        """Update the two maps from passage ids for ``slots``. update: ``EntriesById.add`` or ``EntriesById.remove``."""
+        """Add ``slots`` to both maps of passage ids, or remove them. update: ``EntriesById.add`` or ``EntriesById.remove``."""
         if self.similarity.mask_false_negatives:
             update(self._by_positive, slots.start, self.positives[slots])
             update(self._by_column, slots.start * self.column_ids.shape[1], self.column_ids[slots].view(-1, 1))
 
     def masked_columns(self, positives: Tensor, slots: slice) -> MaskedPairs:
-        """Return all pairs (i, bank column in ``slots``) where the column's passage id is in ``positives[i]``, (r, P)."""
+        """Return all pairs (i, bank column in ``slots``) with the column's passage id in row i of ``positives`` (r, P)."""
         per_slot = self.column_ids.shape[1]
         return self._by_column.find(positives, slice(slots.start * per_slot, slots.stop * per_slot))
 
     def masked_rows(self, column_ids: Tensor, rows: slice) -> MaskedPairs:
-        """Return all pairs (i, bank row in ``rows``) where passage ``column_ids[i]``, (c,), is a known positive of the row."""
+        """Return all pairs (i, bank row in ``rows``) where passage i of ``column_ids`` (c,) is a known positive of the row."""
         return self._by_positive.find(column_ids.unsqueeze(1), rows)
 
     def rule_rows(self, slots: slice) -> PairRows:

@@ -139,8 +139,8 @@ class QueryToPassage(Direction):
         where l is the logit and t the temperature. Both sums are computed tile by tile, as sums of exp(l - m) with the
         running maximum m.
 
-        current: slice of the r current rows. for_rules: these rows as input of the rules, or None without rules. masked: pairs
-        (current row, bank column).
+        current: slice of the r current rows. for_rules: argument ``rows`` of ``PairRules.leave_out`` for these rows, or
+        None if there are no rules. masked: pairs (current row, bank column).
         """
         rows, rules = self.rows[current], self.similarity.rules
         columns, ids = bank.passages[: bank.fill].flatten(0, 1), bank.column_ids[: bank.fill].flatten()

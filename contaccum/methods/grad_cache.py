@@ -60,7 +60,7 @@ def represent(engine: StepEngine, micro_batches: list[MicroBatch]) -> list[Rows]
 
 
 def _split(rows: Rows, sizes: list[int]) -> list[Rows]:
-    """Undo ``StepEngine.join``: divide ``rows`` into the original micro-batches. sizes: rows per process of each of them."""
+    """Undo ``StepEngine.join``: divide ``rows`` into micro-batches. sizes: rows of each micro-batch, in one process."""
     # (W * sum(sizes), ...) for W processes: all rows of process 0, then all rows of process 1, and so on
     queries, passages, ids = rows
     ends = list(accumulate(sizes))

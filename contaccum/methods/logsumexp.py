@@ -111,7 +111,7 @@ class NestedLogSumExp:
         """Create the table of an empty bank.
 
         logits: function that computes logits of bank rows and columns. size: number of slots of the ring. push: number of
-        slots that a push usually overwrites; the smallest blocks have the same number. tile: number of (row, slot) pairs to
+        slots in a smallest block; a push usually overwrites as many slots. tile: number of (row, slot) pairs to
         compute at once. journal: receives a copy of every region of ``values`` and ``closed`` before it is overwritten.
         """
         self.fan = fan = next(fan for fan in count(1) if fan**LEVELS * push >= size)
@@ -138,7 +138,7 @@ class NestedLogSumExp:
     def overwrite(self, start: int, stop: int, fill: int, partial: PartialLogSumExp | None = None) -> None:
         """Update the table after a push overwrote slots [start, stop).
 
-        fill: number of slots that contain a row after the push. partial: log-sum-exps that the loss computed for the pushed rows
+        fill: number of filled slots of the bank after the push. partial: log-sum-exps that the loss computed for the pushed rows
         just before the push. This function does not compute these log-sum-exps again.
         """
         assert partial is None or partial.slot == start, "the partial log-sum-exps belong to other slots"

@@ -24,7 +24,7 @@ TOLERANCE = 1e-5
 
 
 class PairRows(NamedTuple):
-    """Training pairs of the r rows of a block of logits: each row belongs to one pair.
+    """Training pairs of the rows in an (r, c) block of logits, one pair per row.
 
     A row is the query of its pair. In the passage-to-query direction of the symmetric loss, it is the positive of its pair.
     """
@@ -48,7 +48,7 @@ class Vectors(Protocol):
 
 
 class Guide(NamedTuple):
-    """Vectors of the training queries and passages from a fixed encoder. The similarity rule uses their inner products."""
+    """Vectors of the training queries and passages from a fixed encoder. Their inner products decide which pairs are masked."""
 
     queries: Vectors
     passages: Vectors
@@ -93,10 +93,10 @@ class PairRules:
 
         columns: passage id of each column, (c,) on the CPU. of_queries: whether the columns are queries. ``columns`` then has
         the row numbers of these queries in the training set, or is None if no rule uses the row numbers.
-        pairs: the training pairs to which the rows belong, and those to which the columns belong. Each pair has one row. All
-        pairs have the same number of columns. None: no row has a column of its own pair.
-        counts: (2,) int64. The number of logits that the rules keep is added to the first element, and the number that the
-        similarity rule masks to the second.
+        pairs: two slices of the training pairs, first the pairs of the rows, then the pairs of the columns. Each pair has one
+        row, and all pairs have the same number of columns. None: no row has a column of its own pair.
+        counts: (2,) int64. The number of unmasked logits is added to the first element. The number of logits that are masked
+        because of a high score is added to the second.
         """
         own = None if pairs is None else _own_columns(logits, *pairs)
         self._mask_by_id(logits, rows, None if of_queries else columns, own)
@@ -128,7 +128,7 @@ class PairRules:
             counts[1] -= remaining
 
     def _mask_by_id(self, logits: Tensor, rows: PairRows, passages: Tensor | None, own: Tensor | None) -> None:
-        """Mask empty columns. If a query is compared only with its own pair, also mask the columns of other pairs.
+        """Mask empty columns. For rows whose query is compared only with its own pair, mask all columns of other pairs.
 
         passages: passage id of each column, or None if the columns are queries. own: result of ``_own_columns``.
         """

@@ -65,8 +65,8 @@ class Distillation:
         """Return the weighted loss, a scalar.
 
         queries: (b, d). passages: (b, 1 + H, d), where the first passage of each query is its positive. teacher: the teacher's
-        scores (b, 1 + H), float32 on any device, NaN for a missing score. If a query has no score of its positive, or no score
-        of any negative, its loss is 0.
+        scores (b, 1 + H), float32 on any device, NaN for a missing score. If a query has no score for its positive, or no
+        score for any negative, its loss is 0.
         """
         with full_precision(queries.device):
             student = torch.einsum("bd,bpd->bp", queries, passages) / self.temperature  # (b, 1 + H)
@@ -86,7 +86,7 @@ def _divergence(student: Tensor, teacher: Tensor, scored: Tensor) -> Tensor:
 
 
 def _margins(student: Tensor, teacher: Tensor, scored: Tensor) -> Tensor:
-    """Return the mean squared error of the margins of each query, (b,), over the hard negatives with a score."""
+    """Return the ``margin`` loss of each query, (b,): a mean over its hard negatives with a teacher score."""
     error = (student[:, :1] - student[:, 1:]) - (teacher[:, :1] - teacher[:, 1:])  # (b, H)
     counts = scored[:, 1:].sum(1).clamp(min=1)
     return error.square().masked_fill(~scored[:, 1:], 0).sum(1) / counts
@@ -151,7 +151,7 @@ class MatryoshkaBank(Bank):
     def __init__(
         self, size: int, dim: int, similarity: Similarity, options: BankOptions, matryoshka: Matryoshka, **rest: Any
     ) -> None:
-        """Create empty banks. Arguments: see ``Bank``, also for ``rest``."""
+        """Create empty banks. rest: keyword arguments ``push`` and ``device`` of ``Bank``. Other arguments: see ``Bank``."""
         super().__init__(size, dim, similarity, options, **rest)
         self.matryoshka = matryoshka
         self.truncated = [Bank(size, width, similarity, options, **rest) for width in matryoshka.widths]

@@ -3,7 +3,7 @@
 A text with a large gradient is more likely to be in the sample. Text i has the cached gradient g_i and is kept with probability
 pi_i = min(1, c |g_i|). The number c is chosen so that the sum of all pi_i is share * n, where share is ``replay.share`` and n is
 the number of texts. The gradient of a kept text is multiplied by 1 / pi_i, so that the expected gradient is the gradient of
-GradCache. The sampling adds the variance sum |g_i|^2 (1 / pi_i - 1). No other probabilities with the same sum add less variance.
+GradCache. The sampling adds a variance: the sum of |g_i|^2 (1 / pi_i - 1). These probabilities have the smallest added variance.
 Sources: Horvitz and Thompson 1952 (weights 1 / pi); Madow 1949 (systematic sampling).
 """
 
@@ -52,8 +52,8 @@ def replay_sample(engine: StepEngine, micro_batches: list[MicroBatch], cache: Ca
 def sample_texts(gradients: Tensor, share: float, offset: float) -> tuple[Tensor, float, float]:
     """Sample about share * n of n texts. A text with a larger gradient is more likely to be kept.
 
-    gradients: (n, d). offset: random number in [0, 1). Returns (weights, noise, signal). weights: 1 / pi for a kept text and 0
-    for other texts, (n,) on the CPU. noise: the added variance, sum |g|^2 (1 / pi - 1). signal: sum |g|^2.
+    gradients: (n, d). offset: random number in [0, 1). Returns (weights, noise, signal). weights: 1 / p for a text
+    that is kept with probability p, 0 for other texts, (n,) on the CPU. noise: added variance (see above). signal: sum |g_i|^2.
     """
     norms = gradients.float().norm(dim=1).cpu().double()  # (n,); this copy waits for the device
     probabilities = keep_probabilities(norms, share * len(norms))
@@ -69,8 +69,9 @@ def missing_gradient(gradients: Tensor, weights: Tensor) -> Tensor:
     """Return a correction (d,) to add to the weighted gradient of each text that replay keeps.
 
     gradients: of all n texts, (n, d). weights: 1 / probability for a kept text, 0 for the others, (n,). With the correction, the
-    gradients of the kept texts have the same sum as those of all texts. Without bank and masks, the sum over all passages is 0;
-    a sum that is not 0 would move all embeddings in one direction. The correction has a bias of order 1 / (number of kept texts).
+    weighted gradients of the kept texts have the same sum as the gradients of all texts. For passages, without bank and masks,
+    the gradients of all texts sum to 0. A sum that is not 0 would move all embeddings in one direction. The correction has a
+    bias of order 1 / (number of kept texts).
     """
     weights = weights.to(gradients)
     return (gradients.sum(0) - weights @ gradients) / (weights > 0).sum().clamp(min=1)

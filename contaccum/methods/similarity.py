@@ -119,7 +119,7 @@ class Similarity:
 
     @property
     def scale(self) -> float:
-        """Factor that turns a similarity into a logit, hardness weight included."""
+        """Factor that turns a similarity into a logit: 1 / temperature + hardness."""
         return 1 / self.temperature + self.hardness
 
     def tile_on(self, device: torch.device) -> int:
@@ -128,7 +128,7 @@ class Similarity:
     def settings(self) -> dict[str, Any]:
         """Return the settings on which stored log-sum-exps depend.
 
-        Old checkpoints lack the newest settings. So these settings are in the result only if they are used.
+        A setting that old checkpoints lack is in the result only if it is used.
         """
         newer = {name: value for name, value in (("hardness", self.hardness), ("rules", self.rules.key)) if value}
         return {"temperature": self.temperature, "mask_false_negatives": self.mask_false_negatives, **newer}
@@ -147,8 +147,8 @@ class Similarity:
     def logits(self, rows: Tensor, columns: Tensor, masked: MaskedPairs) -> Tensor:
         """Return the similarities of rows and columns, divided by the temperature: (r, c) float32.
 
-        The logarithm of the hardness weight is added to every logit, also to that of the row's own positive (the caller removes
-        it with ``positive_share``). rows: (r, d). columns: (c, d). masked: the pairs whose logit is minus infinity.
+        ``hardness * similarity`` is added to every logit. The caller removes it from the logit of a row's own positive, with
+        ``positive_share``. rows: (r, d). columns: (c, d). masked: the pairs whose logit is minus infinity.
         """
         with full_precision(rows.device):
             # on a CPU, a short matrix times a long one takes 1.5 times as long as the reverse

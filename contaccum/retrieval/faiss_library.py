@@ -103,7 +103,7 @@ def top_of_block(queries: np.ndarray, block: np.ndarray, k: int) -> tuple[np.nda
 
 
 def row_blocks(shards: Iterable[Shard], dtype: Any = np.float32) -> Iterator[Shard]:
-    """Divide shards into blocks of at most ``BLOCK`` rows, with contiguous vectors. dtype: None keeps the dtype."""
+    """Divide shards into blocks of at most ``BLOCK`` rows, with contiguous vectors. dtype: None keeps that of the shards."""
     for shard in shards:
         for start in range(0, len(shard.vectors), BLOCK):
             rows = slice(start, start + BLOCK)
@@ -113,8 +113,8 @@ def row_blocks(shards: Iterable[Shard], dtype: Any = np.float32) -> Iterator[Sha
 def faiss_cpu_candidates(shards: Shards, queries: np.ndarray, k: int) -> TopRows:
     """Find the k best rows of all shards with faiss on the CPU, block by block.
 
-    A later block usually contains few of the k best rows, so faiss first returns only a few rows of it for each query. If all
-    of these few are among the k best rows so far, the block may contain more. Then faiss searches it again for k rows.
+    Later blocks usually contain few of the k best rows. From such a block, faiss first returns only a few rows for each query.
+    If all of them are among the k best rows so far, the block may contain more, and faiss searches the block again for k rows.
     """
     best = np.empty((len(queries), 0), dtype=np.float32), np.empty((len(queries), 0), dtype=np.int64)
     seen = 0

@@ -115,7 +115,7 @@ class BlockFolder:
             yield from self._lines(number).read_bytes().splitlines(True)
 
     def report(self) -> dict[str, Any]:
-        """Return the statistics of all blocks together: counts, candidates removed by each filter, and score spreads."""
+        """Return the statistics of all blocks: counts, candidates removed by each filter, mean and quantiles of scores."""
         blocks: list[Statistics] = [read_json(self._statistics(number), Statistics) for number in range(self.count)]
         removed: Counter[str] = Counter()
         for block in blocks:

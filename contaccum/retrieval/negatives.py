@@ -50,8 +50,8 @@ class MiningQueries:
     def known(self, example: Example) -> set[str]:
         """Return the ids of passages that must not become negatives of an example.
 
-        First, these are the positives of every query that has the text of this query. Second, they are all passages whose text
-        equals the text of the query or the text of such a positive.
+        These are the positives of the example, and of all other examples with the same query text. Passages with the same text
+        as the query or as one of these positives are also included.
         """
         query = _text_hash(example.query.text)
         answers = self._answers[query]

@@ -10,8 +10,8 @@ from contaccum.errors import InputError
 def require_utf8(text: str, where: str) -> str:
     """Return ``text`` if it can be encoded as UTF-8, else raise InputError.
 
-    where: name of the text in the error message. Python turns a byte of the command line that is not UTF-8 into half a character
-    (a lone surrogate), which UTF-8 cannot encode.
+    where: name of the text in the error message. A command line can contain bytes that are not UTF-8.
+    Python turns each of them into a lone surrogate, which UTF-8 cannot encode.
     """
     try:
         text.encode("utf-8")
@@ -24,7 +24,7 @@ def require_utf8(text: str, where: str) -> str:
 
 
 def require_fast(tokenizer: Any) -> None:
-    """Raise InputError if ``tokenizer`` is not a tokenizer of the tokenizers library."""
+    """Raise InputError unless ``tokenizer`` is a fast tokenizer, which uses the library tokenizers."""
     if not tokenizer.is_fast:
         raise InputError(f"{tokenizer.name_or_path!r} has no fast tokenizer; contaccum needs one (tokenizer.json)")
 
@@ -32,8 +32,8 @@ def require_fast(tokenizer: Any) -> None:
 def require_known_ids(largest: int, vocabulary: int | None, tokenizer: Any) -> None:
     """Raise InputError if ``largest``, the largest token id in some texts, has no word embedding.
 
-    vocabulary: number of word embeddings. If it is None (unknown), nothing is checked. Some published tokenizers have added
-    tokens without an embedding, so the ids of the texts are checked, not the vocabulary of the tokenizer.
+    vocabulary: number of word embeddings. If it is None (unknown), nothing is checked. In some published
+    tokenizers, added tokens have no embedding. So the ids of the texts are checked, not the vocabulary of the tokenizer.
     """
     if vocabulary is not None and largest >= vocabulary:
         token = tokenizer.convert_ids_to_tokens(largest)
@@ -53,7 +53,7 @@ _INPUT_FILES = (
 
 
 def refuse_input_as_output(output: str | Path | None, *inputs: object, folder: bool = False) -> None:
-    """Raise InputError if ``output`` is one of ``inputs``, or an input file in a folder of ``inputs`` (such as corpus.jsonl).
+    """Raise InputError if ``output`` is one of ``inputs``. Files such as corpus.jsonl in an input folder are inputs too.
 
     Symbolic links are followed. Inputs that are not existing paths, such as names of data sets, are not checked. folder: whether
     ``output`` may be a folder.

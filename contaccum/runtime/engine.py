@@ -168,7 +168,7 @@ class Engine(Processes):
         return queries, passages
 
     def _first_pass_dropout(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context of the first pass. With partial replay, it disables dropout: the second pass cannot repeat it."""
+        """Return the context of the first pass: no dropout with partial replay, because the second pass could not repeat it."""
         return contextlib.nullcontext() if self.replay_share == 1 else self.encoder.without_dropout()
 
     def encode_texts(self, side: int, texts: Tokens, index: int) -> Tensor:
@@ -186,7 +186,7 @@ class Engine(Processes):
         return [*own, *[torch.zeros(0, dtype=torch.long)] * missing]
 
     def own_rows(self, rows: Tensor) -> Tensor:
-        """Return the rows of this process from ``rows``, the rows of one micro-batch from all processes in rank order."""
+        """Return the rows of this process. rows: rows of one micro-batch from all processes, in the order of the ranks."""
         return rows.unflatten(0, (self.world, -1))[self.rank]
 
     def uniform(self, index: int) -> float:

@@ -58,9 +58,9 @@ def is_leftover(name: str) -> bool:
 def sweep(folder: str | Path, name: str | None = None, shared: bool = False) -> None:
     """Remove the temporary files and folders that killed processes left in ``folder``, if ``folder`` exists.
 
-    If a process was killed after it moved an old folder away to replace it, that old folder is moved back. name: remove only
-    what belongs to the file or folder ``name``. shared: other processes may be writing in ``folder``, so remove only the files
-    of dead processes of this machine.
+    A process that replaces a folder first moves the old folder away. If it was killed before the new folder was in place, the
+    old folder is moved back. name: remove only what belongs to the file or folder ``name``. shared: other processes may be
+    writing in ``folder``, so remove only the files of dead processes of this machine.
     """
     for path in sorted(Path(folder).iterdir()) if os.path.isdir(folder) else ():
         found = _LEFTOVER.fullmatch(path.name)
@@ -120,7 +120,8 @@ def created_folder(path: Path) -> Iterator[None]:
 def write_errors(path: str | Path) -> Iterator[None]:
     """Convert an error of writing ``path`` inside the ``with`` block to InputError.
 
-    For a path inside an unfinished folder of ``whole_folder``, that function converts the error and names the final folder.
+    Inside the temporary folder of ``whole_folder``, the error is not converted here. ``whole_folder`` converts it and names
+    the final folder.
     """
     try:
         yield
@@ -133,8 +134,8 @@ def write_errors(path: str | Path) -> Iterator[None]:
 def _sync(path: Path) -> None:
     """Flush a file, or the list of files in a folder, to disk, so that its content survives a power cut.
 
-    Inside an unfinished folder, nothing is flushed, because ``whole_folder`` flushes all files at its end. Nothing is flushed
-    on file systems that cannot flush, such as mounts of object stores.
+    Nothing is flushed inside the temporary folder of ``whole_folder``, because ``whole_folder`` flushes all files at its end.
+    File systems that cannot flush, such as mounts of object stores, cause no error.
     """
     if _is_unfinished(path):
         return
@@ -192,8 +193,8 @@ def read_json(path: str | Path, type_: Any = Any, *, version: int | None = None,
 
     type_: any type that msgspec knows, such as a dataclass or ``dict[str, float]``. Unknown keys of a dataclass are dropped.
     version: newest ``format_version`` of the file that this version of contaccum can read. A file without ``format_version``
-    has version 1. max_bytes: maximum size of the file. Raises InputError with the file, and the line or the field, if the
-    content is wrong.
+    has version 1. max_bytes: maximum size of the file. If the content is wrong, raises an InputError that names the
+    file, and the line or the field.
     """
     text = read_text(path, "a JSON file", max_bytes)
     return decode_json(text, type_, str(path), version=version)

@@ -49,7 +49,7 @@ class Processes:
     def main_first(self) -> Iterator[None]:
         """Run the ``with`` block in process 0, then in the first process of every other machine, then in all other processes.
 
-        Each cache is then filled only once, whether it belongs to one machine or several machines share it.
+        So each cache is filled only once, even if several machines share it.
         """
         turn = 0 if self.is_main else 1 if self.local_rank == 0 else 2
         for _ in range(turn):

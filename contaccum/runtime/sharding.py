@@ -60,8 +60,8 @@ def saved_bytes(units: Sequence[nn.Module], processes: int, dtype: torch.dtype) 
 
     units, dtype: see ``shard``. A process keeps 1 / ``processes`` of weights, gradients and moments. In addition, a process
     holds the gathered weights and the gradients of one unit at a time. It also holds two messages: the weights of the next
-    unit, and the gradients of the previous unit. While the inner units of a unit run, the gathered weights and gradients of the
-    outer unit stay in memory.
+    unit, and the gradients of the previous unit. A unit can contain other units. While an inner unit runs, the
+    gathered weights and gradients of its outer unit stay in memory.
     """
     known: set[nn.Module] = set()
     storages: set[int] = set()  # two towers can share frozen weights, but their parts are separate
@@ -83,10 +83,10 @@ def saved_bytes(units: Sequence[nn.Module], processes: int, dtype: torch.dtype) 
 
 
 class SeparateBackward:
-    """Backward pass of several forward passes, done for one output of the towers at a time.
+    """Backward pass that goes through one forward pass of a tower at a time.
 
-    Autograd adds up the gradient of a weight over all forward passes of a graph before FSDP can divide it among the processes.
-    In one backward pass through several forward passes, the full gradients of all layers would be in memory at once.
+    FSDP divides a gradient among the processes only after autograd has summed it over all forward passes of a graph. So one
+    backward pass through several forward passes would have the full gradients of all layers in memory at once.
     """
 
     def __init__(self) -> None:

@@ -38,8 +38,8 @@ DRIFT_SAMPLE = 4  # number of micro-batches to encode again for the drift
 def read_log(run: Path) -> list[dict[str, Any]]:
     """Return the content of a run's log: one dict for each logged step, skipped step and evaluation.
 
-    Incomplete lines, which a kill or a power failure can leave, are skipped. Fields with a name of an older version get their
-    current name. Raises InputError if a newer version of contaccum wrote the log.
+    Incomplete lines, which a kill or a power failure can leave, are skipped. Fields that had another name in an
+    older version get their current name. Raises InputError if a newer version of contaccum wrote the log.
     """
     path = run / LOG_FILE
     content = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
@@ -154,7 +154,7 @@ def named_queries(ids: list[str]) -> str:
 
 
 def write_environment(run: Path, engine: Engine) -> None:
-    """Write environment.json: versions, device, numbers of processes, cores and threads. Host and user names are left out."""
+    """Write environment.json: versions, device, and how many processes, cores and threads. No host or user names."""
     device = engine.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     environment = {
@@ -208,9 +208,9 @@ class Drift:
         }
 
     def _sample(self) -> list[tuple[int, int, torch.Tensor]]:
-        """Choose up to DRIFT_SAMPLE past micro-batches whose rows are all in the bank, evenly spread over their ages.
+        """Choose some past micro-batches, evenly spread over those whose rows are all in the bank.
 
-        Return (optimizer step, index in that step, bank slots of the rows) for each micro-batch.
+        Choose at most DRIFT_SAMPLE. Return (optimizer step, index in that step, bank slots of the rows) for each micro-batch.
         """
         bank = self.bank
         steps, indices = bank.written_step[: bank.stored].cpu(), bank.index_in_step[: bank.stored]

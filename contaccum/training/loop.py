@@ -285,7 +285,7 @@ class Training:
         self.log.skipped(self.done, str(error), self.skipped)
 
     def _save_if_good(self) -> str:
-        """Save a checkpoint if all weights are finite. Return the newest checkpoint in words, for an error message."""
+        """Save a checkpoint if all weights are finite. Return a text about the newest checkpoint, for an error message."""
         if self.done and self.engine.finite_weights():
             self.save()
         return run_folder.last_good_state(self.folder)

@@ -100,8 +100,8 @@ class MicroBatchSize:
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore the state that a checkpoint contains.
 
-        If memory ran out before the checkpoint, continue with the largest of ``sizes`` that does not exceed the saved
-        micro-batch size, or with the smallest if all exceed it. Otherwise, continue with the configured size.
+        If memory never ran out before the checkpoint, continue with the configured size. Otherwise, continue with the largest
+        possible size that is not above the saved size. If all sizes are above it, continue with the smallest.
         """
         if not state:
             return
@@ -160,7 +160,7 @@ def undo_failed_step(engine: Engine, method: Method, micro_batches: list[MicroBa
 
     failed: whether memory ran out in this process. All processes must call this function in each step, after the backward pass,
     to exchange ``failed``. A failed process first sends zeros to the processes that wait for its rows (see ``DummyEngine``). If
-    sending fails, the run ends. It also ends if memory runs out after this call, in the optimizer or in an evaluation.
+    sending fails, the run ends. The run also ends if memory runs out later, in the optimizer or in an evaluation.
     """
     if failed and engine.world > 1:
         engine.drop_step()
@@ -201,7 +201,7 @@ class DummyEngine:
         return self._gather(b, dim), self._gather(b, len(batch.passages.input_ids) // b, dim)
 
     def encode_texts(self, side: int, texts: Tokens, index: int) -> Tensor:
-        """Return zeros (n, d), without a gather: the second pass of partial replay sends nothing to other processes."""
+        """Return zeros (n, d), without a gather. Partial replay does not send the embeddings of its second pass."""
         return torch.zeros(len(texts.input_ids), self.engine.encoder.dim, device=self.engine.device)
 
     def backward(self, value: Tensor) -> None:

@@ -71,8 +71,8 @@ def _with_mixture_prefixes(config: TrainConfig, settings: EncoderSettings) -> En
     """Return ``settings`` with the query prefix and the passage prefix of the data sets in a mixture.
 
     A prefix is replaced only if all data sets use the same prefix and the config does not set one. Otherwise, the model keeps
-    its prefix, with a warning if a data set uses another one. A prefix that the config sets needs no warning if at least one
-    data set uses it.
+    its prefix, with a warning if a data set uses another one. There is no warning if the config sets the prefix and at least
+    one data set uses it.
     """
     for name in ("query_prefix", "passage_prefix"):
         own, chosen = getattr(settings, name), getattr(config.model, name)
@@ -174,7 +174,7 @@ def check_guide(config: TrainConfig) -> None:
 def build_rules(config: TrainConfig, engine: Engine, train_set: TrainSet | StreamSet) -> PairRules:
     """Build the rules that mask pairs of the loss. All processes must call this function.
 
-    The guide, if there is one, encodes the training queries and passages whose vectors are not in the cache.
+    If ``loss.guide`` names an encoder, it encodes the training queries and passages whose vectors are not in the cache.
     """
     rules, loss = _rules_without_data(config), config.loss
     if isinstance(train_set, StreamSet):
@@ -297,7 +297,7 @@ def make_optimizer(encoder: DualEncoder, config: OptimConfig) -> torch.optim.Opt
 
 
 def warmup_steps(config: OptimConfig, total: int) -> int:
-    """Return the number of warm-up steps, from the configured number or share of the ``total`` steps."""
+    """Return the number of warm-up steps. The config sets this number, or a share of the ``total`` steps."""
     return config.warmup_steps or 0 if config.warmup_ratio is None else math.ceil(config.warmup_ratio * total)
 
 

@@ -260,7 +260,7 @@ def all_checkpoints(run: Path) -> list[Path]:
 
 
 def last_good_state(run: Path) -> str:
-    """Return the newest checkpoint of a run in words, for an error message."""
+    """Return a text for an error message: the path of the newest checkpoint of a run, or that there is no checkpoint."""
     if saved := all_checkpoints(run):
         return f"the last good state is {saved[0]}"
     return "the run has no checkpoint yet, so --resume starts at step 0"
