@@ -85,7 +85,7 @@ def launch(job: Job, folder: Path, output: Path) -> Outcome:
 
     output.mkdir()
     receive, send = os.pipe()
-    pids = [os.fork() or become(job, rank, folder, output, receive) for rank in range(job.processes)]
+    pids = [os.fork() or become(job, rank, folder, output, receive, send) for rank in range(job.processes)]
     # the launcher hosts the store, as torchrun does; a process forked while the store runs would share its connections,
     # and some launches would hang
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -110,8 +110,9 @@ def launch(job: Job, folder: Path, output: Path) -> Outcome:
     return Outcome([codes.get(pid) for pid in pids], **said)
 
 
-def become(job: Job, rank: int, folder: Path, output: Path, receive: int) -> int:
-    """Run as process ``rank`` in the forked process, and exit. receive: pipe with the store's port."""
+def become(job: Job, rank: int, folder: Path, output: Path, receive: int, send: int) -> int:
+    """Run as process ``rank`` in the forked process, and exit. receive, send: ends of the pipe with the store's port."""
+    os.close(send)  # so that reading ends if the launcher does
     port = int.from_bytes(os.read(receive, PORT), "little")
     local = -(-job.processes // job.machines)
     os.environ["CONTACCUM_CACHE"] = str(folder / f"cache-{job.machines}-{rank // local}")

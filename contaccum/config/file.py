@@ -75,7 +75,7 @@ def check_config_file(path: str | Path, text: str, known: Collection[str] | None
         raise _error(path, root, f"found {_kind(root)}, expected settings, such as 'seed: 1'")
     found = list(islice(_nodes(path, root), MAX_NODES + 1))
     if len(found) > MAX_NODES:
-        raise _error(path, root, f"has more than {MAX_NODES} values, more than all settings together")
+        raise _error(path, root, f"has more than {MAX_NODES} values; expected settings, which are far fewer")
     lines: dict[str, int] = {}
     for name, parent, key, value in found:
         if name in lines:

@@ -259,7 +259,7 @@ def _disk(name: str, folder: Path, advice: str) -> Diagnosis:
 
 
 def network() -> Diagnosis:
-    """Check whether the Hub answers. If not, only print a note, because local data and models work without the Hub."""
+    """Check whether the Hub answers. If not, return only a note, because local data and models work without the Hub."""
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     advice = "use local folders instead of Hub names, and set HF_HUB_OFFLINE=1 to avoid waiting"
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "ON", "YES"):

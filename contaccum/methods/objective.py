@@ -86,7 +86,7 @@ def _divergence(student: Tensor, teacher: Tensor, scored: Tensor) -> Tensor:
 
 
 def _margins(student: Tensor, teacher: Tensor, scored: Tensor) -> Tensor:
-    """Return the ``margin`` loss of each query, (b,): a mean over its hard negatives with a teacher score."""
+    """Return the mean squared error of the margins of each query, (b,), over the hard negatives with a score."""
     error = (student[:, :1] - student[:, 1:]) - (teacher[:, :1] - teacher[:, 1:])  # (b, H)
     counts = scored[:, 1:].sum(1).clamp(min=1)
     return error.square().masked_fill(~scored[:, 1:], 0).sum(1) / counts

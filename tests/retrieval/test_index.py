@@ -364,7 +364,7 @@ def resident_search(queries: np.ndarray, cut: list[Shard], k: int, pinned: bool,
     ],
 )
 def test_blocks_that_pass_through_two_buffers_are_searched_in_order(monkeypatch, pinned, sizes, dtype, k):
-    """Shards of different sizes need new buffers; a buffer that is reused too early would mix blocks."""
+    """Shards of different sizes need new buffers. On a GPU, a buffer that is reused too early would mix blocks."""
     monkeypatch.setattr(faiss_library, "BLOCK", 64)
     monkeypatch.setattr(exact, "_QUERIES", 3)
     generator, cut = np.random.default_rng(7), []
