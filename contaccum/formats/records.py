@@ -43,9 +43,9 @@ class Passage(NamedTuple):
         return f"{self.title} {self.text}".strip()
 
     @classmethod
-    def of_columns(cls, columns: Mapping[str, Sequence[str]]) -> "list[Passage]":
-        """Return the passages of a part of a table. Keys of ``columns``: id, title and text."""
-        return list(map(cls, columns["id"], columns["title"], columns["text"]))
+    def of_columns(cls, columns: Mapping[str, Sequence[str]]) -> "Iterator[Passage]":
+        """Yield the passages of a part of a table. Keys of ``columns``: id, title and text."""
+        return map(cls, columns["id"], columns["title"], columns["text"])  # a list would cost garbage collections
 
 
 class Query(NamedTuple):
