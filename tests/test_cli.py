@@ -432,7 +432,7 @@ def test_version(capsys):
 
 
 def test_start_up_needs_no_torch():
-    """`--help` and a refused config answer before anything heavy is imported."""
+    """`--help`, a refused config and the `data` commands import no torch."""
     script = """
 import sys
 from contaccum.cli import main
@@ -442,7 +442,7 @@ except SystemExit:
     pass
 print("torch" in sys.modules)
 """
-    for arguments in (["--help"], ["train", "--help"], ["train", "--bank.sise", "3"]):
+    for arguments in (["--help"], ["train", "--help"], ["train", "--bank.sise", "3"], ["data", "check", "absent"]):
         done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True)
         assert done.stdout.splitlines()[-1] == "False"
 

@@ -4,6 +4,7 @@ import os
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from datasets import Dataset
 
@@ -22,13 +23,15 @@ from contaccum.data.retrieval_set import (
     read_grades,
     splits_of,
 )
-from contaccum.data.stream import StreamSet, open_stream
 from contaccum.data.tables import report_rejected
 from contaccum.data.train_set import Member, TrainSet, check_hard_negatives, check_scores, from_examples, mixture_of
 from contaccum.errors import InputError
 from contaccum.formats.dpr import read_questions
 from contaccum.formats.readers import Kind, kind_of_data
 from contaccum.formats.records import Question, RejectedRecords
+
+if TYPE_CHECKING:
+    from contaccum.data.stream import StreamSet
 
 DEFAULT_POLICY = DataPolicy()
 
@@ -143,9 +146,13 @@ def open_dataset(name: str | Path, split: str = "test", policy: DataPolicy = DEF
     return RetrievalDataset(name, split, policy)
 
 
-def open_training(data: DataConfig, scores: bool = False) -> TrainSet | StreamSet:
+def open_training(data: DataConfig, scores: bool = False) -> "TrainSet | StreamSet":
     """Open the training data of a config: as a stream if ``data.streaming`` is set, otherwise as tables."""
-    return open_stream(data, scores) if data.streaming else load_training(data, scores)
+    if not data.streaming:
+        return load_training(data, scores)
+    from contaccum.data.stream import open_stream  # imports torch
+
+    return open_stream(data, scores)
 
 
 def load_training(data: DataConfig, scores: bool = False) -> TrainSet:
