@@ -143,7 +143,7 @@ CASES: dict[str, Case] = {
     "passage: a number": passage(5, "found the number 5", "must be a passage"),
     "passage: a string": passage('"p1"', "found a string", "must be a passage"),
     "passage: null": passage("null", "found null", "must be a passage"),
-    "passage: no text": passage({"_id": "p1"}, "'text' is missing (found '_id')", "must be a string"),
+    "passage: no text": passage({"_id": "p1"}, "'text' is missing (other fields: '_id')", "must be a string"),
     "passage: no id": passage({"text": "x"}, "'_id' is missing", "must be an id"),
     "passage: null text": passage({"_id": "p1", "text": None}, "'text' is null", "must be a string"),
     "passage: number for text": passage({"_id": "p1", "text": 1.5}, "'text' is the number 1.5", "must be a string"),
@@ -193,7 +193,7 @@ CASES: dict[str, Case] = {
     "query: empty text": query({"_id": "q1", "text": "  "}, "text of query 'q1' is empty", "query needs a text"),
     "query: id again": query({"_id": "q0", "text": "x"}, "'q0' (first at line 1)", "ids must be unique"),
     "query: null id": query({"_id": None, "text": "x"}, "'_id' is null", "must be an id"),
-    "query: text missing": query({"_id": "q1", "question": "x"}, "'text' is missing (found '_id', 'question')"),
+    "query: text missing": query({"_id": "q1", "question": "x"}, "'text' is missing (other fields: '_id', 'question')"),
     "queries: empty": Case("data check d", ["d/queries.jsonl: is empty", "one query"], {"d/queries.jsonl": ""}),
     "queries: not there": Case("data check d", ["d: queries.jsonl not found"], {"d/queries.jsonl": None}),
     # judgements
@@ -310,7 +310,7 @@ CASES: dict[str, Case] = {
     "dpr: nested without end": Case(
         "data check dpr.json", ["dpr.json:1 (record 1)", "not usable JSON"], {"dpr.json": "[" * 90_000}
     ),
-    "pairs: pos missing": pair({"query": "x"}, "'pos' is missing (found 'query')", "must be a list"),
+    "pairs: pos missing": pair({"query": "x"}, "'pos' is missing (other fields: 'query')", "must be a list"),
     "pairs: pos a number": pair({"query": "x", "pos": 4}, "'pos' is the number 4", "must be a list"),
     "pairs: pos of null": pair({"query": "x", "pos": [None]}, "pos[0]", "found null", "must be a string"),
     "pairs: pos empty text": pair({"query": "x", "pos": [""]}, "passage", "empty text", "passage needs a text"),
@@ -343,7 +343,7 @@ CASES: dict[str, Case] = {
     ),
     "run: of other queries": Case(
         "evaluate --run run.trec --qrels d/qrels/test.tsv",
-        ["run and qrels have no query in common: the run has 'x0', the qrels have 'q0'"],
+        ["run and qrels have no query in common; for example, 'x0' is only in the run, and 'q0' only in the qrels"],
         {"run.trec": "x0 Q0 p0 1 2.0 x\n"},
     ),
     "run: without qrels": Case("evaluate --run run.trec", ["evaluate got --run", "give --data"]),

@@ -319,7 +319,7 @@ def test_settings_that_leave_out_pairs_have_an_effect(changes, recwarn):
 
 
 REMOVED_CALLS = [
-    ("model.pack_linears", "true", "use model.unpad; encoding on a CPU still packs linear layers"),
+    ("model.pack_linears", "true", "packs the weights; to train faster, use model.unpad"),
     ("bank.visibility", "on_step", "always visible"),
     ("bank.queries", "false", "Use method passage_bank"),
     ("optim.fused", "false", "use optim.name adamw_8bit"),

@@ -27,9 +27,9 @@ def _call(target: str, *more: Any, spread: bool = False, configured: bool = Fals
     """Return a function that runs a command: it imports ``target`` (module:function), calls it and returns the result.
 
     The returned function gets an instance of each option dataclass of the command. It passes these instances to ``target``.
-    spread: it passes the field values of the only instance, one by one. configured: its arguments are options and a
-    TrainConfig. It passes a function that changes the TrainConfig (see ``_configure``), then the options.
-    more: values that it passes as the last arguments.
+    spread: ``target`` gets the field values of the only instance, one by one. configured: the instances are the options and a
+    TrainConfig. ``target`` gets a function that makes changed copies of the TrainConfig (see ``_configure``), then the options.
+    more: values that ``target`` gets as its last arguments.
     """
 
     def call(*parts: Any) -> object:
@@ -202,8 +202,9 @@ COMMANDS = {
         _call("contaccum.explore.app:explore"),
         "compare in a browser what retrievers find",
         "Serve a web page that shows the passages that one model finds for a query, or two models side by side. The page also "
-        "lists the judged queries: first those with the lowest metric of the model (with two models, with the lowest difference "
-        "first - second). Vectors are cached. Needs the extra `explore`.",
+        "lists the judged queries. With one model, the query with the lowest metric is at the top. With two models, the list is "
+        "sorted by the metric of the first model minus that of the second, lowest first. Vectors are cached. Needs the extra "
+        "`explore`.",
         "%(prog)s --models DIR [DIR|bm25 ...] --data BEIR_DIR [--split test] [--port N] [options]",
         "ExploreConfig EncoderConfig SearchConfig DataPolicy",
         skip=("model", "timeout_minutes", "index_dir", "strict"),
@@ -261,9 +262,9 @@ COMMANDS = {
     "plan": Command(
         _call("contaccum.experiments.plan:run_plan"),
         "predict memory, step times, and the cost of encoding a corpus",
-        "Run a few training steps with each method. Predict the largest micro-batch and the largest bank within a memory budget, "
-        "the peak memory, and the time of a step. With --corpus_size, also predict the cost of encoding and searching a corpus. "
-        "With --processes, also plan run.sharding and LoRA. Accepts every setting of `contaccum train`.",
+        "Run a few training steps with each method. Predict the largest micro-batch and the largest bank that fit into --memory. "
+        "Also predict the peak memory and the time of a step. With --corpus_size, also predict the cost of encoding and "
+        "searching a corpus. With --processes, also plan run.sharding and LoRA. Accepts every setting of `contaccum train`.",
         "%(prog)s --config FILE --memory 11GB [--methods NAME,...] [--corpus_size N] [--GROUP.FIELD VALUE ...]",
         "PlanConfig TrainConfig",
         skip=("resume",),

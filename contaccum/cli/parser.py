@@ -55,7 +55,7 @@ class Command:
     usage: str
     options: str = ""
     """Names of the dataclasses whose fields are options of the command. If two dataclasses have a field with the same name, the
-    field of the first is used. PREFIX:NAME makes an option `--PREFIX.FIELD` of each field of NAME."""
+    field of the first is used. An entry PREFIX:NAME turns each field of NAME into an option `--PREFIX.FIELD`."""
     skip: tuple[str, ...] = ()
     """Fields that this command does not accept as options."""
     hidden: tuple[str, ...] = ()
@@ -86,7 +86,7 @@ class Command:
 
 
 def _in_order(kind: Any) -> list[Field]:
-    """Return the fields of a dataclass, in the order of its signature: inherited settings come last."""
+    """Return the fields of a dataclass, in the order of the arguments of ``__init__``: keyword-only fields come last."""
     return sorted(fields(kind), key=attrgetter("kw_only"))
 
 

@@ -142,9 +142,10 @@ def settings_with(**wanted: Any) -> tuple[str, ...]:
 
 
 def affects(name: str, method: str | None) -> bool:
-    """Return whether a setting can change the model that ``method`` trains. For `seed` and `method`, return False.
+    """Return whether a setting, other than `seed` and `method`, can change the model that ``method`` trains.
 
-    method: name of a training method, or None for the encoder before training.
+    For `seed` and `method`, return False, because the callers handle these two separately. method: name of a training method, or
+    None for the encoder before training.
     """
     spec = train_settings()[name]
     if spec.resume == "free" or name in ("seed", "method"):
@@ -185,7 +186,8 @@ def check_total(config: TrainConfig, total: int) -> None:
 def from_mapping(values: Mapping[str, Any]) -> TrainConfig:
     """Build a config from nested mappings, the inverse of ``asdict``.
 
-    Raises InputError for a removed setting, unless it has the value that is still accepted (see ``spellings.REMOVED``).
+    Raises InputError for removed settings and removed values. Exception: ``spellings.REMOVED`` allows one value of each removed
+    setting.
     """
     values = without_removed(values, "")
     given: dict[str, Any] = {name: GROUPS[name](**value) if name in GROUPS else value for name, value in values.items()}

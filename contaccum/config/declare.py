@@ -76,8 +76,8 @@ class SettingSpec(NamedTuple):
     training_only: bool = False
     """Whether a model setting is used only in training. The vectors of the untrained encoder do not depend on such a setting."""
     initial_encoder: bool = False
-    """Whether a model setting is used only to build the initial encoder. `contaccum rounds` uses the default of such a setting to
-    continue from a trained model."""
+    """Whether a model setting is used only to build the initial encoder. When `contaccum rounds` starts a run from a trained
+    model, it resets such a setting to its default."""
     flag: bool = False
     """Whether the option is a switch without a value. Settings in a group, such as ``data.strict``, always take a value."""
     positional: bool = False

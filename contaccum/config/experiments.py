@@ -43,9 +43,9 @@ class CompareConfig:
     Default: grad_cache if it is among the methods, else the first method."""
     budget: str | None = None
     """Budget of each training run, in one of four units: forward passes of a pair (200000f), pairs (50000p), updates (300u),
-    or seconds (600s). Every run gets as many steps as this budget allows. A pair costs 3 forward passes with one-pass methods,
-    and 1 + 3 x `replay.share` with `grad_cache` and `cont_cache`. If the unit is seconds, a few steps are measured first.
-    Default: `optim.max_steps` or `optim.epochs`."""
+    or seconds (600s). Every run gets as many steps as this budget allows. A backward pass counts as 2 forward
+    passes. So a pair costs 1 + 3 x `replay.share` with `grad_cache` and `cont_cache`, and 3 with the other methods. If the unit
+    is seconds, a few steps are measured first. Default: `optim.max_steps` or `optim.epochs`."""
     tune: tuple[str, ...] = setting((), several=True, metavar="GROUP.FIELD=v1,v2")
     """Settings to tune, with the values to try. Each method tries every combination of the settings that it reads, with the first
     seed. Then it uses the combination that is best on `data.dev`. Combinations compete in rounds (successive halving): 30

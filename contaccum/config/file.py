@@ -15,7 +15,7 @@ from contaccum.errors import InputError
 MAX_BYTES = 1 << 20
 """Maximum number of bytes in a file. A file with all settings has about 2,000 bytes."""
 MAX_NODES = 10_000
-"""Maximum number of values in a file. There are about 100 settings. Each use of a YAML alias counts all values of the alias."""
+"""Maximum number of values in a file. There are about 100 settings. The values of a YAML alias count at each of its uses."""
 MAX_DEPTH = 20
 READY = Path(__file__).parent.parent / "configs"
 """Folder of the ready-made configs."""
@@ -60,9 +60,10 @@ def check_version(found: Any, where: str) -> None:
 
 
 def check_config_file(path: str | Path, text: str, known: Collection[str] | None) -> ConfigText:
-    """Check the text of a YAML file, and return its settings. Removed settings with a value that is still accepted are left out.
+    """Check the text of a YAML file, and return its settings, without ``format_version``.
 
-    known: names of the allowed settings. None allows any names.
+    known: names of the allowed settings. None allows any names. A removed setting is left out of the result if it has the one
+    value that ``spellings.REMOVED`` allows. With any other value, it is a fault.
 
     Raises InputError, with file and line, for the first of these faults: a setting that is not in ``known``, is given twice or
     was removed; a group that is not a mapping; a YAML tag; a key that jsonargparse does not read as a setting, such
@@ -75,7 +76,7 @@ def check_config_file(path: str | Path, text: str, known: Collection[str] | None
         raise _error(path, root, f"found {_kind(root)}, expected settings, such as 'seed: 1'")
     found = list(islice(_nodes(path, root), MAX_NODES + 1))
     if len(found) > MAX_NODES:
-        raise _error(path, root, f"has more than {MAX_NODES} values; expected settings, which are far fewer")
+        raise _error(path, root, f"has more than {MAX_NODES} values; a file of settings has far fewer")
     lines: dict[str, int] = {}
     for name, parent, key, value in found:
         if name in lines:

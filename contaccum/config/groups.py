@@ -23,8 +23,8 @@ class DataPolicy:
     """Accept empty passages and duplicate ids. Of several records with the same id, the last is used. A warning counts
     the empty passages and the duplicate ids."""
     max_bad_records: int = setting(0, at_least=0, unit="records")
-    """Maximum number of invalid records to skip in each file. A warning names a file with the skipped records. With more
-    invalid records, the command stops."""
+    """Maximum number of invalid records to skip in each file. The skipped records are written to a file in the cache, and a
+    warning names this file. With more invalid records, the command stops."""
     max_unpacked: float | None = setting(None, above=0, unit="GB")
     """Maximum size of the unpacked data of a gzip file, in GB. The command stops at a larger file. Default: 0.5 GB + 100
     times the size of the gzip file."""
@@ -160,7 +160,7 @@ class BatchConfig:
             yield "batch.order is file, but data.streaming is true; set data.shuffle_buffer to 1, which keeps a stream's order"
         obstacles = {
             "data.streaming is true; a stream is read only once": config.data.streaming,
-            "data.mixture is set; the steps of a mixture are drawn by weight": bool(config.data.mixture),
+            "data.mixture is set; a mixture chooses examples by weight, not by similarity": bool(config.data.mixture),
             "model.name is tiny; an encoder of random weights finds no similar queries": config.model.name == "tiny",
         }
         if self.order == "near":
@@ -184,9 +184,9 @@ class BankConfig:
     warmup_steps: int = setting(0, at_least=0, unit="steps", methods="bank")
     """Number of optimizer steps at the start that fill the bank without using it."""
     age_decay: float = setting(0.0, at_least=0, methods="bank", unused_with=("bank.keep false",))
-    """Age penalty: the amount subtracted from a logit for each optimizer step between the encoding of its row and of its
-    column. In the softmax, a column of age a then has the weight exp(-age_decay x a), and a current column has the weight 1. 0
-    is the published method."""
+    """Age penalty: if the query and the passage of a logit were encoded t optimizer steps apart, age_decay x t is subtracted
+    from the logit. In the softmax, the logit then has the weight exp(-age_decay x t), so the weight is 1 if t is 0. The published
+    method has age_decay 0."""
 
     def broken(self, config: "TrainConfig", world: int) -> Iterator[str]:
         size, push = config.bank_size(), config.bank_push(world)
@@ -229,8 +229,8 @@ class LossConfig:
     guide_margin: float = setting(0.0, needs="loss.guide")
     """Margin for `guide`, see `margin_strategy`. A larger margin masks more negatives."""
     false_negative_margin: float | None = None
-    """Mask negatives whose score from the trained model is above the score of the query's positive minus this margin, see
-    `margin_strategy`. The scores are similarities, not divided by `model.temperature`. Default: no such mask."""
+    """Mask a negative if its score is above the positive's score minus this margin, see `margin_strategy`. The scores are the
+    similarities that the model computes in training, not divided by `model.temperature`. Default: no such mask."""
     margin_strategy: Literal["absolute", "relative"] = setting(
         "absolute", unused_with=("loss.false_negative_margin null",), used_with="loss.guide"
     )
@@ -305,7 +305,7 @@ class OptimConfig:
     """How the learning rate grows with the ratio `batch.global_batch_size` / `optim.reference_batch_size`: not at all (none), in
     proportion (linear), or with the square root (sqrt)."""
     reference_batch_size: int = setting(128, at_least=1, unit="pairs", unused_with=("optim.lr_scaling none",))
-    """Number of pairs in a step for which `learning_rate` was chosen."""
+    """Global batch size, in pairs, for which `learning_rate` was chosen."""
     epochs: float = setting(1.0, above=0, unit="epochs", unused_with=("optim.max_steps",))
     """Number of passes over the training queries. If `max_steps` is given, this setting is ignored."""
     max_steps: int | None = setting(None, at_least=1, unit="steps")

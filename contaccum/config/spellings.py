@@ -8,7 +8,7 @@ from contaccum.config.declare import shown
 from contaccum.errors import InputError
 
 REMOVED: dict[str, tuple[Any, str]] = {
-    "model.pack_linears": (False, "To train faster, use model.unpad; encoding on a CPU still packs linear layers"),
+    "model.pack_linears": (False, "Only encoding on a CPU still packs the weights; to train faster, use model.unpad"),
     "bank.visibility": ("immediate", "Stored rows are always visible to the next micro-batch"),
     "bank.queries": (True, "Use method passage_bank for a bank without queries"),
     "optim.fused": (True, "AdamW is always fused; use optim.name adamw_8bit to save memory"),
@@ -68,10 +68,10 @@ encoded_save_path = output {}
 top_k, depth = k {}
 no_cuda, use_cpu = run.device|device cpu
 """
-"""Settings of other trainers (transformers, sentence-transformers, Tevatron, Axolotl). Each line has the names that other
-trainers use, `` = ``, our setting, a space, and the value for our setting. ``|`` separates the names that our setting has in
-training and in other commands.
-``{}`` stands for the value that the user gave, and ``{in_memory}`` for a hint at batch.micro_batch_size."""
+"""Settings of other trainers (transformers, sentence-transformers, Tevatron, Axolotl). Each line has the form
+``THEIR_NAMES = OUR_SETTING VALUE``. THEIR_NAMES are separated by commas. If our setting has one name in training and another in
+other commands, OUR_SETTING is ``TRAINING_NAME|OTHER_NAME``. In VALUE, ``{}`` stands for the value that the user gave, and
+``{in_memory}`` for the advice that batch.micro_batch_size may be the setting to use."""
 
 
 def closest(name: str, known: Collection[str], prefix: str = "") -> str:

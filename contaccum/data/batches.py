@@ -36,7 +36,7 @@ For a missing passage, the token ids are only the first token id of the positive
 def partition_by_pairs(pairs: int, size: int, world: int) -> list[np.ndarray]:
     """Divide the pairs of a step into micro-batches of ``size`` pairs per process; keep the order of the pairs."""
     width = size * world
-    assert pairs % width == 0, "the configuration divides the global batch evenly"
+    assert pairs % width == 0, "the number of pairs must be divisible by size * world"
     return np.split(np.arange(pairs), range(width, pairs, width))
 
 
@@ -53,7 +53,7 @@ def partition_by_tokens(queries: np.ndarray, passages: np.ndarray, budget: int, 
     query_tokens = queries[order].max(axis=1)
     passage_tokens = longest[order].max(axis=1) * passages.shape[1]  # (N / W,), in descending order
     single = int((query_tokens + passage_tokens).max())
-    assert single <= budget, "Batches refuses a budget below the longest pair"
+    assert single <= budget, "the budget must be at least the number of padded tokens of the longest pair"
     fewest = len(_ends(query_tokens, passage_tokens, budget))
     low, high = single, budget
     while low < high:

@@ -52,8 +52,8 @@ def check(path: str | Path, split: str | None = None, policy: DataPolicy = DEFAU
     elif data.kind == "queries":
         if data.path.name.removesuffix(".gz") not in ("queries.jsonl", "queries.tsv"):
             warnings.warn(
-                f"{data.path}: read as queries, because no record has a title. A search would read this file as passages; to "
-                "check it as passages, name it corpus.jsonl.",
+                f"{data.path}: read as queries, because its first records have no title. A search would read this file as "
+                "passages. To check it as passages, rename it to corpus.jsonl (a TSV file: to collection.tsv).",
                 stacklevel=2,
             )
         about |= _queries(data.queries)

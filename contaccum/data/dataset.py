@@ -106,7 +106,7 @@ class RetrievalDataset:
 
     @cached_property
     def searchable_set(self) -> RetrievalSet:
-        """Retrieval set for search. For a folder without qrels or a file of passages, the set has only a corpus."""
+        """Retrieval set for search. For a file of passages, or a folder without qrels, the set has only a corpus."""
         has_queries = splits_of(self.path) if self.path.is_dir() else self.kind in ("dpr", "jsonl", "tevatron")
         return self.retrieval_set if has_queries else RetrievalSet(self.corpus, {}, {})
 

@@ -134,14 +134,14 @@ class Grades(NamedTuple):
 class _MissingIds:
     """Ids that the qrels name, but that are missing in the file of queries (or of passages).
 
-    Each rejected record of the file can explain one missing id. If n records are rejected, ``rejected`` has the first n
-    missing ids, and ``unknown`` has the other missing ids.
+    A missing id may be the id of a rejected record. If n records are rejected, the first n missing ids are assumed to be theirs
+    (``rejected``). The other missing ids are in ``unknown``.
     """
 
     def __init__(self, what: str, named: Collection[str], known: Collection[str], file: Path, left_out: int) -> None:
         self.what, self.file = what, file
         self.missing = [key for key in named if key not in known]
-        # the id of a rejected record often cannot be read, so each rejected record may explain one missing id
+        # often the id of a rejected record cannot be read, so one missing id is assumed for each rejected record
         self.rejected = frozenset(self.missing[:left_out])
         self.unknown = frozenset(self.missing[left_out:])
 
@@ -149,7 +149,8 @@ class _MissingIds:
 def read_grades(source: Path, policy: DataPolicy, known: Sequence[_MissingIds] = ()) -> Grades:
     """Read a qrels file. Reject judgements with an unknown id; skip judgements that name a rejected query or passage.
 
-    known: the missing query ids, then the missing passage ids. With one element, only query ids are checked; with none, no ids.
+    known: the missing ids of the queries, then those of the passages. Without the second element, passage ids are not checked.
+    Without both elements, no ids are checked.
     """
     qrels: Qrels = {}
     passages: dict[str, None] = {}

@@ -281,9 +281,9 @@ def near_order(vectors: np.ndarray, random: np.random.Generator, size: int, firs
     Sources: Hofstaetter et al. 2021 (arXiv 2104.06967) take the examples of a step from one cluster. Thirukovalluru et al. 2025
     (arXiv 2505.11293) put similar examples into one step as hard negatives of each other.
 
-    vectors: (n, d) from ``rounded``. size: number of examples of a full group. first: number of examples that are missing in
-    the last step of the previous epoch. A group of this size comes first. Then the full groups follow in random order, and then
-    the remaining examples.
+    vectors: (n, d) from ``rounded``. size: number of examples of a full group. first: number of examples that the last
+    step of the previous epoch still needs. A group of ``first`` examples comes first. Then the full groups follow in random
+    order, and then the remaining examples.
     """
     first = min(first, len(vectors))
     full, last = divmod(len(vectors) - first, size)

@@ -188,10 +188,10 @@ def passage_number(key: str) -> int:
 class StreamSampler:
     """Chooses the examples of each step from a stream.
 
-    The choice depends only on the seed, the size of the shuffle buffer and the step number. Each step continues reading where the
-    previous step stopped, so a resumed run reads all earlier examples again. The shuffle buffer yields a random example, and the
-    next example of the stream takes its place. At the end of an epoch, the buffer yields all remaining examples in random order,
-    and the stream starts again.
+    The choice depends only on the seed, the size of the shuffle buffer and the step number. A stream has no random access: each
+    step reads the next examples. Therefore a resumed run first reads the examples of all earlier steps again. The shuffle buffer
+    yields a random example, and the next example of the stream takes its place. At the end of an epoch, the buffer yields all
+    remaining examples in random order, and the stream starts again.
 
     Positives and hard negatives are drawn as in StepSampler. If a query has too few hard negatives, ``data.fill_negatives``
     decides: ``random`` adds random passages of other examples in the step and shuffle buffer, ``none`` leaves gaps (MISSING).

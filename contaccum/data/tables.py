@@ -338,7 +338,7 @@ def _write_tokens(file: BinaryIO, texts: Dataset, columns: Sequence[str], tokens
     offsets = np.cumsum(np.concatenate(lengths))
     file.seek(0)
     _write_header(file, int(offsets[-1]))
-    assert file.tell() == data_start, "numpy pads the header, so both headers are equally long"
+    assert file.tell() == data_start, "the final header must be as long as the first one; numpy pads headers for this"
     return offsets
 
 

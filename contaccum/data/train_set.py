@@ -69,9 +69,9 @@ def check_hard_negatives(name: str, examples: TrainSet) -> None:
     without, count = int(np.count_nonzero(examples.negatives.lengths == 0)), len(examples.queries)
     found = f"{name}: {without} of {count} queries have no hard negative, and in_batch_negatives is false"
     if without == count:
-        raise InputError(f"{found}, so they have no negatives. Set in_batch_negatives to true, or mine negatives.")
+        raise InputError(f"{found}. So the set has no negatives. Set in_batch_negatives to true, or mine negatives.")
     if without:
-        warnings.warn(f"{found}, so they have no negatives and their loss is 0", stacklevel=3)
+        warnings.warn(f"{found}. These queries have no negatives, so their loss is 0.", stacklevel=3)
 
 
 def no_scores(names: str, where: str = "") -> InputError:

@@ -73,7 +73,7 @@ def diagnose() -> Iterator[Diagnosis]:
 
 
 def run_trials(names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """Run the tests ``names`` of trials.py in parallel processes. Return name -> result, or {"error": reason} if one fails."""
+    """Run the tests ``names`` of trials.py in parallel processes. Return name -> result ({"error": reason} for a failed test)."""
     call = [sys.executable, "-W", "ignore", "-m", "contaccum.doctor.trials"]
     with ThreadPoolExecutor() as pool:
         return dict(zip(names, pool.map(lambda name: _result([*call, name]), names), strict=True))

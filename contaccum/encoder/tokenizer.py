@@ -61,8 +61,8 @@ def check_vocabulary(tokenizer: Any, vocabulary: int | None) -> None:
     """Raise InputError if the padding token has no word embedding, or if the largest token id is far too large.
 
     vocabulary: number of word embeddings. None: nothing is checked. Far too large: at least twice the number of tokens, and
-    at least twice ``vocabulary``. Other ids are checked only when a text contains them, because some published tokenizers
-    have added tokens without a word embedding.
+    at least twice ``vocabulary``. Any other id without a word embedding is an error only when a text contains it, because
+    some published tokenizers have added tokens without a word embedding.
     """
     if vocabulary is None:
         return

@@ -1,4 +1,4 @@
-"""Evaluate a retriever on a data set or a benchmark, or a run file with relevance judgements."""
+"""Evaluate a retriever on a data set or a benchmark, or compute the metrics of a run file from relevance judgements."""
 
 import hashlib
 import json

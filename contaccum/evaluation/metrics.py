@@ -63,7 +63,8 @@ def evaluate_run(
     }
     if run and not judged:
         raise InputError(
-            f"run and qrels have no query in common: the run has {next(iter(run))!r}, the qrels have {next(iter(qrels))!r}"
+            f"run and qrels have no query in common; for example, {next(iter(run))!r} is only in the run, and "
+            f"{next(iter(qrels))!r} only in the qrels"
         )
     if missing := sum(not judged.get(query_id) for query_id in qrels):
         warnings.warn(f"{missing} of {len(qrels)} judged queries have no result; their metrics are 0", stacklevel=2)

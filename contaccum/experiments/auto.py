@@ -135,7 +135,7 @@ class Auto:
         return self._verdict()
 
     def config(self, folder: str, changes: dict[str, str]) -> TrainConfig:
-        """Return the config of a run in ``folder``, with ``changes`` applied, the small dev set, and micro-batches that fit."""
+        """Return the config of a run in ``folder``: with ``changes``, the small dev set, and micro-batches that fit in memory."""
         pairs = int(changes.get("batch.global_batch_size", 1))
         if size := self.state.sizes.get(changes.get("method", "")):
             changes = {**changes, "batch.micro_batch_size": str(gcd(size, pairs))}
@@ -191,7 +191,7 @@ class Auto:
         """Train for a few steps and return the median seconds per pair. recipe: a method with its settings.
 
         The global batch size is the smallest one that tuning tries, because small batches take the most time per pair. The
-        time outside the steps, for example for loading, is also measured. ``state.seconds["run"]`` keeps the longest one.
+        time outside the steps, for example for loading, is also measured. ``state.seconds["run"]`` is the longest such time.
         """
         name = f"measure/{recipe['method']}"
         folder = self.output / name
@@ -344,7 +344,7 @@ def verdict(found: Comparison, metric: str) -> str:
     """Return a text that says whether to use the trained model. found: trained model compared with the untrained model."""
     interval = f"{metric} {found.difference:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
     if found.low > 0:
-        return f"{interval} against the untrained model: better, use the trained model"
+        return f"{interval} against the untrained model: the trained model is better; use it"
     if found.high < 0:
-        return f"{interval} against the untrained model: worse, do not use the trained model"
-    return f"{interval} against the untrained model: no difference shown"
+        return f"{interval} against the untrained model: the trained model is worse; do not use it"
+    return f"{interval} against the untrained model: no significant difference"

@@ -1,4 +1,4 @@
-"""State of ``contaccum auto``, saved in ``auto.json`` for later calls. It also divides the time limit among the stages."""
+"""State of ``contaccum auto`` in ``auto.json``, for later calls. This module also divides the time limit among the stages."""
 
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -40,10 +40,11 @@ class State:
     spent: float = 0.0
     """Total seconds of all calls so far."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Name -> measured seconds.
+    """Key -> measured seconds.
 
-    ``dev``: evaluation of the untrained model on dev. ``untrained``, ``bm25``: evaluation of the baseline on the test data. Name
-    of a method: training on one pair. ``run``: longest time of a run outside its steps (loading, dev evaluation, saving).
+    ``dev``: evaluation of the untrained model on dev. ``untrained``, ``bm25``: evaluation of the baseline on the test data.
+    ``run``: longest time of a run outside its steps (loading, dev evaluation, saving). Each method is also a key, for example
+    ``grad_cache``; its value is the training time per pair.
     """
     sizes: dict[str, int] = field(default_factory=dict)
     """Method -> largest micro-batch size that fits into the memory."""

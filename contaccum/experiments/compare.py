@@ -158,7 +158,7 @@ class Study:
                 name = named(variant.label, candidate)
                 same = by_settings.setdefault(repr(self._config(variant, candidate)), name)
                 if same != name:
-                    raise InputError(f"{name} and {same} have equal settings; give each value once")
+                    raise InputError(f"{name} and {same} have equal settings; remove one of them")
         self._check_data()
         if self.budget is None or self.budget.unit != "s":  # with seconds, the time of a step must be measured first
             self._check_folders()
@@ -192,7 +192,7 @@ class Study:
             raise InputError("--test: not given; with data.mixture it must name the test data")
         test_queries = _queries(test, split)
         if Path(test).is_file() and self.options.test is None:
-            raise InputError(f"{test}: a file of examples has no split {split!r}. Name the test data with --test.")
+            raise InputError(f"{test}: data.train is a file without a split {split!r}. Name the test data with --test.")
         if self.tuned and not data.dev:
             raise InputError("data.dev: not set; tuning needs dev data")
         if self.tuned and _queries(data.dev or "", data.dev_split) == test_queries:
@@ -258,7 +258,7 @@ class Study:
             for name, now in self.hashes[key].items():
                 if not same_content(found.get(name, now), now):
                     kind = name.removesuffix("_content")
-                    again = "this file to evaluate again" if kind == "test" else "the folder of this run to train again"
+                    again = "this file and evaluate again" if kind == "test" else "the run's folder and train again"
                     raise InputError(
                         f"{file}: the {kind} data changed after this result. Undo the change, or delete {again}."
                     )

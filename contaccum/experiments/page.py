@@ -305,7 +305,7 @@ FIGURES: dict[str, tuple[str, str, str, Draw]] = {
         "step", "loss", _over_steps("loss"),
     ),
     "grad-ratio": (
-        "Gradient norm of the passage tower divided by that of the query tower; 1 is balance",
+        "Gradient norm of the passage tower divided by that of the query tower; 1 means equal norms",
         "step", "passage / query", _over_steps("grad_norm_ratio", log=True, level=1.0),
     ),
     "grad-norms": (
@@ -323,6 +323,6 @@ FIGURES: dict[str, tuple[str, str, str, Draw]] = {
     ),
     "drift-age": (
         "Cosine between stored and current passage embeddings by age of the row, mean over the run",
-        "age of the row, optimizer steps", "cosine, stored and current", _drift_by_age,
+        "age of the row, optimizer steps", "cosine of stored and current embeddings", _drift_by_age,
     ),
 }  # fmt: skip

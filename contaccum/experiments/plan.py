@@ -118,13 +118,13 @@ def render(measured: dict[str, Measurement], config: TrainConfig, budget: int) -
     table = Table(["method", "largest B", "peak", "error", "s/step", "epoch", "largest bank"], rows)
     lines = [
         table.markdown(),
-        f"The memory budget is {gigabytes(budget)} for one process; N = {n}. Peak and times are those of the largest B, with a "
-        f"bank of {m} rows. The largest bank is the one that fits with B = {b}.",
+        f"The memory budget is {gigabytes(budget)} for one process; N = {n}. Peak, s/step and epoch are for the largest B and "
+        f"a bank of {m} rows. The largest bank is the maximum number of rows that fits if B is {b} (batch.micro_batch_size).",
     ]
     if context := max(found.context for found in measured.values()):
         lines.append(
             f"The peak is the memory that PyTorch reserves, plus {gigabytes(context)} for CUDA and other programs on this GPU. "
-            f"For the same limit in training set run.memory_budget to {(budget - context) // 10**6}MB. The environment variable "
+            f"For the same limit in training, set run.memory_budget to {(budget - context) // 10**6}MB. The environment variable "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True reduces fragmentation; set it for both the plan and training."
         )
     return "\n".join(lines)

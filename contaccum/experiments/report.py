@@ -110,7 +110,7 @@ def verdict(groups: list[RunGroup], metric: str, found: list[Difference]) -> lis
         return [f"No run has {metric} on the test data."]
     words = [f"{scored[0].label} has the highest {metric}: {number(scored[0].score(metric)[0])}."]
     if not found:
-        return [f"{words[0]} No significance test was made, so its lead may be chance."] if len(scored) > 1 else words
+        return [f"{words[0]} No significance test was run, so this may be due to chance."] if len(scored) > 1 else words
     for name in dict.fromkeys(one.reference.label for one in found):
         sides: dict[str, list[str]] = {"better": [], "worse": [], "not significantly different": []}
         tests = [one for one in found if one.reference.label == name]
@@ -144,8 +144,8 @@ def _quality_section(groups: list[RunGroup], metric: str, found: list[Difference
     queries = ", ".join(dict.fromkeys(str(one.found.queries) for one in found))
     footnote = (
         f"A difference is the mean over seeds and {queries} queries. The permutation test (sign flips) and Student's paired "
-        "t-test check whether the difference of these trained models generalizes to other queries. The last column also checks "
-        "other seeds (min F', Clark 1973); it needs at least two seeds. All p values are two-sided; Holm's method "
+        "t-test check whether the difference of these trained models generalizes to other queries. The test in the last column "
+        "also checks other seeds (min F', Clark 1973); it needs at least two seeds. All p values are two-sided. Holm's method "
         f"corrects each type of test for the {len(found)} comparisons of this report. Effect d is the mean difference divided by "
         "the standard deviation of the differences. If the reference method has several settings, the reference is its best one."
     )
@@ -206,7 +206,7 @@ def _time_section(groups: list[RunGroup], metric: str) -> Section:
     if limited is None:
         return Section(title, (), (), (f"No run was evaluated on dev (data.dev, run.eval_steps). {how}",))
     seconds, table = limited
-    note = f"Scores of the last dev evaluation in the first {seconds:.1f} s of each run (time of the fastest setting). {how}"
+    note = f"Scores are from the last dev evaluation in the first {seconds:.1f} s, the total time of the fastest setting. {how}"
     return Section(title, (), [table], (note,))
 
 
@@ -248,7 +248,7 @@ def settings_table(trained: list[RunGroup]) -> Table:
 def runs_table(runs: Sequence[RunRecord], metric: str) -> Table:
     """Return a table with one row per run. The run with the best metric comes first, runs without the metric last.
 
-    Values that were logged at every step are medians over the run, without the first step.
+    The columns s/step, pairs/s, grad ratio and negatives are medians over the steps of a run, without the first step.
     """
     heads = ["run", "method", "N", "B", "bank", metric, "s/step", "pairs/s", "peak MiB", "wait %", "grad ratio"]
     rows = [

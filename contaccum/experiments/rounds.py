@@ -34,7 +34,7 @@ from contaccum.training.run_folder import config_differences, read_config
 SETTINGS_FILE = "rounds.yaml"
 _INITIAL = [name.removeprefix("model.") for name in settings_with(initial_encoder=True)]
 TRAINED_MODEL: dict[str, Any] = {name: getattr(ModelConfig, name) for name in _INITIAL}
-"""Model setting that is used only to build the initial encoder -> its default, for runs that start from a trained model."""
+"""Default of each model setting that is used only to build the initial encoder. Runs that start from a trained model use it."""
 
 
 def run_rounds(config: TrainConfig, mining: MineConfig, options: RoundsConfig) -> Path:
@@ -65,7 +65,7 @@ def _check(config: TrainConfig, mining: MineConfig, options: RoundsConfig) -> No
         "data.mixture is set, but contaccum rounds mines only one data set. Use data.train.": config.data.mixture,
         "rounds.start is previous; with lora.rank above 0 it must be base, because LoRA cannot continue from a LoRA model.":
             options.start == "previous" and config.lora.rank,
-        f"loss.distillation is {config.loss.distillation}, but mine.cross_encoder is not set; it computes the teacher scores.":
+        f"loss.distillation is {config.loss.distillation}, so mine.cross_encoder must be set to compute the teacher scores.":
             config.distils and mining.cross_encoder is None,
         "data.hard_negatives is 0, so training would ignore the mined negatives; it must be at least 1.": wanted < 1,
         f"mine.num_negatives is {mined}; it must be at least data.hard_negatives ({wanted}).": mined < wanted,
@@ -105,7 +105,7 @@ class _Rounds:
         return self.output / f"round-{number}" / "model"
 
     def mine(self, number: int) -> None:
-        """Mine the hard negatives of round ``number``, unless they exist. In both cases, delete the vectors of this round.
+        """Mine the hard negatives of round ``number``, unless they exist. Then always delete the vectors of this round.
 
         In round 0, negatives are mined only if ``rounds.first`` is bm25.
         """

@@ -267,10 +267,11 @@ class Difference(NamedTuple):
 def differences(
     groups: list[RunGroup], metric: str, reference: Collection[Path], equal_batch: bool = True
 ) -> list[Difference]:
-    """Test each group against a reference group.
+    """Test each group against its reference group.
 
-    reference: folders of runs. A reference group contains at least one of these runs. If several groups do, the group with the
-    best metric is used. equal_batch: if True, the reference of a trained group is a baseline or has the same global batch size.
+    reference: folders of the reference runs. A reference group contains at least one of them. equal_batch: if True, the reference
+    group of a trained group is a baseline, or has the same global batch size. If several reference groups are possible, the one
+    with the best metric is used.
     """
     pairs, baselines = [], [group for group in groups if group.method is None]
     for size, members in by_global_batch(groups).items() if equal_batch else [(None, groups)]:

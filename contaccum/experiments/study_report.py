@@ -98,7 +98,7 @@ def equal_budget(groups: list[RunGroup], metric: str, found: list[Difference]) -
 def cost_of(group: RunGroup) -> dict[str, int]:
     """Return the global batch size N of the group, and the numbers of steps, pairs and forward passes of one run.
 
-    A forward pass of n pairs counts as n forward passes.
+    Forward passes are counted per pair: a pass over n pairs counts as n. A backward pass counts as 2 forward passes.
     """
     size, share = group.setting("batch.global_batch_size"), group.setting("replay.share")
     steps = group.setting("optim.max_steps") or max((line["step"] for line in group.runs[0].steps), default=0)

@@ -1,4 +1,4 @@
-"""Length of training runs: a budget that all runs share, and tuning with short and long runs (successive halving).
+"""Length of training runs: the same budget for every run, and tuning with short and long runs (successive halving).
 
 Successive halving is cheaper than training all combinations of values fully. It has several rounds, called rungs. In the first
 rung, all combinations train for a short time. In each later rung, the best quarter of the combinations trains again from the
@@ -61,7 +61,7 @@ class Budget(NamedTuple):
 
 
 def parse_budget(text: str) -> Budget:
-    """Convert a text such as 200000f (number and unit) to a budget. Raise InputError for another text."""
+    """Convert a text such as 200000f (number and unit) to a budget. Raise InputError if the text has another form."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([fpus])", text.strip())
     if not found or not float(found[1]):
         units = ", ".join(f"{letter} ({name})" for letter, name in UNITS.items())

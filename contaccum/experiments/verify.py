@@ -4,7 +4,7 @@ Each check computes the same gradients, log-sum-exps or trained weights in two w
 MICRO_BATCHES micro-batches of at most PAIRS pairs. Steps are small because ``in_batch`` needs the memory of a whole step at once.
 
 ``python -m contaccum.experiments.verify CONFIG.json`` computes the gradients of one method, in one process or under torchrun. It
-writes a safetensors file. The path of this file is ``output_dir`` of the config.
+writes a safetensors file. In this config, ``output_dir`` is the path of the file, not a folder.
 """
 
 import shutil

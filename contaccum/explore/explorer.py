@@ -87,8 +87,8 @@ def open_systems(
         systems.append(System(label, Retriever.open(model, data.corpus, own_settings), data, k))
     if unused:
         raise InputError(
-            f"{next(iter(unused))}: none of the models ({', '.join(models)}) made these embeddings, or an earlier folder has "
-            "embeddings of the same model. Give at most one folder for each model."
+            f"{next(iter(unused))}: none of the models ({', '.join(models)}) made these embeddings, or another folder in "
+            "--embeddings has embeddings of the same model. Give at most one folder for each model."
         )
     return systems
 

@@ -248,7 +248,9 @@ def list_field(
 
 def _field_error(record: Record, name: str, location: SourceLocation, expected: str) -> InputError:
     if name not in record:
-        found = ", ".join(map(repr, list(record)[:8])) or "an empty object"
-        return location.error(f"field {name!r} is missing (found {found}); it must be {expected}")
+        found = ", ".join(map(repr, list(record)[:8])) or "none"
+        return location.error(
+            f"field {name!r} is missing (other fields: {found}); it is required and must be {expected}"
+        )
     value = record[name]
     return location.error(f"field {name!r} is {'empty' if value == '' else kind_of(value)}; it must be {expected}")

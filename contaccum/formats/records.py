@@ -1,4 +1,4 @@
-"""Records of every file format, with their source locations for error messages, and text files.
+"""Records of every file format, source locations for error messages, and functions that read text files.
 
 Text files are UTF-8, plain or gzipped. A line ends at ``\\n`` or ``\\r\\n`` only, so U+2028 stays inside a text. A byte order
 mark is dropped. Blank lines are skipped.

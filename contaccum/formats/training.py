@@ -141,7 +141,7 @@ _LISTS: dict[Form, dict[str, str]] = {
     "tevatron": {"positive_passages": "positives", "negative_passages": "negatives"},
     "jsonl": {"pos": "positives", "neg": "negatives"},
 }
-"""Format -> name of a field -> attribute of Example with the passages of this field."""
+"""Format -> name of a field -> name of the attribute of Example that contains the passages of this field."""
 
 
 def example_record(example: Example, to: Form) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class BankLoss:
         return tensors, {**numbers, "similarity": self.similarity}
 
     def load_state(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-        """Set a saved state. The next batch restores the bank from it. tensors, numbers: the values returned by ``state``."""
+        """Keep a saved state. The next training batch restores the bank from it. tensors, numbers: the result of ``state``."""
         self.bank, self._state = None, (tensors, numbers)
 
     def __call__(self, queries: Tensor, passages: Tensor, ids: Tensor | None = None, *, training: bool) -> Tensor:

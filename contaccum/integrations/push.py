@@ -120,7 +120,7 @@ def write_card(model: Path, run: Path | None, repository: str, licence: str | No
         _metadata(config, scores, repository, licence),
         template_path=str(Path(__file__).with_name("model_card.md.jinja")),
         repository=repository,
-        towers="one encoder for queries and passages" if settings.tie_towers else "a query and a passage encoder",
+        towers="one encoder for queries and passages" if settings.tie_towers else "separate query and passage encoders",
         method=config.get("method"),
         summary=_summary(model, settings),
         # whether to show the transformers example, which loads neither a Dense layer nor an adapter in a subfolder

@@ -109,11 +109,11 @@ class Bank:
         return self.step - self.written_step[: self.stored]
 
     def age_penalty(self) -> Tensor | None:
-        """Return the age penalty of each stored row, (fill,), or None if there is no age decay.
+        """Return one age penalty per bank row, (fill,). Return None if there is no age decay.
 
         The penalty is subtracted from the logits between the row's query and current passages, and between the row's passages and
-        current queries. Between two stored rows, the penalty depends on the difference of their ages. This difference never
-        changes, so the stored log-sum-exps stay valid.
+        current queries. The logits between two stored rows have another penalty, which ``logits`` subtracts. It depends on the
+        difference of the rows' ages. This difference never changes, so the stored log-sum-exps stay valid.
         """
         if not self.options.age_decay:
             return None
@@ -122,8 +122,8 @@ class Bank:
     def partial(self, rows: int, columns: int) -> PartialLogSumExp | None:
         """Return an object in which the loss stores log-sum-exps for the next push. None if the push cannot reuse them.
 
-        rows: number of rows of the next push. columns: number of passages per row. Reuse has three conditions: the bank stores
-        the query and all passages of each row, the loss uses the bank, and the push overwrites one smallest block of ``sums``.
+        rows: number of rows of the next push. columns: number of passages per row. Conditions for reuse: the bank stores the
+        query and all passages of each row, the loss uses the bank, and the push overwrites exactly one of the smallest blocks.
         """
         one_block = rows == self.push_rows and self.pointer % rows == 0 and self.pointer + rows <= self.size
         if self.sums is None or not self.fill or not one_block or columns != 1 + self.options.hard_negatives:
@@ -188,7 +188,7 @@ class Bank:
             update(self._by_column, slots.start * self.column_ids.shape[1], self.column_ids[slots].view(-1, 1))
 
     def masked_columns(self, positives: Tensor, slots: slice) -> MaskedPairs:
-        """Return all pairs (i, bank column in ``slots``) with the column's passage id in row i of ``positives`` (r, P)."""
+        """Return all pairs (i, bank column in ``slots``) where row i of ``positives`` (r, P) contains the column's passage id."""
         per_slot = self.column_ids.shape[1]
         return self._by_column.find(positives, slice(slots.start * per_slot, slots.stop * per_slot))
 
@@ -205,8 +205,8 @@ class Bank:
     def logits(self, rows: slice, slots: slice, reverse: bool = False) -> Tensor:
         """Return the logits between the bank rows ``rows`` and all columns in the bank slots ``slots``.
 
-        The shape is (slots * columns per slot, rows). Logits of masked pairs are minus infinity. The age penalty is subtracted.
-        reverse: apply ``PairRules`` in the passage-to-query direction, where hard negatives are never masked.
+        The result is transposed: (slots * columns per slot, rows). Logits of masked pairs are minus infinity. The age penalty is
+        subtracted. reverse: apply ``PairRules`` in the passage-to-query direction, where hard negatives are never masked.
         """
         assert self.queries is not None
         per_slot = self.column_ids.shape[1]

@@ -7,8 +7,9 @@ last, one block is open: the block that the pushes overwrite now. The next level
 blocks. To open a block, the log-sum-exps of its smaller blocks are computed from the stored embeddings. To close a block, the
 log-sum-exps of its smaller blocks are combined into one.
 
-While pushes overwrite the whole ring once, each level computes each column once. With M rows and pushes of b rows, one push costs
-O(M * b) on average, and the table has LEVELS * fan = O((M / b)^(1 / LEVELS)) numbers per row.
+While the pushes overwrite the whole ring once, the logits of a column and all rows are computed LEVELS times: once when a push
+overwrites the column, and once at each level except the last, when the block of the column is opened. With M rows and pushes of
+b rows, one push costs O(M * b) on average, and the table has LEVELS * fan = O((M / b)^(1 / LEVELS)) numbers per row.
 """
 
 from collections.abc import Callable
@@ -26,9 +27,10 @@ With 3 levels, M = 131,072 and b = 8, the table has 79 numbers per row, few comp
 """
 
 Logits = Callable[[slice, slice], Tensor]
-"""Function that returns the logits between bank rows (first slice) and all columns of bank slots (second slice).
+"""Function that returns the logits between some rows and some columns of the bank.
 
-The shape of the result is (slots * columns per slot, rows). Logits of masked pairs are minus infinity.
+The first slice selects the rows. The second slice selects slots, with all columns that these slots contain. The shape of the
+result is (slots * columns per slot, rows). Logits of masked pairs are minus infinity.
 """
 
 
@@ -61,7 +63,7 @@ class PartialLogSumExp:
     """
 
     def __init__(self, slot: int, fill: int, rows: int, per_slot: int, sums: "NestedLogSumExp") -> None:
-        """Create the tensors ``columns`` and ``rows``, which the loss then fills.
+        """Create the attributes ``columns`` and ``rows``. They are tensors that the loss then fills.
 
         slot: first slot of the bank that the push of the current rows will overwrite. fill: number of slots of the bank that
         contain a row. rows: number of current rows, b. per_slot: number of columns in a slot. sums: table of the bank.
@@ -101,8 +103,9 @@ class NestedLogSumExp:
     """Table of the log-sum-exp of each row over each block of columns.
 
     Blocks have several sizes, called levels. The table is ``values``, (LEVELS, fan, M): one entry for each level, block and
-    bank row. An entry is minus infinity if the block contains no column, or if it is open, that is, divided into smaller blocks
-    of the next level. The last dimension is the row, because a sum over blocks then reads contiguous memory.
+    bank row. The entries of a block are minus infinity if the block contains no column. They are also minus infinity if the
+    block is open, because the next level then has entries for its columns. The rows are the last dimension, so that a sum over
+    blocks reads contiguous memory.
     """
 
     def __init__(
@@ -111,7 +114,7 @@ class NestedLogSumExp:
         """Create the table of an empty bank.
 
         logits: function that computes logits of bank rows and columns. size: number of slots of the ring. push: number of
-        slots in a smallest block; a push usually overwrites as many slots. tile: number of (row, slot) pairs to
+        slots that a push usually overwrites. The smallest blocks have this number of slots. tile: number of (row, slot) pairs to
         compute at once. journal: receives a copy of every region of ``values`` and ``closed`` before it is overwritten.
         """
         self.fan = fan = next(fan for fan in count(1) if fan**LEVELS * push >= size)
@@ -195,8 +198,9 @@ class NestedLogSumExp:
     def _compute(self, sums: Tensor, top: int, slot: int, width: int, fill: int) -> None:
         """Compute the log-sum-exps of bank rows over blocks of columns, and write them to ``sums`` (blocks, rows).
 
-        The bank rows are consecutive, and so are the blocks. The shape of ``sums`` gives both numbers. top: first bank row.
-        slot: first slot of the first block. width: number of slots in a block. fill: number of slots that contain a row.
+        The rows are consecutive, and so are the blocks. The shape of ``sums`` gives the number of rows and the number of blocks.
+        top: first row. slot: first slot of the first block. width: number of slots in a block. fill: number of slots that
+        contain a row.
         """
         count, rows = sums.shape
         end = min(slot + count * width, fill)
@@ -215,7 +219,7 @@ class NestedLogSumExp:
 
 
 def _block_sums(logits: Tensor, width: int, sums: Tensor) -> None:
-    """Write the log-sum-exp of logits (columns, rows) over each block of ``width`` columns to ``sums`` (blocks, rows)."""
+    """Compute log-sum-exps over blocks of ``width`` columns. Write them to ``sums`` (blocks, rows). logits: (columns, rows)."""
     missing = -len(logits) % width
     if missing:
         logits = F.pad(logits, (0, 0, 0, missing), value=-torch.inf)

@@ -46,9 +46,9 @@ class LossValue(NamedTuple):
     masked: Tensor
     """Number of (current row, column) pairs that are masked because the column is a known positive of the row. Scalar."""
     row_weight: Tensor
-    """Weight of each row in ``contrast``, the same for current rows and bank rows. Scalar."""
+    """Weight of one row in ``contrast``. Scalar, because all current rows and bank rows have the same weight."""
     filtered: Tensor | None = None
-    """Number of other (current row, column) pairs that the similarity rule masked. Scalar; None without a similarity rule."""
+    """Number of (current row, column) pairs that only the similarity rule masks. Scalar; None without a similarity rule."""
     distilled: Tensor | None = None
     """Distillation loss (see ``contaccum.methods.objective.Distillation``). Scalar with gradient; None without distillation."""
     partials: tuple[PartialLogSumExp | None, ...] = ()
@@ -56,9 +56,9 @@ class LossValue(NamedTuple):
     replayed: tuple[float, float] | None = None
     """Partial replay: share of the texts that were encoded, and relative variance that the sampling added."""
     counted_share: float = 1.0
-    """Number of rows in the denominator of ``contrast``, divided by the number of rows in the sum.
+    """Ratio d / s, where ``contrast`` is the sum of the losses of s rows, divided by d.
 
-    Below 1 only if the sum has bank rows that the denominator does not count (``bank.row_weight`` is ``current``).
+    The ratio is below 1 only if d does not count the bank rows of the sum (``bank.row_weight`` is ``current``).
     """
 
     @property

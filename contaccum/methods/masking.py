@@ -94,7 +94,7 @@ class PairRules:
         columns: passage id of each column, (c,) on the CPU. of_queries: whether the columns are queries. ``columns`` then has
         the row numbers of these queries in the training set, or is None if no rule uses the row numbers.
         pairs: two slices of the training pairs, first the pairs of the rows, then the pairs of the columns. Each pair has one
-        row, and all pairs have the same number of columns. None: no row has a column of its own pair.
+        row, and all pairs have the same number of columns. None: no row is in the same training pair as a column.
         counts: (2,) int64. The number of unmasked logits is added to the first element. The number of logits that are masked
         because of a high score is added to the second.
         """
@@ -152,9 +152,10 @@ class PairRules:
 
 
 def _own_columns(logits: Tensor, rows: slice, columns: slice) -> Tensor | None:
-    """Return a view of the logits (r, c) where row and column belong to the same training pair, (columns per pair, pairs).
+    """Return a view, (columns per pair, pairs), of the logits whose row and column belong to the same training pair.
 
-    rows, columns: the two slices ``pairs`` of ``PairRules.leave_out``. The result is None if no pair is in both slices.
+    logits: (r, c). rows, columns: the two slices ``pairs`` of ``PairRules.leave_out``. If no pair is in both slices, the result
+    is None.
     """
     first, end = max(rows.start, columns.start), min(rows.stop, columns.stop)
     if first >= end:

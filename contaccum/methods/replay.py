@@ -69,9 +69,10 @@ def missing_gradient(gradients: Tensor, weights: Tensor) -> Tensor:
     """Return a correction (d,) to add to the weighted gradient of each text that replay keeps.
 
     gradients: of all n texts, (n, d). weights: 1 / probability for a kept text, 0 for the others, (n,). With the correction, the
-    weighted gradients of the kept texts have the same sum as the gradients of all texts. For passages, without bank and masks,
-    the gradients of all texts sum to 0. A sum that is not 0 would move all embeddings in one direction. The correction has a
-    bias of order 1 / (number of kept texts).
+    weighted gradients of the kept texts have the same sum as the gradients of all texts. For example, in the query-to-passage
+    loss without a bank, the gradients of all passages sum to 0. Without the correction, the weighted gradients of the kept
+    passages would have another sum, and this sum would move all passage embeddings in one direction. The correction has a bias of
+    order 1 / (number of kept texts).
     """
     weights = weights.to(gradients)
     return (gradients.sum(0) - weights @ gradients) / (weights > 0).sum().clamp(min=1)

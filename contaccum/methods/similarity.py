@@ -114,7 +114,7 @@ class Similarity:
 
     @property
     def positive_share(self) -> float:
-        """Factor 1 / (temperature * scale). It turns the logit scale * s of a row's own positive into s / temperature."""
+        """Factor that turns ``scale * s`` into ``s / temperature``, where s is the similarity of a row and its own positive."""
         return 1 / (1 + self.hardness * self.temperature)
 
     @property
@@ -128,7 +128,7 @@ class Similarity:
     def settings(self) -> dict[str, Any]:
         """Return the settings on which stored log-sum-exps depend.
 
-        A setting that old checkpoints lack is in the result only if it is used.
+        Old checkpoints do not have ``hardness`` and ``rules``. So the result has them only if they differ from the default.
         """
         newer = {name: value for name, value in (("hardness", self.hardness), ("rules", self.rules.key)) if value}
         return {"temperature": self.temperature, "mask_false_negatives": self.mask_false_negatives, **newer}

@@ -106,7 +106,7 @@ def _products(queries: np.ndarray, block: np.ndarray) -> Iterator[tuple[int, np.
 
 
 def _scores(query: np.ndarray, block: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return the exact scores (see ``rescore``) of a float64 query (d,) and n rows of a block, (n,) float32. rows: (n,)."""
+    """Return the exact scores (n,), float32, of a float64 query and n rows of a block (see ``rescore``). rows: row numbers."""
     scores = np.empty(len(rows), dtype=np.float32)
     for first in range(0, len(rows), _PAIRS):
         vectors = block[rows[first : first + _PAIRS]].astype(np.float64)

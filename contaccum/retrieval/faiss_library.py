@@ -1,4 +1,4 @@
-"""Import and describe faiss, find candidates with faiss, and refuse strings that make faiss crash.
+"""Import faiss, return its version, find candidates with it, and refuse index_factory strings that make it crash.
 
 Only this file imports faiss.
 """

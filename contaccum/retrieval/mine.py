@@ -313,7 +313,9 @@ def render_mined(report: Mapping[str, Any], output: str | Path) -> str:
     """Format a mining report as text."""
     head = f"{output}: {report['negatives']} negatives for {report['queries']} queries"
     if report["queries_with_fewer"]:
-        head += f"; {report['queries_with_fewer']} queries have fewer than {report['settings']['num_negatives']}"
+        head += (
+            f"; {report['queries_with_fewer']} queries have fewer than {report['settings']['num_negatives']} negatives"
+        )
     taken = ", ".join(f"{name} {count}" for name, count in report["removed"].items())
     table = [" " * 10 + "".join(f"{name:>10s}" for name in SPREAD)]
     table += [f"{name:10s}" + "".join(f"{row[n]:10.4f}" for n in SPREAD) for name, row in report["scores"].items()]

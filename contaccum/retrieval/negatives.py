@@ -40,7 +40,7 @@ class MiningQueries:
         self._ids_of_text: dict[str, list[str]] = {
             text: [] for query, own in self._answers.items() for text in (query, *own.values())
         }
-        """Hash of a query's or positive's text, which no negative may have -> ids of the passages with this text."""
+        """Hash of the text of a query or of a positive -> ids of the passages with this text. ``known`` looks up these ids."""
         for batch in column_batches(self.passages, PASSAGE_COLUMNS):
             for passage in Passage.of_columns(batch):
                 for key in {_text_hash(passage.content), _text_hash(passage.text)}:

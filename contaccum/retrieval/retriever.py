@@ -54,10 +54,10 @@ class Retriever(ABC):
     ) -> "Retriever":
         """Load the model, then encode or index the corpus (columns id, title, text).
 
-        model: an encoder, the name or the config of an encoder, or ``bm25``. group: processes that divide the corpus among
-        themselves. All of them must search for the same queries, and each gets the complete run. mining: each process searches
-        the whole corpus, for different queries, and scores are exact inner products even with an approximate index. extra:
-        passages that can be scored as positives but are never returned.
+        model: an encoder, the name or the config of an encoder, or ``bm25``. group: processes of this search. Without
+        ``mining``, they divide the corpus among themselves. All of them must then search for the same queries, and each gets the
+        complete run. mining: instead, each process searches the whole corpus for its own queries. The scores are exact inner
+        products, even with an approximate index. extra: passages that can be scored as positives but are never returned.
         """
         config = EncoderConfig(model) if isinstance(model, str) else model
         if isinstance(config, EncoderConfig) and config.model == BM25_NAME:

@@ -86,7 +86,7 @@ class ShardRecord:
     bytes: dict[str, int]
     """Size of each file. Keys: ``vectors`` and ``ids``, or only ``vectors`` if one file contains both."""
     sha256: dict[str, str]
-    """SHA-256 of each file. The keys are those of ``bytes``."""
+    """SHA-256 of each file. The keys are the same as in the field ``bytes``."""
 
     def fits(self, job: EncodingJob, number: int) -> bool:
         """Return whether the file names and the number of rows are those of shard ``number`` of the job."""

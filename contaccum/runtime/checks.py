@@ -24,7 +24,7 @@ def require_utf8(text: str, where: str) -> str:
 
 
 def require_fast(tokenizer: Any) -> None:
-    """Raise InputError unless ``tokenizer`` is a fast tokenizer, which uses the library tokenizers."""
+    """Raise InputError unless ``tokenizer`` is a fast tokenizer (one that uses the library ``tokenizers``)."""
     if not tokenizer.is_fast:
         raise InputError(f"{tokenizer.name_or_path!r} has no fast tokenizer; contaccum needs one (tokenizer.json)")
 

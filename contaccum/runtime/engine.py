@@ -262,7 +262,7 @@ class Engine(Processes):
 
     @staticmethod
     def free_memory() -> None:
-        """Return the memory of deleted objects to the device and to the operating system."""
+        """Give the memory of deleted objects back to the device and to the operating system."""
         clear_device_cache(garbage_collection=True)
         with contextlib.suppress(AttributeError):  # only glibc has this function
             ctypes.CDLL(None).malloc_trim(0)

@@ -120,8 +120,8 @@ def created_folder(path: Path) -> Iterator[None]:
 def write_errors(path: str | Path) -> Iterator[None]:
     """Convert an error of writing ``path`` inside the ``with`` block to InputError.
 
-    Inside the temporary folder of ``whole_folder``, the error is not converted here. ``whole_folder`` converts it and names
-    the final folder.
+    If ``path`` is in the temporary folder of ``whole_folder``, this function does not convert the error. ``whole_folder``
+    converts it, and its message names the final folder.
     """
     try:
         yield

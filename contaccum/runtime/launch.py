@@ -70,7 +70,7 @@ def is_main() -> bool:
 
 
 def refuse_launcher_options(precision: str) -> None:
-    """Raise InputError if accelerate launch got options that contaccum would ignore. precision: `run.precision`."""
+    """Raise InputError if ``accelerate launch`` got options that contaccum would ignore. precision: `run.precision`."""
     mixed, backend = (os.environ.get(f"ACCELERATE_{name}", "no") for name in ("MIXED_PRECISION", "DYNAMO_BACKEND"))
     if mixed.lower() not in ("no", precision):
         raise InputError(
@@ -94,7 +94,7 @@ _SHARDING = {
 
 
 def refuse_other_sharding() -> None:
-    """Raise InputError if accelerate launch was configured for a sharding library. Only ``run.sharding`` shards a model."""
+    """Raise InputError if ``accelerate launch`` was configured for a sharding library. Only ``run.sharding`` shards a model."""
     for variable, name in _SHARDING.items():
         if os.environ.get(variable, "false").lower() == "true":
             raise InputError(
@@ -109,8 +109,8 @@ class StopSignals:
     Inside a ``deferred`` block, the first signal only sets ``received`` to the number of the signal, so that the block can finish
     its work. Outside such a block, the effect depends on the number of processes. In a single process, the first signal raises
     Interrupted. With several processes, signals have their usual effect (Ctrl-C raises KeyboardInterrupt, SIGTERM ends the
-    process), because a process that waits for others inside a library could not react to Interrupted. A second signal that this
-    class handles ends the process at once.
+    process), because a process that waits for others inside a library could not react to Interrupted. A second signal ends the
+    process at once. With several processes, this is only true if both signals arrive inside ``deferred`` blocks.
     """
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class StopSignals:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Make the first signal only set ``received``. The ``with`` block must check ``received`` and stop itself."""
+        """Do not stop at the first signal: only set ``received``. The ``with`` block must check ``received`` and stop itself."""
         self._handle()
         self._deferred = True
         try:

@@ -192,7 +192,10 @@ def run_with_error_file(command: Callable[[], None]) -> None:
 
 
 def first_to_say(sentence: str) -> bool:
-    """Return whether this process is the first to call this with ``sentence``; always True without a launcher's store."""
+    """Return whether this is the first call with ``sentence`` among all processes of the launch.
+
+    Always returns True with a single process, and if the launcher's key-value store does not exist (MPI) or has ended.
+    """
     _, world = process_place()
     if world == 1:
         return True

@@ -83,7 +83,7 @@ def saved_bytes(units: Sequence[nn.Module], processes: int, dtype: torch.dtype) 
 
 
 class SeparateBackward:
-    """Backward pass that goes through one forward pass of a tower at a time.
+    """Backward pass in parts: one part for each forward pass of a tower.
 
     FSDP divides a gradient among the processes only after autograd has summed it over all forward passes of a graph. So one
     backward pass through several forward passes would have the full gradients of all layers in memory at once.
@@ -102,7 +102,7 @@ class SeparateBackward:
         return leaf
 
     def run(self) -> None:
-        """Continue the backward pass from all leaves. ``cut`` must have been called equally often in all processes."""
+        """Continue the backward pass from each leaf that ``cut`` returned. All processes must call ``cut`` equally often."""
         while self.outputs:
             output, leaf = self.outputs.pop()
             output.backward(leaf.grad)

@@ -184,7 +184,7 @@ class Drift:
     """
 
     def __init__(self, engine: Engine, bank: Bank, batches: Batches, size: MicroBatchSize) -> None:
-        """batches: source of the training batches, a clone that only this object uses. size: micro-batch size of past steps."""
+        """batches: clone of the source of training batches, used only here. size: has the micro-batch sizes of past steps."""
         self.engine, self.bank, self.batches, self.size = engine, bank, batches, size
 
     def measure(self) -> dict[str, Any]:

@@ -235,8 +235,8 @@ class Training:
         # a loss scale below 1 cannot cause an overflow, and the scaler would halve it forever without taking a step
         if not finite and engine.scaler.get_scale() < 1:
             raise NotFiniteError(
-                f"step {self.done + 1}: the gradient norm is {norm}, not a finite number; the loss scale is not the "
-                f"cause, because it is below 1: {engine.scaler.get_scale():g}"
+                f"step {self.done + 1}: the gradient norm is {norm}, not a finite number. The loss scale "
+                f"{engine.scaler.get_scale():g} is not the cause, because it is below 1"
             )
         norms = {
             "query_grad_norm": query_norm,
@@ -341,7 +341,7 @@ class Training:
             self.encoder.save(self.folder / "model")
 
     def save(self) -> None:
-        """Save a checkpoint in the main process, or in all processes with sharding. All processes wait until it is complete."""
+        """Save a checkpoint in the main process; with sharding, in all processes. All processes wait until it is complete."""
         if self.engine.is_main or self.engine.sharded:
             counted = {name: getattr(self, name) for name in ("best", "evaluated", "identity", "skipped")}
             state = counted | {"scaler": self.engine.scaler.state_dict(), "micro_batch": self.micro_batch_size.state()}

@@ -51,8 +51,8 @@ _SHARDED_OUT_OF_MEMORY = (
 )
 _NCCL_OUT_OF_MEMORY = (
     "out of memory in NCCL, which sends messages between GPUs; the step cannot be retried, because the connection is lost. "
-    "Continue with --resume, --allow_changes true and a smaller batch.micro_batch_size, or lower run.memory_budget, so that "
-    "NCCL has room for its buffers."
+    "NCCL needs more free memory for its buffers. Continue with --resume, --allow_changes true and a smaller "
+    "batch.micro_batch_size, or with --resume and a smaller run.memory_budget."
 )
 
 
@@ -201,7 +201,7 @@ class DummyEngine:
         return self._gather(b, dim), self._gather(b, len(batch.passages.input_ids) // b, dim)
 
     def encode_texts(self, side: int, texts: Tokens, index: int) -> Tensor:
-        """Return zeros (n, d), without a gather. Partial replay does not send the embeddings of its second pass."""
+        """Return zeros (n, d). No gather is needed, because partial replay does not send the embeddings of its second pass."""
         return torch.zeros(len(texts.input_ids), self.engine.encoder.dim, device=self.engine.device)
 
     def backward(self, value: Tensor) -> None:

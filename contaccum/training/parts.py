@@ -70,9 +70,9 @@ def build_encoder(
 def _with_mixture_prefixes(config: TrainConfig, settings: EncoderSettings) -> EncoderSettings:
     """Return ``settings`` with the query prefix and the passage prefix of the data sets in a mixture.
 
-    A prefix is replaced only if all data sets use the same prefix and the config does not set one. Otherwise, the model keeps
-    its prefix, with a warning if a data set uses another one. There is no warning if the config sets the prefix and at least
-    one data set uses it.
+    If the config does not set a prefix and all data sets use the same one, the model gets the prefix of the data sets.
+    Otherwise, the prefix in ``settings`` stays unchanged. A warning is given in two cases: the config sets no prefix and the
+    data sets use different ones, or the config sets a prefix that no data set uses.
     """
     for name in ("query_prefix", "passage_prefix"):
         own, chosen = getattr(settings, name), getattr(config.model, name)

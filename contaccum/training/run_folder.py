@@ -85,7 +85,7 @@ def claimed_folder(config: TrainConfig) -> Iterator[None]:
 
 
 def _is_unused(path: Path) -> bool:
-    """Return whether a new run may start in a folder that contains ``path``."""
+    """Return whether a new run may start although its folder contains ``path``."""
     linked = path.is_symlink() and path.name in LINKS and not any(path.iterdir())
     return linked or path.name == LOCK_FILE or is_leftover(path.name)
 
@@ -108,7 +108,7 @@ def require_lock(run: Path) -> None:
 
 
 def refuse_changes(where: str, changes: list[str], allowed: bool) -> None:
-    """Raise InputError if ``changes``, a list of changes since the run started, is not empty. If ``allowed``, only print it."""
+    """Raise InputError if there are ``changes`` since the run started. If ``allowed``, only print the changes."""
     listed = "; ".join(changes)
     if changes and not allowed:
         raise InputError(f"{where}: {listed}. Undo these changes, or allow them with --allow_changes true.")
@@ -134,8 +134,9 @@ def run_identity(
     """Return the values that must be the same when a run resumes.
 
     These are the number of processes, and hashes of the data, the tokenizers, the encoder folders, the guide and the dev set.
-    Tokenizers are loaded from the checkpoint, so their hash changes only if the tokenizer library changes. The folder of the
-    initial encoder is hashed because config.yaml names it; a resumed run does not read it.
+    Tokenizers are loaded from the checkpoint, so their hash changes only if the tokenizer library changes. Trained weights are
+    loaded from the checkpoint too. The folder of the initial encoder is still hashed, because config.yaml names this folder:
+    with other files in it, config.yaml would no longer describe the run.
     """
     towers, model = (encoder.query_tower, encoder.passage_tower), config.model
     return {

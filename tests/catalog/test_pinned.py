@@ -431,7 +431,7 @@ BROKEN: list[tuple[Parts, str]] = [
     ({"corpus": {"c": ("c.bin", CORPUS_ROWS)}}, "mteb/SciFact: cannot be loaded from the Hub"),
     (
         {"corpus": {"c": ("c.jsonl", {"_id": ["p0"]})}},
-        r"mteb/SciFact: .*/c.jsonl:1: field 'text' is missing \(found '_id'\); it must be a string",
+        r"mteb/SciFact: .*/c.jsonl:1: field 'text' is missing \(other fields: '_id'\); it is required and must be a string",
     ),
     (
         {"corpus": {"c": ("c.jsonl", {"_id": ["p0"], "text": [["x"]]})}},

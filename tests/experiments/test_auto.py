@@ -42,9 +42,9 @@ def test_other_times_are_refused(text):
 @pytest.mark.parametrize(
     ("trained", "word"),
     [
-        ((0.9, 0.8, 0.9, 0.85), "better, use the trained model"),
-        ((0.1, 0.2, 0.1, 0.15), "worse, do not use the trained model"),
-        ((0.9, 0.1, 0.5, 0.5), "no difference"),
+        ((0.9, 0.8, 0.9, 0.85), "the trained model is better; use it"),
+        ((0.1, 0.2, 0.1, 0.15), "the trained model is worse; do not use it"),
+        ((0.9, 0.1, 0.5, 0.5), "no significant difference"),
     ],
 )
 def test_the_verdict_follows_the_interval(trained, word):
@@ -248,7 +248,7 @@ def test_a_call_that_is_killed_twice_ends_with_a_better_model(tmp_path):
         before = json.loads(state.read_text())
     done = subprocess.run(call, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "against the untrained model: better, use the trained model" in done.stdout
+    assert "against the untrained model: the trained model is better; use it" in done.stdout
     after = json.loads(state.read_text())
     assert (after["chosen"], after["steps"]) == (before["chosen"], before["steps"])
     assert (tmp_path / "auto" / "report.html").is_file()

@@ -338,7 +338,7 @@ def test_verdict_names_the_best_setting_and_what_differs_from_the_reference(tmp_
     groups = group_runs(study(tmp_path))
     first, warning = verdict(groups, "ndcg@10", [])[0].split(": ")
     assert first == "cont_accum size=24 has the highest ndcg@10"
-    assert "No significance test was made" in warning
+    assert "No significance test was run" in warning
     found = differences(groups, "ndcg@10", {run.folder for run in groups[0].runs})
     for p, side in (
         (0.04, "better" if found[0].found.difference > 0 else "worse"),

@@ -126,7 +126,7 @@ def test_vectors_are_made_once_and_kept(trained, tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "other-cache" / "explore").exists()
     with pytest.raises(InputError, match=r"none of the models \(bm25\) made these embeddings"):
         open_systems(["bm25"], choice, trained.read, 10, SearchConfig(), [vectors])
-    with pytest.raises(InputError, match="an earlier folder has embeddings of the same model"):
+    with pytest.raises(InputError, match="another folder in --embeddings has embeddings of the same model"):
         open_systems([trained.model], choice, trained.read, 10, SearchConfig(), [vectors, str(tmp_path / "again")])
     for one, other in (("bm25", "bm25"), (trained.model, trained.model + "/")):
         with pytest.raises(InputError, match=f"names {one} twice"):
