@@ -1,13 +1,13 @@
-"""Compare the processor time of two checkouts of contaccum: training steps, encoding, exact search, start-up.
+"""Compare the processor time of two checkouts of contaccum: training steps, encoding, exact search, whole commands.
 
-    python benchmarks/two_checkouts.py OLD NEW [--rounds 7] [--parts train,encode,search,startup] [--output OUT.json] [--quick]
+    python benchmarks/two_checkouts.py OLD NEW [--rounds 7] [--parts PARTS] [--output OUT.json] [--quick]
 
 OLD and NEW are folders that contain the package ``contaccum``. In each round, both checkouts do the same work at the
 same time, in two processes that share one core. So both have the same clock rate, the same caches and the same other
 programs next to them, and the ratio of their processor times means something on a machine that is not idle. The time of
 a training step is the difference between a long and a short run in one process, so imports and preparation do not
-count. The table gives medians and the ratio new / old within a round: its median with a 95 % interval (order
-statistics), the smallest, and the largest.
+count. The commands --help, data check and mine (BM25) are measured as a whole. The table gives medians and the ratio
+new / old within a round: its median with a 95 % interval (order statistics), the smallest, and the largest.
 """
 
 import argparse
@@ -58,13 +58,13 @@ except ImportError:  # its old name
 encoder, settings = DualEncoder.load(sys.argv[1]), SearchConfig(embeddings=sys.argv[3])
 search(encoder, sys.argv[2], "test", 100, settings)  # encodes the corpus
 start = time.process_time()
-for _ in range(3):
+for _ in range(int(sys.argv[4])):
     search(encoder, sys.argv[2], "test", 100, settings)
-print((time.process_time() - start) / 3)
+print((time.process_time() - start) / int(sys.argv[4]))
 """
-STARTUP = """
+COMMAND = """
 import resource, subprocess, sys
-subprocess.run([sys.executable, "-m", "contaccum", "--help"], stdout=subprocess.DEVNULL, check=True)
+subprocess.run([sys.executable, "-m", "contaccum", *sys.argv[1:]], stdout=subprocess.DEVNULL, check=True)
 used = resource.getrusage(resource.RUSAGE_CHILDREN)
 print(used.ru_utime + used.ru_stime)
 """
@@ -130,11 +130,17 @@ def cases(parts: list[str], work: Path, old: Checkout, quick: bool) -> dict[str,
         texts.write_text(json.dumps([f"the passage of number {number} and its text" for number in range(count)]))
         found[f"encode {count} texts"] = [ENCODE, model, texts]
     if "search" in parts:
-        rows, queries = (1000, 20) if quick else (100_000, 200)
+        rows, queries, calls = (1000, 20, 1) if quick else (100_000, 200, 20)
         corpus = write_data(work / "search", rows, queries)
-        found[f"search {rows} x 128, {queries} queries"] = [SEARCH, model, corpus, "vectors"]
+        found[f"search {rows} x 128, {queries} queries"] = [SEARCH, model, corpus, "vectors", calls]
     if "startup" in parts:
-        found["contaccum --help"] = [STARTUP]
+        found["contaccum --help"] = [COMMAND, "--help"]
+    if "data" in parts:
+        rows = 1000 if quick else 20_000
+        folder = write_data(work / "data", rows, rows // 10)
+        found[f"data check, {rows} passages"] = [COMMAND, "data", "check", folder]
+        mine = ["mine", "--model", "bm25", "--data", folder, "--output", "FOLDER/mined.jsonl"]
+        found[f"mine with BM25, {rows} passages"] = [COMMAND, *mine]
     return found
 
 
@@ -149,7 +155,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkouts", nargs=2, metavar="CHECKOUT", help="OLD and NEW")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--parts", default="train,encode,search,startup", help="comma-separated")
+    parser.add_argument("--parts", default="train,encode,search,startup,data", help="comma-separated")
     parser.add_argument("--output", type=Path, help="JSON file for all figures")
     parser.add_argument("--quick", action="store_true", help="smallest sizes: a smoke test, no result")
     chosen = parser.parse_args()

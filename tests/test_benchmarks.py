@@ -142,11 +142,12 @@ def test_wrong_folder_is_named(tmp_path):
 
 @pytest.mark.acceptance
 def test_two_checkouts_are_compared(tmp_path):
-    script, options = "benchmarks/two_checkouts.py", ("--rounds", "1", "--quick", "--parts", "encode,startup")
+    script, options = "benchmarks/two_checkouts.py", ("--rounds", "1", "--quick", "--parts", "encode,startup,data")
     done = run(sys.executable, script, str(ROOT), str(ROOT), *options, "--output", str(tmp_path / "out.json"))
     assert done.returncode == 0, done.stderr[-3000:]
     figures = json.loads((tmp_path / "out.json").read_text())["seconds"]
-    assert list(figures) == ["encode 100 texts", "contaccum --help"]
+    commands = ["contaccum --help", "data check, 1000 passages", "mine with BM25, 1000 passages"]
+    assert list(figures) == ["encode 100 texts", *commands]
     assert all(len(both[which]) == 1 for both in figures.values() for which in ("old", "new"))
 
 

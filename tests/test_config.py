@@ -322,7 +322,7 @@ REMOVED_CALLS = [
     ("model.pack_linears", "true", "packs the weights; to train faster, use model.unpad"),
     ("bank.visibility", "on_step", "always visible"),
     ("bank.queries", "false", "Use method passage_bank"),
-    ("optim.fused", "false", "use optim.name adamw_8bit"),
+    ("optim.fused", "false", "set optim.name to adamw_8bit"),
     ("batch.on_out_of_memory", "grow", "Use shrink"),
 ]
 

@@ -166,7 +166,7 @@ def unpack(archive: Path, name: str, target: Path, limit: int = MAX_UNPACKED) ->
 
 
 def _safe_path(entry: zipfile.ZipInfo, archive: Path) -> PurePosixPath:
-    """Return the relative path of an entry. Raise InputError if the path leaves the folder, or for a link or encrypted entry."""
+    """Return the relative path of an entry. Raise InputError if the entry is outside the folder, a link, or encrypted."""
     path = PurePosixPath(entry.filename)
     kind = stat.S_IFMT(entry.external_attr >> 16)
     if path.is_absolute() or ".." in path.parts or "\\" in entry.filename or ":" in entry.filename:

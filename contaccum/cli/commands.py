@@ -238,7 +238,7 @@ COMMANDS = {
     ),
     "compare": Command(
         _call("contaccum.experiments.compare:compare", configured=True),
-        "train methods, settings and seeds, and compare them",
+        "train with several methods, settings and seeds, and compare the results",
         "Train every combination of methods, varied settings and seeds, each in its own process and its own folder in "
         "output_dir/runs. "
         "Evaluate all runs on the same test data, and write report.html, report.md, compare.json, runs.csv, tests.csv and "

@@ -74,7 +74,7 @@ class SettingSpec(NamedTuple):
     resume: Literal["free", "ask", "never"] = "ask"
     """Whether a resumed run may change the setting: always (free), only with `allow_changes` (ask), or never."""
     training_only: bool = False
-    """Whether a model setting is used only in training. The vectors of the untrained encoder do not depend on such a setting."""
+    """Whether a model setting is used only in training. It does not change the vectors of an encoder that is not trained."""
     initial_encoder: bool = False
     """Whether a model setting is used only to build the initial encoder. When `contaccum rounds` starts a run from a trained
     model, it resets such a setting to its default."""

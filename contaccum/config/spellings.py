@@ -11,7 +11,7 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "model.pack_linears": (False, "Only encoding on a CPU still packs the weights; to train faster, use model.unpad"),
     "bank.visibility": ("immediate", "Stored rows are always visible to the next micro-batch"),
     "bank.queries": (True, "Use method passage_bank for a bank without queries"),
-    "optim.fused": (True, "AdamW is always fused; use optim.name adamw_8bit to save memory"),
+    "optim.fused": (True, "AdamW always uses its fused kernel. To save memory, set optim.name to adamw_8bit"),
 }
 """For each removed setting: the value that is still accepted, because it has no effect, and what to use instead."""
 REMOVED_VALUES = {("batch.on_out_of_memory", "grow"): "Use shrink, which keeps the smaller micro-batches"}
@@ -109,7 +109,7 @@ def unknown(name: str, value: str, known: Collection[str], prefix: str = "") -> 
 
 
 def is_ignored(name: str, value: Any) -> bool:
-    """Return whether a setting was removed, but has the one value that is still accepted (see ``REMOVED``)."""
+    """Return whether a setting was removed and ``value`` is the only value that is still accepted for it (see ``REMOVED``)."""
     return name in REMOVED and value == REMOVED[name][0]
 
 

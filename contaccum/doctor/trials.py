@@ -22,9 +22,10 @@ def vectors() -> tuple[np.ndarray, np.ndarray]:
 
 
 def difference(scores: np.ndarray, rows: np.ndarray) -> float:
-    """Return the maximum error of a search with the test vectors of ``vectors``. Exact: scores in float64.
+    """Return the maximum error of the scores of a search for the queries and passages of ``vectors``.
 
-    scores, rows: score and row number of the K passages found for each query, (16, K).
+    The error is the difference from exact scores, computed in float64. scores, rows: score and row number of the K passages
+    found for each query, (16, K).
     """
     queries, passages = vectors()
     exact = queries.astype(np.float64) @ passages.astype(np.float64).T

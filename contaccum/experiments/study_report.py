@@ -141,8 +141,9 @@ def _tuning_section(tuned: Sequence[Tuned], metric: str) -> Section:
     heads = [f"{share} of the budget" if share < 1 else "full budget" for share in shares]
     notes = [
         f"The numbers are {metric} on dev with the first seed. All seeds use the chosen values; the test data are not used to "
-        "choose. The best quarter of a column (at least two) is trained again from the start, for longer, in the next column. "
-        "Each run completes its own learning rate schedule. A combination without a number was not trained, or its run failed.",
+        "choose. The best quarter of a column's combinations (at least two) are trained again from the start, with more steps. "
+        "The next column shows them. Each run completes its own learning rate schedule. A combination without a number was not "
+        "trained, or its run failed.",
         "A setting at the edge has the lowest or highest value that was tried: a wider range may be better.",
     ]
     if invalid := [f"{name}: {why}" for each in tuned for name, why in each.invalid.items()]:

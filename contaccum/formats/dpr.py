@@ -104,7 +104,7 @@ def _tab_rows(
 ) -> Iterator[tuple[SourceLocation, Element]]:
     """Convert each row with ``read``. Yield the location of the row (its first line), and the converted row.
 
-    A cell in quotes may have several lines. The first row that is not rejected is skipped if it is a header.
+    A cell in quotes may have several lines. If the first valid row is a header, it is skipped.
     """
     first = True
     for location, row in _rows(path, expected, rejected):

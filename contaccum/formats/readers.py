@@ -218,7 +218,7 @@ def _columns(path: Path, max_bad_records: int) -> int | None:
 
 
 def _first_lines(path: Path, max_bad_records: int) -> list[str]:
-    """Return the first 2 n + 1 lines, where n is max_bad_records (at most 100). Even with n invalid lines, most are valid."""
+    """Return the first 2 n + 1 lines; n is ``max_bad_records``, but at most 100. If n of them are invalid, most are valid."""
     enough = 2 * min(max_bad_records, _SAMPLE) + 1
     return [line for _, line in islice(numbered_lines(path, rejected=RejectedRecords(enough - 1)), enough)]
 

@@ -159,9 +159,9 @@ class NestedLogSumExp:
         self._write_rows(start, stop, fill, partial)
 
     def _open_blocks(self, slot: int, path: list[int], fill: int) -> None:
-        """Close each open block that does not contain ``slot``, and open the block of the same level that contains it.
+        """Close each open block that does not contain ``slot``, and open the block that contains ``slot`` at the same level.
 
-        path: number of the block that contains ``slot``, at each level except the last. fill: see ``overwrite``.
+        path: for each level except the last, the number of the block that contains ``slot``. fill: see ``overwrite``.
         """
         first = next(level for level, block in enumerate(path) if block != self.open[level])
         for level in reversed(range(first, LEVELS - 1)):

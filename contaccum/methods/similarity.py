@@ -110,7 +110,7 @@ class Similarity:
     rules: PairRules = NO_RULES
     """Rules that mask pairs in addition to the known positives."""
     hardness: float = 0.0
-    """Number a in the weight exp(a * s) of a negative with similarity s. The weight has no gradient. 0: all weights are 1."""
+    """A negative with similarity s has the weight exp(hardness * s), which has no gradient. With 0, all weights are 1."""
 
     @property
     def positive_share(self) -> float:

@@ -164,9 +164,9 @@ def joined(timeout_minutes: float) -> Iterator[Processes]:
 
 
 def refuse_missing_processes(world: int) -> None:
-    """Raise InputError if accelerate launch started one process on a CPU instead of several.
+    """Raise InputError if ``accelerate launch`` was to start several CPU processes but started only one.
 
-    This happens without MPI, and accelerate launch does not report it. world: number of processes that were started.
+    This happens without MPI, and ``accelerate launch`` does not report it. world: number of processes that were started.
     """
     # accelerate launch sets the port only for several processes
     several = "ACCELERATE_USE_CPU" in os.environ and "MASTER_PORT" in os.environ

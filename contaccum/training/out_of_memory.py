@@ -194,8 +194,8 @@ class DummyEngine:
     def encode(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Take part in the gathers of a micro-batch, with zeros instead of the embeddings of this process.
 
-        Return the gathered queries (W * b, d) and passages (W * b, 1 + H, d): b pairs of each of W processes. A gather
-        that this process finished before the error is not repeated: the result is then all zeros.
+        Return the gathered queries (W * b, d) and passages (W * b, 1 + H, d): b pairs of each of W processes. If this
+        process already took part in a gather before the error, it returns zeros for this gather and exchanges nothing.
         """
         b, dim = len(batch.query_ids), self.engine.encoder.dim
         return self._gather(b, dim), self._gather(b, len(batch.passages.input_ids) // b, dim)

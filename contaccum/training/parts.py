@@ -82,8 +82,8 @@ def _with_mixture_prefixes(config: TrainConfig, settings: EncoderSettings) -> En
             settings = replace(settings, **{name: used[0]})
         elif used != [own] and (chosen is None or chosen not in used):
             found = f"data.mixture: training uses these values of {name}: {', '.join(map(repr, used))}"
-            saved = f"but the model is saved with {own!r}, which evaluation and search use"
-            warnings.warn(f"{found}, {saved}. Set model.{name} to the prefix that search uses.", stacklevel=2)
+            saved = f"but the model is saved with {own!r}, and evaluation and search use this value"
+            warnings.warn(f"{found}, {saved}. Set model.{name} to the value that they should use.", stacklevel=2)
     return settings
 
 
