@@ -40,7 +40,7 @@ def lines_of(folder) -> list[str]:
 
 def test_a_second_process_is_refused_with_the_pid_and_host_of_the_first(holder, tmp_path):
     host = lines_of(tmp_path / "run")[1].replace("?", r"\?")
-    said = f"process {holder.pid} on host {host} is using this folder"
+    said = f"process {holder.pid} on host {host} is using the folder of this lock file"
     with pytest.raises(InputError, match=said) as error, folder_lock(tmp_path / "run"):
         pass
     assert str(tmp_path / "run" / LOCK_FILE) in str(error.value)
@@ -69,7 +69,7 @@ def test_a_reused_process_number_is_no_holder(holder, tmp_path, capsys):
 
 def test_the_lock_of_another_host_is_refused_and_the_file_to_delete_is_named(tmp_path):
     (tmp_path / LOCK_FILE).write_text("4\nnode7\n")
-    said = f"{LOCK_FILE}: process 4 on host node7 is using .* If that process has ended, delete this file"
+    said = f"{LOCK_FILE}: process 4 on host node7 is using .* If that process has ended, delete the lock file"
     with pytest.raises(InputError, match=said), folder_lock(tmp_path):
         pass
     (tmp_path / LOCK_FILE).unlink()

@@ -188,7 +188,7 @@ def transfer(url: str, archive: Path, test: Callable[[str, Path], None] | None, 
     """Download ``url`` to a part file, check the part file with ``test``, and rename the part file to ``archive``.
 
     test: function of URL and part file that raises InputError if the file is wrong. None: no check; after a broken download,
-    the next call starts from the beginning. target: path where users can put their own copy, for the error message.
+    the next call starts from the beginning. target: path where the error message tells users to put a copy of the data.
     """
     part = archive.with_name(f".{archive.name}.part")
     keep = test is not None

@@ -47,11 +47,11 @@ FAILURES: tuple[Any, ...] = (
     *(OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError, YAMLError, DatasetsError),
     *HfHubHTTPError.__bases__,  # without a connection, the error is one of these
 )
-"""Errors of ``datasets`` and ``huggingface_hub`` while they load a data set. RuntimeError: the data set is a script."""
+"""Errors that can occur while a data set is loaded. ``datasets`` raises RuntimeError if the data set has a loading script."""
 Rows = Iterable[tuple[SourceLocation, Record]]
 """Rows of a file: pairs of the location (for error messages) and the record."""
 _UNREADABLE = (OSError, ValueError, RuntimeError, DatasetsError, EOFError, TypeError, zlib.error)
-"""Errors that a damaged file causes. EOFError and zlib.error: a damaged gzip file."""
+"""Errors that a damaged file causes. EOFError and zlib.error come from a damaged gzip file."""
 _FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"}
 """File ending -> format. The file may also be gzipped (such as .jsonl.gz)."""
 _NAME = re.compile(r"(?P<repository>[^:?@]+)(@(?P<revision>[^:?]+))?(:(?P<configuration>[^:?]*))?(:(?P<split>[^:?]+))?")

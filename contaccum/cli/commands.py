@@ -28,8 +28,8 @@ def _call(target: str, *more: Any, spread: bool = False, configured: bool = Fals
 
     The returned function gets an instance of each option dataclass of the command. It passes these instances to ``target``.
     spread: ``target`` gets the field values of the only instance, one by one. configured: the instances are the options and a
-    TrainConfig. ``target`` gets a function that makes changed copies of the TrainConfig (see ``_configure``), then the options.
-    more: values that ``target`` gets as its last arguments.
+    TrainConfig. As its first argument, ``target`` then gets a function that makes changed copies of the TrainConfig (see
+    ``_configure``). The second argument is the options. more: values that ``target`` gets as its last arguments.
     """
 
     def call(*parts: Any) -> object:
@@ -193,7 +193,7 @@ COMMANDS = {
     "search": Command(
         _search,
         "find passages for the queries of a split, or for one query",
-        "Search a corpus for all queries of a split (writes a TREC run file), for one query, or for queries from a prompt.",
+        "Search a corpus for all queries of a split (writes a TREC run file), for one query, or for queries typed in a terminal.",
         '%(prog)s --model DIR --data BEIR_DIR (--split test --output FILE | --query "TEXT" | --interactive) [options]',
         "QueryConfig EncoderConfig SearchConfig DataPolicy",
         skip=("strict",),
@@ -201,7 +201,7 @@ COMMANDS = {
     "explore": Command(
         _call("contaccum.explore.app:explore"),
         "compare in a browser what retrievers find",
-        "Serve a web page that shows the passages that one model finds for a query, or two models side by side. The page also "
+        "Serve a web page that shows the passages found for a query by one model, or by two models side by side. The page also "
         "lists the judged queries. With one model, the query with the lowest metric is at the top. With two models, the list is "
         "sorted by the metric of the first model minus that of the second, lowest first. Vectors are cached. Needs the extra "
         "`explore`.",
@@ -264,7 +264,8 @@ COMMANDS = {
         "predict memory, step times, and the cost of encoding a corpus",
         "Run a few training steps with each method. Predict the largest micro-batch and the largest bank that fit into --memory. "
         "Also predict the peak memory and the time of a step. With --corpus_size, also predict the cost of encoding and "
-        "searching a corpus. With --processes, also plan run.sharding and LoRA. Accepts every setting of `contaccum train`.",
+        "searching a corpus. With --processes, also predict the largest micro-batch with run.sharding none and fsdp, for full "
+        "fine-tuning and for LoRA. Accepts every setting of `contaccum train`.",
         "%(prog)s --config FILE --memory 11GB [--methods NAME,...] [--corpus_size N] [--GROUP.FIELD VALUE ...]",
         "PlanConfig TrainConfig",
         skip=("resume",),
@@ -282,8 +283,8 @@ COMMANDS = {
     "report": Command(
         _call("contaccum.experiments.report:console_report", spread=True),
         "compare training runs: table, significance tests, HTML report",
-        "Print a table with one row per run, the best run first: metric, step time, peak memory, gradient-norm ratio, negatives. "
-        "--against adds significance tests, --wide more columns.",
+        "Print a table with one row per run, the best run first. The columns are method, metric, step time, peak memory, "
+        "gradient-norm ratio and number of negatives. --wide adds more columns, and --against adds significance tests.",
         "%(prog)s RUN [RUN ...] [--metric NAME] [--against RUN] [--html FILE] [--wide]",
         "ReportConfig",
     ),

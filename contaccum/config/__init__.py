@@ -186,8 +186,8 @@ def check_total(config: TrainConfig, total: int) -> None:
 def from_mapping(values: Mapping[str, Any]) -> TrainConfig:
     """Build a config from nested mappings, the inverse of ``asdict``.
 
-    Raises InputError for removed settings and removed values. Exception: ``spellings.REMOVED`` allows one value of each removed
-    setting.
+    Raises InputError for removed settings and removed values. But a removed setting with its old default is ignored (see
+    ``spellings.REMOVED``).
     """
     values = without_removed(values, "")
     given: dict[str, Any] = {name: GROUPS[name](**value) if name in GROUPS else value for name, value in values.items()}

@@ -164,9 +164,9 @@ class MineFilesConfig:
 class MineConfig:
     """How to choose hard negatives from the passages found for a query.
 
-    The candidates are the best `range_max` passages for a query. Filters remove known positives, passages with the same text as a
-    positive or the query, and duplicate passages. Then the best `range_min` candidates are skipped. The options have the same
-    names as in mine_hard_negatives of sentence-transformers.
+    Known positives, and passages with the same text as a positive or the query, are left out. The candidates are the best
+    `range_max` of the other passages. Filters remove duplicates and candidates with scores outside the limits. Then the best
+    `range_min` candidates are skipped. The options have the same names as in mine_hard_negatives of sentence-transformers.
     """
 
     num_negatives: int = setting(5, at_least=1, unit="passages")
@@ -174,12 +174,12 @@ class MineConfig:
     range_min: int = setting(0, at_least=0, unit="passages")
     """Number of candidates to skip after the filters, beginning with the best."""
     range_max: int = setting(100, unit="passages")
-    """Number of candidates for each query."""
+    """Number of candidates for each query: ranks 1 to `range_max` of the search results, without known positives."""
     relative_margin: float | None = setting(None, at_least=0, at_most=1)
-    """A negative must score at least this share below the lowest score of the query's positives. With 0.05, a negative may have
-    at most 95 % of that lowest score. Default: no limit."""
+    """The score of a negative may be at most p - relative_margin x abs(p), where p is the lowest score of the query's positives.
+    With 0.05 and a p above 0, this maximum is 95 % of p. Default: no limit."""
     absolute_margin: float | None = None
-    """A negative must score at least this much below the lowest score of the query's positives. Default: no limit."""
+    """The score of a negative may be at most p - absolute_margin, with p as in `relative_margin`. Default: no limit."""
     max_score: float | None = None
     """Maximum score of a negative. Default: no limit."""
     min_score: float | None = None

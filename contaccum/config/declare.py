@@ -28,7 +28,7 @@ class MethodSpec(NamedTuple):
         return self.two_pass and self.bank != "none"
 
     def cost(self, replay_share: float = 1.0) -> float:
-        """Return the cost of one pair in a training step, in forward passes. A backward pass costs 2 forward passes.
+        """Return the cost of one pair in a training step, in forward passes. A backward pass costs as much as 2 forward passes.
 
         replay_share: share of the texts that the second pass encodes again.
         """
@@ -74,7 +74,7 @@ class SettingSpec(NamedTuple):
     resume: Literal["free", "ask", "never"] = "ask"
     """Whether a resumed run may change the setting: always (free), only with `allow_changes` (ask), or never."""
     training_only: bool = False
-    """Whether a model setting is used only in training. It does not change the vectors of an encoder that is not trained."""
+    """Whether a model setting is used only in training. Such a setting does not change the vectors of an untrained encoder."""
     initial_encoder: bool = False
     """Whether a model setting is used only to build the initial encoder. When `contaccum rounds` starts a run from a trained
     model, it resets such a setting to its default."""

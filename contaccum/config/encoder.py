@@ -121,11 +121,11 @@ class ModelConfig(EncodingConfig):
             yield f"model.passage_name is {self.passage_name!r}, but model.tie_towers is true; leave out one of the two settings"
         if self.attention == "flash_attention_2" and config.run.precision == "fp32":
             yield "model.attention is flash_attention_2, but run.precision is fp32; set run.precision to bf16 or fp16"
-        compiled = f"run.compile is {config.run.compile}, but model."
+        compiled = f"run.compile is {config.run.compile}, but"
         if self.unpad and config.run.compile != "off":
-            yield f"{compiled}unpad is true; change one of them, because unpadded batches change in size at every step"
+            yield f"{compiled} model.unpad is true, so batches vary in size; set run.compile to off, or model.unpad to false"
         if self.quantize != "none" and config.run.compile != "off":
-            yield f"{compiled}quantize is {self.quantize}; set run.compile to off, or model.quantize to none"
+            yield f"{compiled} model.quantize is {self.quantize}; set run.compile to off, or model.quantize to none"
         if self.quantize != "none" and not config.lora.rank:
             yield f"model.quantize is {self.quantize}, but lora.rank is 0; set lora.rank, because only adapters can be trained"
 

@@ -29,7 +29,7 @@ class CompareConfig:
     """Number of runs for each combination of settings, one for each seed. The seeds are consecutive numbers, beginning with
     `seed` of the config."""
     vary: tuple[str, ...] = setting((), several=True, metavar="GROUP.FIELD=v1,v2")
-    """Settings to vary, with values. Each method runs with every combination of values of the settings that it reads."""
+    """Settings to vary, with values. For each method, only the settings that the method uses are varied, in all combinations."""
     test: str | None = None
     """Test data for all models: BEIR folder or name of a data set. Default: the data set named in `data.train`, with the split
     `test_split`."""
@@ -43,13 +43,13 @@ class CompareConfig:
     Default: grad_cache if it is among the methods, else the first method."""
     budget: str | None = None
     """Budget of each training run, in one of four units: forward passes of a pair (200000f), pairs (50000p), updates (300u),
-    or seconds (600s). Every run gets as many steps as this budget allows. A backward pass counts as 2 forward
-    passes. So a pair costs 1 + 3 x `replay.share` with `grad_cache` and `cont_cache`, and 3 with the other methods. If the unit
-    is seconds, a few steps are measured first. Default: `optim.max_steps` or `optim.epochs`."""
+    or seconds (600s). Every run gets as many steps as this budget allows. A pair costs 3 forward passes: its backward pass counts
+    as 2. With `grad_cache` and `cont_cache`, it costs 1 + 3 x `replay.share`, because a second pass encodes this share of the
+    texts again. If the unit is seconds, a few steps are measured first. Default: `optim.max_steps` or `optim.epochs`."""
     tune: tuple[str, ...] = setting((), several=True, metavar="GROUP.FIELD=v1,v2")
-    """Settings to tune, with the values to try. Each method tries every combination of the settings that it reads, with the first
-    seed. Then it uses the combination that is best on `data.dev`. Combinations compete in rounds (successive halving): 30
-    combinations cost at most 8 full runs."""
+    """Settings to tune, with the values to try. For each method, only the settings that the method uses are tuned, in all
+    combinations, with the first seed. Then the method uses the combination that is best on `data.dev`. Combinations compete in
+    rounds (successive halving): 30 combinations cost at most 8 full runs."""
     rungs: int | None = setting(None, at_least=1)
     """Number of rounds of tuning. The first round trains all combinations. Each later round trains only the best quarter, for 3
     times as long as the round before. The last round trains with the full budget. With 1 round, every combination trains with the
@@ -97,9 +97,9 @@ class PlanConfig:
     """Also estimate the time to encode a corpus of this many passages, the disk space of its vectors, the memory of an index and
     the time of a search. Default: no estimate."""
     processes: int | None = setting(None, at_least=2, unit="processes")
-    """Also plan training with this many processes: with `run.sharding` none and fsdp, each for all weights and for LoRA. Memory
-    is measured in one process without sharding, so small micro-batches must fit into the memory of this device. Default: no plan
-    for several processes."""
+    """Also plan training with this many processes, in up to four cases: training all weights or LoRA, with `run.sharding` none or
+    fsdp. Memory is measured in one process without sharding, so small micro-batches must fit into the memory of this device.
+    Default: no plan for several processes."""
     output: str | None = None
     """JSON file to write the plan to."""
 

@@ -15,7 +15,7 @@ from contaccum.errors import InputError
 MAX_BYTES = 1 << 20
 """Maximum number of bytes in a file. A file with all settings has about 2,000 bytes."""
 MAX_NODES = 10_000
-"""Maximum number of values in a file. There are about 100 settings. The values of a YAML alias count at each of its uses."""
+"""Maximum number of values in a file. There are about 100 settings. Values behind a YAML alias are counted at every use."""
 MAX_DEPTH = 20
 READY = Path(__file__).parent.parent / "configs"
 """Folder of the ready-made configs."""
@@ -62,8 +62,8 @@ def check_version(found: Any, where: str) -> None:
 def check_config_file(path: str | Path, text: str, known: Collection[str] | None) -> ConfigText:
     """Check the text of a YAML file, and return its settings, without ``format_version``.
 
-    known: names of the allowed settings. None allows any names. A removed setting is left out of the result if it has the one
-    value that ``spellings.REMOVED`` allows. With any other value, it is a fault.
+    known: names of the allowed settings. None allows any names. A removed setting is left out of the result if it has
+    its old default (see ``spellings.REMOVED``). With any other value, it is a fault.
 
     Raises InputError, with file and line, for the first of these faults: a setting that is not in ``known``, is given twice or
     was removed; a group that is not a mapping; a YAML tag; a key that jsonargparse does not read as a setting, such
@@ -112,9 +112,10 @@ def _parsed(path: str | Path, text: str) -> yaml.Node | None:
 def _nodes(
     path: str | Path, parent: yaml.Node, prefix: str = "", depth: int = 0
 ) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield (name of the setting, parent, key, value) for every value below the mapping or list ``parent``.
+    """Yield (name of the setting, container, key, value) for every value in ``parent``, also for nested values.
 
-    Parent, key and value are YAML nodes; the key of a list item is the item itself. Each use of an alias yields its values again.
+    Container, key and value are YAML nodes. The container is the mapping or list that directly contains the value. The key of a
+    list item is the item itself. If an alias is used several times, its values are yielded each time.
     """
     items = parent.value if isinstance(parent, yaml.MappingNode) else [(each, each) for each in parent.value]
     for number, (key, value) in enumerate(items):

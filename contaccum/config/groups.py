@@ -81,9 +81,9 @@ class DataConfig(DataPolicy):
     hard_negatives: int = setting(0, at_least=0, unit="passages")
     """Number of hard negatives for each query (H). `fill_negatives` decides what happens to queries that have fewer."""
     fill_negatives: Literal["random", "none"] = setting("random", unused_with=("data.hard_negatives 0",))
-    """What to do if a query has fewer than H hard negatives: add random passages (random), or nothing (none). With `none`, the
-    loss masks the missing columns. A missing passage is encoded as a text of one token; with `model.unpad`, this text has no
-    padding."""
+    """What to do if a query has fewer than H hard negatives: add random passages (random), or nothing (none). With `none`, a
+    text of one token takes the place of each missing negative, and the loss masks its column. `model.unpad` avoids the padding of
+    this text."""
 
     @property
     def policy(self) -> DataPolicy:
@@ -149,7 +149,7 @@ class BatchConfig:
     on_out_of_memory: Literal["shrink", "stop"] = setting("shrink", resume="free")
     """What to do if a step runs out of memory. `shrink` repeats the step with micro-batches of half the size and keeps this size.
     `stop` ends the run. The global batch size does not change. With `grad_cache` and `cont_cache`, the gradients do not change
-    either. On a CPU set a memory limit (ulimit -v), because without a limit the system kills the process."""
+    either. On a CPU, set a memory limit (ulimit -v). Without a limit, the operating system kills the process."""
 
     def broken(self, config: "TrainConfig", world: int) -> Iterator[str]:
         n, b = self.global_batch_size, 1 if config.micro_batch_tokens else config.micro_batch_size(world)
@@ -159,12 +159,12 @@ class BatchConfig:
         if self.order == "file" and config.data.streaming:
             yield "batch.order is file, but data.streaming is true; set data.shuffle_buffer to 1, which keeps a stream's order"
         obstacles = {
-            "data.streaming is true; a stream is read only once": config.data.streaming,
-            "data.mixture is set; a mixture chooses examples by weight, not by similarity": bool(config.data.mixture),
-            "model.name is tiny; an encoder of random weights finds no similar queries": config.model.name == "tiny",
+            "data.streaming is true, and a stream is read only once": config.data.streaming,
+            "data.mixture is set, which chooses examples by weight, not by similarity": bool(config.data.mixture),
+            "model.name is tiny, which has random weights and cannot find similar queries": config.model.name == "tiny",
         }
         if self.order == "near":
-            yield from (f"batch.order is near, but {why}, so use shuffled" for why, found in obstacles.items() if found)
+            yield from (f"batch.order is near, but {why}; choose shuffled" for why, found in obstacles.items() if found)
 
 
 @dataclass
@@ -180,7 +180,7 @@ class BankConfig:
     hard_negatives: bool = setting(True, methods="bank", unused_with=("data.hard_negatives 0",))
     """Store hard negatives in the bank too. They are additional columns of the loss."""
     keep: bool = setting(True, methods="bank")
-    """Keep the bank after an optimizer step. false empties the bank after each step."""
+    """Keep the bank after an optimizer step. If false, the bank is emptied after each step."""
     warmup_steps: int = setting(0, at_least=0, unit="steps", methods="bank")
     """Number of optimizer steps at the start that fill the bank without using it."""
     age_decay: float = setting(0.0, at_least=0, methods="bank", unused_with=("bank.keep false",))
@@ -286,7 +286,7 @@ class LossConfig:
         if self.guide is not None and config.data.streaming:
             yield "loss.guide is set, but data.streaming is true; a stream is read only once, so use data.streaming false"
         if self.guide is not None and self.false_negative_margin is not None:
-            yield "loss.guide and loss.false_negative_margin are both set; set only one (the margin of a guide is guide_margin)"
+            yield "loss.guide and loss.false_negative_margin are both set; set only one (a guide's margin is loss.guide_margin)"
         name = "guide_margin" if self.guide is not None else "false_negative_margin"
         if self.margin_strategy == "relative" and not 0 <= (self.margin or 0.0) <= 1:
             yield f"loss.{name} is {self.margin}, expected a number from 0 to 1, because loss.margin_strategy is relative"

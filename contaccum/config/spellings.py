@@ -8,12 +8,12 @@ from contaccum.config.declare import shown
 from contaccum.errors import InputError
 
 REMOVED: dict[str, tuple[Any, str]] = {
-    "model.pack_linears": (False, "Only encoding on a CPU still packs the weights; to train faster, use model.unpad"),
+    "model.pack_linears": (False, "Weights are packed only for inference on a CPU. To train faster, use model.unpad"),
     "bank.visibility": ("immediate", "Stored rows are always visible to the next micro-batch"),
     "bank.queries": (True, "Use method passage_bank for a bank without queries"),
     "optim.fused": (True, "AdamW always uses its fused kernel. To save memory, set optim.name to adamw_8bit"),
 }
-"""For each removed setting: the value that is still accepted, because it has no effect, and what to use instead."""
+"""Removed setting -> (its old default, which is still accepted and ignored; advice for users who gave another value)."""
 REMOVED_VALUES = {("batch.on_out_of_memory", "grow"): "Use shrink, which keeps the smaller micro-batches"}
 """(Setting, value that it no longer accepts) -> advice on what to use instead."""
 
@@ -70,8 +70,9 @@ no_cuda, use_cpu = run.device|device cpu
 """
 """Settings of other trainers (transformers, sentence-transformers, Tevatron, Axolotl). Each line has the form
 ``THEIR_NAMES = OUR_SETTING VALUE``. THEIR_NAMES are separated by commas. If our setting has one name in training and another in
-other commands, OUR_SETTING is ``TRAINING_NAME|OTHER_NAME``. In VALUE, ``{}`` stands for the value that the user gave, and
-``{in_memory}`` for the advice that batch.micro_batch_size may be the setting to use."""
+other commands, OUR_SETTING is ``TRAINING_NAME|OTHER_NAME``. In VALUE, ``{}`` stands for the value that the user gave. Example:
+``lr: 0.1`` gives the hint ``use optim.learning_rate with the value 0.1``. ``{in_memory}`` stands for a second suggestion,
+batch.micro_batch_size."""
 
 
 def closest(name: str, known: Collection[str], prefix: str = "") -> str:
@@ -89,9 +90,10 @@ def closest(name: str, known: Collection[str], prefix: str = "") -> str:
 
 
 def unknown(name: str, value: str, known: Collection[str], prefix: str = "") -> str:
-    """Return a hint about what to use instead of a setting that does not exist, or an empty string.
+    """Return a hint about what to use instead of a setting that does not exist.
 
-    value: text that the user gave for ``name``. prefix: text before each name of a setting in the hint, such as ``--``.
+    Return an empty string if there is no hint. value: text that the user gave for ``name``. prefix: text before each name of a
+    setting in the hint, such as ``--``.
     """
     last = name.rpartition(".")[2]
     in_memory = f"or {prefix}batch.micro_batch_size (pairs in memory)"
@@ -109,15 +111,15 @@ def unknown(name: str, value: str, known: Collection[str], prefix: str = "") -> 
 
 
 def is_ignored(name: str, value: Any) -> bool:
-    """Return whether a setting was removed and ``value`` is the only value that is still accepted for it (see ``REMOVED``)."""
+    """Return whether a setting was removed and is ignored because ``value`` is its old default (see ``REMOVED``)."""
     return name in REMOVED and value == REMOVED[name][0]
 
 
 def without_removed(values: Mapping[str, Any], where: str | None = None, prefix: str = "") -> dict[str, Any]:
-    """Return ``values`` without removed settings. ``REMOVED`` lists these settings, each with one value that is still accepted.
+    """Return ``values`` without the removed settings that have their old default (see ``REMOVED``).
 
-    A removed setting with any other value raises InputError. The message begins with ``where``. If ``where`` is None, there is
-    no error, and the setting stays in the result. prefix: name of the group of ``values`` with a dot, such as ``bank.``.
+    Raises InputError for other removed settings and for removed values. The message begins with ``where``. If ``where`` is None,
+    there is no error, and they are kept. prefix: name of the group that ``values`` belongs to, and a dot, such as ``bank.``.
     """
     kept: dict[str, Any] = {}
     for key, value in values.items():

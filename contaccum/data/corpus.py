@@ -133,7 +133,7 @@ def _passages(source: Path, repair: bool, rejected: RejectedRecords) -> Iterator
     """Yield the location and the passage of each record. Without ``repair``, a passage without text is rejected."""
     for location, passage in numbered_corpus(source, rejected):
         if not repair and is_blank(passage.text):
-            found = f"passage {passage.id!r} has an empty text; every passage needs a text. Use --repair to accept it."
+            found = f"passage {passage.id!r} has an empty text; every passage needs a text. Use --repair to accept empty texts."
             rejected.reject(location.error(found))
         else:
             yield location, passage

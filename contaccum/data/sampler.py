@@ -265,7 +265,8 @@ def make_sampler(
 def rounded(vectors: np.ndarray) -> np.ndarray:
     """Scale vectors (n, d) and round them to integers from -1023 to 1023. Return them as (n, d) int16.
 
-    Inner products are then integers below 2^53. float64 adds them without rounding, so ``near_order`` is the same everywhere.
+    The inner products in ``near_order`` are then integers below 2^53. float64 computes them without rounding, so ``near_order``
+    returns the same order on every machine.
     """
     scale = _LEVELS / (float(np.abs(vectors).max(initial=0)) or 1.0)
     dtype = vectors.dtype if scale <= float(np.finfo(vectors.dtype).max) else np.float64  # float16 ends at 65,504

@@ -127,13 +127,13 @@ def extras(requirements: list[str]) -> Diagnosis:
                 needed.setdefault(extra, []).append(need.name)
     missing = [extra for extra, names in needed.items() if not all(map(_version, names))]
     if missing:
-        advice = f"pip install 'contaccum[{','.join(missing)}]' if you need the options of these extras"
+        advice = f"pip install 'contaccum[{','.join(missing)}]' if you need the options that require these extras"
         return Diagnosis("note", "extras", f"not installed: {', '.join(missing)}", advice)
     return Diagnosis("ok", "extras", ", ".join(needed))
 
 
 def devices(found: dict[str, Any]) -> Iterator[Diagnosis]:
-    """Check that PyTorch finds the GPUs and searches correctly on each device. found: result of trials.torch_trial."""
+    """Check that PyTorch finds the GPUs and that vector search is correct on each device. found: result of trials.torch_trial."""
     if "error" in found:
         yield Diagnosis("broken", "torch", found["error"], "reinstall torch: https://pytorch.org/get-started/locally/")
         return

@@ -22,10 +22,10 @@ def vectors() -> tuple[np.ndarray, np.ndarray]:
 
 
 def difference(scores: np.ndarray, rows: np.ndarray) -> float:
-    """Return the maximum error of the scores of a search for the queries and passages of ``vectors``.
+    """Return the maximum error of search scores. The search used the queries and passages that ``vectors`` returns.
 
-    The error is the difference from exact scores, computed in float64. scores, rows: score and row number of the K passages
-    found for each query, (16, K).
+    The error is the difference from exact scores, computed in float64. scores, rows: scores and row numbers of the K passages
+    that the search found for each query, (16, K).
     """
     queries, passages = vectors()
     exact = queries.astype(np.float64) @ passages.astype(np.float64).T

@@ -61,7 +61,7 @@ class DualEncoder(nn.Module):
         for key, tower in (("max_query_length", query_tower), ("max_passage_length", passage_tower)):
             length, limit = getattr(settings, key), tower.position_limit
             if limit is not None and not 2 < length <= limit:
-                raise InputError(f"{key} is {length}; expected 3 to {limit} tokens, the maximum of the encoder")
+                raise InputError(f"{key} is {length}; expected 3 to {limit} tokens ({limit} is the encoder's maximum)")
 
     @property
     def dim(self) -> int:

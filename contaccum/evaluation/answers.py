@@ -65,7 +65,7 @@ def first_hits(batch: Batch) -> tuple[list[int | None], int]:
     """Find the first passage that contains an answer, for each question of a batch.
 
     Return two values: the rank of this passage for each question (from 1; None if no passage contains an answer), and the number
-    of answers that are empty or not a valid pattern (0 if answers are strings).
+    of answers that are empty or not a valid regular expression. If ``batch.match`` is string, this number is always 0.
     """
     texts = [token_string(text) if batch.match == "string" else normalize("NFD", text) for text in batch.texts]
     ranks: list[int | None] = []

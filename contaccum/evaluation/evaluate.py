@@ -125,7 +125,7 @@ def _evaluate_with_beir(
     batch_tokens: int | None,
     group: Processes,
 ) -> Metrics:
-    """Load, search and score with the library BEIR, which rounds means to 5 decimals and returns no values per query."""
+    """Load, search and score with the library BEIR. It rounds mean metrics to 5 decimals and returns no values per query."""
     if group.world > 1:
         raise InputError(f"--evaluator beir needs one process, but {group.world} were started; start one")
     from beir.datasets.data_loader import GenericDataLoader

@@ -46,10 +46,10 @@ class Comparison:
 def permutation_test(differences: ArrayLike, seed: int = 0) -> float:
     """Return the two-sided p of the paired permutation test. differences: one value per query, (n,).
 
-    The test flips the signs of the differences in many ways. p is the share of flips whose mean is at least as far from 0 as the
-    mean of the given differences. With up to 13 values, the test uses all flips, and p is exact. With more, it uses 9,999
-    random flips and the given signs. seed: seed of the random flips. Sources: Fisher 1935; for retrieval, Smucker, Allan and
-    Carterette 2007.
+    A flip changes the signs of some differences. p is the share of flips whose mean is at least as far from 0 as the mean of the
+    given differences. With up to 13 differences, the test uses all flips, and p is exact. With more, it estimates p from 9,999
+    random flips, and counts the differences without a change as one more flip. seed: seed of the random flips. Sources: Fisher
+    1935; for retrieval, Smucker, Allan and Carterette 2007.
     """
     values = np.asarray(differences, dtype=np.float64)
     if not np.any(values) or len(values) == 1:  # with one value, every flip is equally far from 0
@@ -84,7 +84,7 @@ def t_test(differences: ArrayLike) -> tuple[float, float]:
 def over_both(differences: ArrayLike) -> float:
     """Return the two-sided p of Clark's min F' test, which treats seeds and queries as random. differences: (seeds, queries).
 
-    F1 is the square of t over queries after averaging over seeds. F2 is the square of t over seeds after averaging over queries.
+    F1 is t^2 of the t-test on the queries' means over seeds. F2 is t^2 of the t-test on the seeds' means over queries.
     min F' = F1 F2 / (F1 + F2) has the distribution F(1, j), where j = (F1 + F2)^2 / (F1^2 / (seeds - 1) + F2^2 / (queries - 1)).
     The test is conservative: p may be too large. Source: Clark 1973, "The language-as-fixed-effect fallacy".
     """

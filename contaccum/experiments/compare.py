@@ -330,5 +330,5 @@ class Study:
 
 
 def _queries(data: str, split: str) -> tuple[str, str]:
-    """Return the real path and the split, to compare two data sets. The split of a file of examples is empty."""
+    """Return the real path and the split of a data set. They identify its queries. The split of a file of examples is empty."""
     return os.path.realpath(data), "" if Path(data).is_file() else split

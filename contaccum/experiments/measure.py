@@ -184,7 +184,7 @@ class Probe:
 
 
 def _longest(train_set: TrainSet, most: int, searched: int = 100_000) -> np.ndarray:
-    """Return the indices of at most ``most`` long pairs. Pairs with long queries and pairs with long positives alternate.
+    """Return the indices of long pairs, at most ``most`` of them. Long queries and long positives alternate.
 
     A micro-batch is padded to its longest query and to its longest passage, which seldom belong to the same pair. Only the first
     ``searched`` pairs are considered. Lengths are numbers of characters.

@@ -309,16 +309,16 @@ FIGURES: dict[str, tuple[str, str, str, Draw]] = {
         "step", "passage / query", _over_steps("grad_norm_ratio", log=True, level=1.0),
     ),
     "grad-norms": (
-        "Gradient norms before clipping: query tower solid, passage tower dashed",
+        "Gradient norms before clipping (solid line: query tower, dashed line: passage tower)",
         "step", "L2 norm", _over_steps("query_grad_norm", "passage_grad_norm", log=True),
     ),
     "bank-age": (
-        "Age of the bank's rows at the start of a step: mean solid, oldest dashed",
+        "Age of the bank's rows at the start of a step (solid line: mean age, dashed line: age of the oldest row)",
         "step", "optimizer steps", _bank_age,
     ),
     "bank-drift": (
-        "Cosine between stored embeddings and embeddings from the current weights, over a sample of the bank: queries solid, "
-        "passages dashed",
+        "Cosine between stored embeddings and embeddings from the current weights, mean over a sample of the bank (solid line: "
+        "queries, dashed line: passages)",
         "step", "cosine", _over_steps("drift_query_cosine", "drift_passage_cosine"),
     ),
     "drift-age": (

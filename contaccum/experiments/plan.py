@@ -36,7 +36,7 @@ class FittingSize:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Largest sizes within the memory budget, peak memory, and speeds of one method that trains in one process."""
+    """Measurements of one method in one process: peak memory, speeds, and the largest sizes that fit into the memory budget."""
 
     micro_batch_size: int | None  # largest divisor of the global batch size that fits; None if no divisor fits
     peak: float  # peak memory in bytes with this size (if None, with the smallest size) and the configured bank

@@ -145,9 +145,10 @@ def _quality_section(groups: list[RunGroup], metric: str, found: list[Difference
     footnote = (
         f"A difference is the mean over seeds and {queries} queries. The permutation test (sign flips) and Student's paired "
         "t-test check whether the difference of these trained models generalizes to other queries. The test in the last column "
-        "also checks other seeds (min F', Clark 1973); it needs at least two seeds. All p values are two-sided. Holm's method "
-        f"corrects each type of test for the {len(found)} comparisons of this report. Effect d is the mean difference divided by "
-        "the standard deviation of the differences. If the reference method has several settings, the reference is its best one."
+        "(min F', Clark 1973) checks whether it generalizes to other queries and other seeds; it needs at least two seeds. All p "
+        f"values are two-sided. Holm's method corrects each type of test for the {len(found)} comparisons of this report. Effect "
+        "d is the mean difference divided by the standard deviation of the differences. If the reference method has several "
+        "settings, the reference is its best one."
     )
     return Section(title, notes, [quality(groups, metric), tests_table(found)], (footnote,))
 
@@ -206,7 +207,7 @@ def _time_section(groups: list[RunGroup], metric: str) -> Section:
     if limited is None:
         return Section(title, (), (), (f"No run was evaluated on dev (data.dev, run.eval_steps). {how}",))
     seconds, table = limited
-    note = f"Scores are from the last dev evaluation in the first {seconds:.1f} s, the total time of the fastest setting. {how}"
+    note = f"Scores are from the last dev evaluation in the first {seconds:.1f} s (total time of the fastest setting). {how}"
     return Section(title, (), [table], (note,))
 
 

@@ -34,7 +34,7 @@ from contaccum.training.run_folder import config_differences, read_config
 SETTINGS_FILE = "rounds.yaml"
 _INITIAL = [name.removeprefix("model.") for name in settings_with(initial_encoder=True)]
 TRAINED_MODEL: dict[str, Any] = {name: getattr(ModelConfig, name) for name in _INITIAL}
-"""Default of each model setting that is used only to build the initial encoder. Runs that start from a trained model use it."""
+"""Defaults of the model settings that only build the initial encoder. Runs that start from a trained model use these defaults."""
 
 
 def run_rounds(config: TrainConfig, mining: MineConfig, options: RoundsConfig) -> Path:
@@ -62,7 +62,7 @@ def _check(config: TrainConfig, mining: MineConfig, options: RoundsConfig) -> No
     mining.check()
     wanted, mined = config.data.hard_negatives, mining.num_negatives
     checks = {
-        "data.mixture is set, but contaccum rounds mines only one data set. Use data.train.": config.data.mixture,
+        "data.mixture is set, but `contaccum rounds` mines only one data set. Use data.train.": config.data.mixture,
         "rounds.start is previous; with lora.rank above 0 it must be base, because LoRA cannot continue from a LoRA model.":
             options.start == "previous" and config.lora.rank,
         f"loss.distillation is {config.loss.distillation}, so mine.cross_encoder must be set to compute the teacher scores.":
@@ -89,7 +89,7 @@ def _claim(output: Path, config: TrainConfig, mining: MineConfig, options: Round
                 f"{output}: contains rounds of a call with other settings ({found}). Use these settings or another output_dir."
             )
     elif any(not path.name.startswith((".", LOCK_FILE)) for path in output.iterdir()):
-        raise InputError(f"{output}: contains files that contaccum rounds did not write. Use a new or empty folder.")
+        raise InputError(f"{output}: contains files that `contaccum rounds` did not write. Use a new or empty folder.")
     write_text(file, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
 
 
@@ -105,7 +105,7 @@ class _Rounds:
         return self.output / f"round-{number}" / "model"
 
     def mine(self, number: int) -> None:
-        """Mine the hard negatives of round ``number``, unless they exist. Then always delete the vectors of this round.
+        """Mine the hard negatives of round ``number``, unless they exist. Then, in both cases, delete the vectors of this round.
 
         In round 0, negatives are mined only if ``rounds.first`` is bm25.
         """
@@ -136,8 +136,8 @@ class _Rounds:
     def train(self, number: int) -> None:
         """Train the model of round ``number`` and write the file ``round-NUMBER.finished``.
 
-        Does nothing if this file exists. The folder ``model`` does not show that training has ended, because dev evaluations
-        write it too.
+        Does nothing if this file exists. The folder ``model`` is no proof that training has ended, because dev evaluations also
+        write this folder.
         """
         finished = self.output / f"round-{number}.finished"
         if not finished.exists():

@@ -39,7 +39,7 @@ class Variant:
 
 
 def named(first: str, values: Values) -> str:
-    """Join ``first`` and the values to a name of a run or folder, such as ``cont_accum-size=64-learning_rate=2e-5``."""
+    """Join ``first`` and the values into one name of a run or folder, such as ``cont_accum-size=64-learning_rate=2e-5``."""
     return "-".join([first, *(f"{name.partition('.')[2] or name}={value}" for name, value in values)])
 
 

@@ -148,7 +148,7 @@ def _tuning_section(tuned: Sequence[Tuned], metric: str) -> Section:
     ]
     if invalid := [f"{name}: {why}" for each in tuned for name, why in each.invalid.items()]:
         notes.append("Combinations that cannot be trained: " + "; ".join(invalid))
-    summary = Table(["setting", "combinations", "cost in full runs", "chosen", "at the edge"], rows)
+    summary = Table(["setting", "combinations", "cost (1 = one full run)", "chosen", "at the edge"], rows)
     return Section("Tuning", (), [summary, Table(["setting", *_tuned_names(tuned), *heads, ""], tried)], notes)
 
 

@@ -1,4 +1,4 @@
-"""Length of training runs: the same budget for every run, and tuning with short and long runs (successive halving).
+"""Length of training runs: all final runs have the same budget; tuning also uses shorter runs (successive halving).
 
 Successive halving is cheaper than training all combinations of values fully. It has several rounds, called rungs. In the first
 rung, all combinations train for a short time. In each later rung, the best quarter of the combinations trains again from the
@@ -44,7 +44,7 @@ class Budget(NamedTuple):
     def steps(self, config: TrainConfig, share: Fraction, step_seconds: float | None) -> int:
         """Return the number of optimizer steps that a run can take with the fraction ``share`` of the budget.
 
-        step_seconds: measured seconds of a step, needed only for a budget in seconds. Raises InputError if the number is 0.
+        step_seconds: measured seconds of a step, only for a budget in seconds. Raises InputError if the number of steps is 0.
         """
         pairs = config.batch.global_batch_size
         prices = {"f": pairs * config.spec.cost(config.replay_share), "p": pairs, "u": 1, "s": step_seconds}
@@ -113,8 +113,8 @@ def measured_step(config: TrainConfig, folder: Path) -> float:
 def rung_shares(candidates: int, rungs: int | None) -> list[Fraction]:
     """Return, for each rung (round of tuning), the share of the full budget that one run gets. The share of the last rung is 1.
 
-    rungs: number of rungs. Default: as few as possible, with at most FINALISTS candidates in the last rung. Example: 30
-    candidates need three rungs. Together these rungs cost 30/9 + 8/3 + 2 = 8 full runs.
+    rungs: number of rungs. Default: as few as possible, with at most FINALISTS candidates in the last rung. Example: for 30
+    candidates there are three rungs, with 30, 8 and 2 candidates. Together they cost 30/9 + 8/3 + 2 = 8 full runs.
     """
     if rungs is None:
         rungs, left = 1, candidates

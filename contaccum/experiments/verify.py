@@ -183,7 +183,7 @@ def _equal_methods(bench: Bench) -> Iterator[Equivalence]:
 
 def _cached_logsumexp(bench: Bench) -> Equivalence:
     bank = bench.bank("cont_accum", bench.config.bank_rows)
-    name, tolerance = "incremental log-sum-exp = full matrix", 1e-5
+    name, tolerance = "incremental log-sum-exp = log-sum-exp of the full matrix", 1e-5
     if not bank.options.keep:
         return Equivalence(name, None, tolerance, "needs bank.keep true")
     bench.gradients("cont_accum", bank)

@@ -195,7 +195,7 @@ class Gate:
         if (origin and urlsplit(origin).netloc != host) or (method == "POST" and site not in ("same-origin", "none")):
             return 403, "Requests from other web sites are not allowed."
         if not (paths := _PATHS.get(method)) or not paths.fullmatch(path):
-            return 404, "The page has no such address."
+            return 404, "This address does not exist, or it does not accept this HTTP method."
         if method == "POST":
             length = headers.get(b"content-length", b"").decode("latin-1")
             if b"transfer-encoding" in headers or not re.fullmatch(r"\d{1,9}", length):

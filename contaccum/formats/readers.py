@@ -185,7 +185,7 @@ def _kind_of_table(path: Path, max_bad_records: int) -> Kind:
 
     A file with two columns has DPR questions if it is a .csv file, or if most of the first lines look like a question and its
     answers. In such a line, the first cell is not an id (it is empty or contains white space), or the second cell starts like
-    a list. Other files with two columns have ids and texts (MS MARCO). They are ``queries`` if the file name contains
+    a list. Other files with two columns have ids and texts (MS MARCO). Their format is ``queries`` if the file name contains
     ``quer``, otherwise ``corpus``.
     """
     rows = [line.split("\t") for line in _first_lines(path, max_bad_records)]
@@ -218,7 +218,7 @@ def _columns(path: Path, max_bad_records: int) -> int | None:
 
 
 def _first_lines(path: Path, max_bad_records: int) -> list[str]:
-    """Return the first 2 n + 1 lines; n is ``max_bad_records``, but at most 100. If n of them are invalid, most are valid."""
+    """Return the first 2 n + 1 lines; n is ``max_bad_records``, but at most 100. If n lines are invalid, n + 1 are valid."""
     enough = 2 * min(max_bad_records, _SAMPLE) + 1
     return [line for _, line in islice(numbered_lines(path, rejected=RejectedRecords(enough - 1)), enough)]
 
@@ -231,8 +231,9 @@ def _most_common(found: Iterable[Value]) -> Value | None:
 def _layout(path: Path, max_bad_records: int) -> Literal["list", "lines", "columns"]:
     """Return whether a file is one JSON list, lines of JSON objects, or a table with columns.
 
-    With ``max_bad_records``, the first line may be invalid, so the majority of the first lines decides. If the first line is a
-    complete JSON list and other lines follow, the first line is invalid, and the file is not one JSON list.
+    Without ``max_bad_records``, the first character decides. With ``max_bad_records``, the first line may be invalid. A file
+    that starts with [ is then one JSON list, unless its first line is a complete list and other lines follow. In any other
+    case, the majority of the first lines decides.
     """
     first = first_character(path)
     if not max_bad_records:
@@ -273,8 +274,8 @@ def kind_of_record(record: Record, location: SourceLocation, number: int = 1) ->
 def _kind_of_lines(path: Path, max_bad_records: int) -> Kind:
     """Detect the format of a file of JSON lines.
 
-    Records with _id and text can be passages or queries. The file name decides if it is corpus.jsonl or queries.jsonl. Under
-    any other name, the records are passages if one of the first records has a title.
+    Records with _id and text can be passages or queries. If the file is named corpus.jsonl or queries.jsonl, the name decides.
+    Under any other name, the records are passages if one of the first records has a title, otherwise queries.
     """
     enough = min(max_bad_records, _SAMPLE) + 1
     kinds = json_lines(path, _RECORDS, kind_of_record, RejectedRecords(2 * (enough - 1)))

@@ -112,18 +112,18 @@ class Bank:
         """Return one age penalty per bank row, (fill,). Return None if there is no age decay.
 
         The penalty is subtracted from the logits between the row's query and current passages, and between the row's passages and
-        current queries. The logits between two stored rows have another penalty, which ``logits`` subtracts. It depends on the
-        difference of the rows' ages. This difference never changes, so the stored log-sum-exps stay valid.
+        current queries. The method ``logits`` subtracts another penalty from the logits between two stored rows. That penalty
+        depends on the difference of the rows' ages. This difference never changes, so the stored log-sum-exps stay valid.
         """
         if not self.options.age_decay:
             return None
         return (self.ages()[: self.fill] * self.options.age_decay).to(self.passages)
 
     def partial(self, rows: int, columns: int) -> PartialLogSumExp | None:
-        """Return an object in which the loss stores log-sum-exps for the next push. None if the push cannot reuse them.
+        """Return an object in which the loss stores log-sum-exps for the next push, or None if the push cannot reuse them.
 
-        rows: number of rows of the next push. columns: number of passages per row. Conditions for reuse: the bank stores the
-        query and all passages of each row, the loss uses the bank, and the push overwrites exactly one of the smallest blocks.
+        rows: number of rows of the next push. columns: passages per row. Conditions for reuse: the bank stores the query and all
+        passages of each row, the loss uses it, and the push overwrites one whole block at the last level of ``NestedLogSumExp``.
         """
         one_block = rows == self.push_rows and self.pointer % rows == 0 and self.pointer + rows <= self.size
         if self.sums is None or not self.fill or not one_block or columns != 1 + self.options.hard_negatives:
@@ -308,8 +308,8 @@ class Bank:
     def load_state(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
         """Restore the tensors and the other values that ``state`` returned.
 
-        Raises InputError if the saved tensors do not have the shapes of this bank's tensors. If a setting on which the
-        log-sum-exps depend has changed, they are computed again.
+        Raises InputError if the saved tensors do not have the shapes of this bank's tensors. The log-sum-exps are computed again
+        if a setting that affects them has changed.
         """
         rows = {name: each for name, each in tensors.items() if not name.endswith(("sums", "closed"))}
         self._widen(rows["positives"].shape[1] if "positives" in rows else 1)

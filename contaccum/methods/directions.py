@@ -5,9 +5,9 @@ positive p with its own query q+ is
 
     -log( exp(s(q+,p)/t) / sum over queries q of exp(s(q,p)/t) )
 
-Otherwise the directions are alike. Only current vectors get gradients. If p is a known positive of a query other than q+, this
-query is masked. The log-sum-exps between stored positives and stored queries are cached. Hard negatives have no query, so the
-second direction does not use them. The symmetric loss is the mean of both directions.
+Otherwise the directions are alike. Only current vectors get gradients. A query other than q+ is masked if p is one of its known
+positives. The log-sum-exps between stored positives and stored queries are cached. Hard negatives have no query, so the second
+direction does not use them. The symmetric loss is the mean of both directions.
 Sources: Radford et al. 2021 (arXiv 2103.00020), figure 3; with negatives in both directions, Li et al. 2023 (arXiv 2308.03281).
 """
 

@@ -7,9 +7,10 @@ last, one block is open: the block that the pushes overwrite now. The next level
 blocks. To open a block, the log-sum-exps of its smaller blocks are computed from the stored embeddings. To close a block, the
 log-sum-exps of its smaller blocks are combined into one.
 
-While the pushes overwrite the whole ring once, the logits of a column and all rows are computed LEVELS times: once when a push
-overwrites the column, and once at each level except the last, when the block of the column is opened. With M rows and pushes of
-b rows, one push costs O(M * b) on average, and the table has LEVELS * fan = O((M / b)^(1 / LEVELS)) numbers per row.
+While the pushes overwrite the whole ring once, the logits between one column and all rows are computed LEVELS times. They are
+computed once when a push overwrites the column. They are also computed once at each level except the last, when the block that
+contains the column is opened. With M rows and pushes of b rows, one push costs O(M * b) on average, and the table has
+LEVELS * fan = O((M / b)^(1 / LEVELS)) numbers per row.
 """
 
 from collections.abc import Callable
@@ -63,10 +64,10 @@ class PartialLogSumExp:
     """
 
     def __init__(self, slot: int, fill: int, rows: int, per_slot: int, sums: "NestedLogSumExp") -> None:
-        """Create the attributes ``columns`` and ``rows``. They are tensors that the loss then fills.
+        """Create the tensors ``self.columns`` and ``self.rows``. The loss fills them later.
 
-        slot: first slot of the bank that the push of the current rows will overwrite. fill: number of slots of the bank that
-        contain a row. rows: number of current rows, b. per_slot: number of columns in a slot. sums: table of the bank.
+        slot: first bank slot that the next push will overwrite. fill: number of bank slots that contain a row. rows: number of
+        current rows, b. per_slot: number of columns in a slot. sums: the bank's table of log-sum-exps.
         """
         self.slot = slot
         self.columns = sums.values.new_empty((fill,))
@@ -102,10 +103,10 @@ class PartialLogSumExp:
 class NestedLogSumExp:
     """Table of the log-sum-exp of each row over each block of columns.
 
-    Blocks have several sizes, called levels. The table is ``values``, (LEVELS, fan, M): one entry for each level, block and
-    bank row. The entries of a block are minus infinity if the block contains no column. They are also minus infinity if the
-    block is open, because the next level then has entries for its columns. The rows are the last dimension, so that a sum over
-    blocks reads contiguous memory.
+    Each level has blocks of one size. The table is ``values``, (LEVELS, fan, M): one entry for each level, block and bank row.
+    The entries of a block are minus infinity if the block contains no column, or if it is open. At each level except the last,
+    one block is open: the block that the pushes overwrite now. The columns of an open block have their entries at the next
+    level. The rows are the last dimension, so that a sum over blocks reads contiguous memory.
     """
 
     def __init__(

@@ -52,13 +52,13 @@ class LossValue(NamedTuple):
     distilled: Tensor | None = None
     """Distillation loss (see ``contaccum.methods.objective.Distillation``). Scalar with gradient; None without distillation."""
     partials: tuple[PartialLogSumExp | None, ...] = ()
-    """Log-sum-exps that the push of the current rows reuses: one element for the bank of each width, the full width first."""
+    """Log-sum-exps that are reused when the current rows are pushed into the bank: one element per width, full width first."""
     replayed: tuple[float, float] | None = None
-    """Partial replay: share of the texts that were encoded, and relative variance that the sampling added."""
+    """Partial replay: ratio of encoded texts to all texts, and relative variance (see ``replay_sample``). Otherwise None."""
     counted_share: float = 1.0
-    """Ratio d / s, where ``contrast`` is the sum of the losses of s rows, divided by d.
+    """Ratio d / s: ``contrast`` is a sum of losses divided by d, and s is the number of rows in this sum.
 
-    The ratio is below 1 only if d does not count the bank rows of the sum (``bank.row_weight`` is ``current``).
+    The ratio is below 1 only if ``bank.row_weight`` is ``current``: d counts only current rows, and s also counts bank rows.
     """
 
     @property
@@ -92,9 +92,9 @@ class LossValue(NamedTuple):
 def row_weights(micro_batches: Sequence[MicroBatch], bank: Bank | None = None) -> list[float]:
     """Return the weight of each micro-batch in the mean loss of the step.
 
-    The loss of a micro-batch is a mean over its rows, so its weight is proportional to its number of rows. The rows of a
-    micro-batch are its pairs, plus ``bank.weighted_rows`` at the beginning of the step. All rows of the step then count equally,
-    unless the bank grows during the step. If all micro-batches have the same size, all weights are 1.
+    The loss of a micro-batch is a mean over its rows, so its weight is proportional to its number of rows. This number is the
+    number of pairs plus the value of ``bank.weighted_rows`` at the beginning of the step. With these weights, all rows of the
+    step count equally, unless the bank grows during the step. If all micro-batches have the same size, all weights are 1.
     """
     rows = [len(batch.ids.columns) + (bank.weighted_rows if bank else 0) for batch in micro_batches]
     return [len(rows) * count / sum(rows) for count in rows]

@@ -89,12 +89,13 @@ class PairRules:
         of_queries: bool = False,
         counts: Tensor | None = None,
     ) -> None:
-        """Apply the rules to logits (r, c): the logit of each masked pair becomes minus infinity.
+        """Apply the rules to logits (r, c): each masked logit becomes minus infinity.
 
         columns: passage id of each column, (c,) on the CPU. of_queries: whether the columns are queries. ``columns`` then has
         the row numbers of these queries in the training set, or is None if no rule uses the row numbers.
-        pairs: two slices of the training pairs, first the pairs of the rows, then the pairs of the columns. Each pair has one
-        row, and all pairs have the same number of columns. None: no row is in the same training pair as a column.
+        pairs: two slices of the training pairs. The rows belong to the pairs of the first slice, and the columns to the pairs of
+        the second. A training pair has one row, and every training pair has the same number of columns. None: no row belongs
+        to the same training pair as a column.
         counts: (2,) int64. The number of unmasked logits is added to the first element. The number of logits that are masked
         because of a high score is added to the second.
         """
@@ -152,10 +153,10 @@ class PairRules:
 
 
 def _own_columns(logits: Tensor, rows: slice, columns: slice) -> Tensor | None:
-    """Return a view, (columns per pair, pairs), of the logits whose row and column belong to the same training pair.
+    """Return a view of the logits whose row and column belong to the same training pair: (columns per pair, pairs).
 
-    logits: (r, c). rows, columns: the two slices ``pairs`` of ``PairRules.leave_out``. If no pair is in both slices, the result
-    is None.
+    logits: (r, c). rows, columns: the first and the second slice of the argument ``pairs`` in ``PairRules.leave_out``. If no
+    pair is in both slices, the result is None.
     """
     first, end = max(rows.start, columns.start), min(rows.stop, columns.stop)
     if first >= end:

@@ -127,7 +127,7 @@ Loss = InfoNCE | Objective
 
 
 class StepEngine(Protocol):
-    """Attributes and functions of ``contaccum.runtime.engine.Engine`` that training methods use. Engine has their docstrings."""
+    """Attributes and functions of ``contaccum.runtime.engine.Engine`` that training methods use. For docstrings, see Engine."""
 
     no_grad_group_size: int
     replay_share: float

@@ -16,13 +16,13 @@ from contaccum.methods.objective import StepEngine
 Cache = list[tuple[Tensor, Tensor]]
 """For each micro-batch: the gradients with respect to the embeddings of queries (b, d) and passages (b, 1 + H, d)."""
 HUGE = 1e300
-"""Value that replaces a NaN or infinite gradient norm, so that the text is kept and the training loop finds the error."""
+"""Norm for texts whose gradient norm is NaN or infinite. Replay then keeps such a text, so the training loop finds the error."""
 
 
 def replay_sample(engine: StepEngine, micro_batches: list[MicroBatch], cache: Cache) -> tuple[float, float]:
     """Make the second pass: encode a sample of the texts with a graph, and backpropagate their weighted cached gradients.
 
-    Returns the share of the texts that were encoded, and the relative variance: the variance that the sampling added, divided by
+    Returns the ratio of encoded texts to all texts, and the relative variance: the variance that the sampling added, divided by
     the sum of the squared gradient norms.
     """
     step = engine.join(micro_batches)
@@ -82,7 +82,8 @@ def keep_probabilities(norms: Tensor, expected: float) -> Tensor:
     """Return the probability of keeping each text: min(1, c * norm), (n,) float64.
 
     The number c is chosen so that the sum of the probabilities is ``expected``. An ``expected`` below 1 counts as 1. If fewer
-    than ``expected`` texts have a gradient norm above 0, the texts with norm 0 get equal shares of the rest of the sum.
+    than ``expected`` texts have a gradient norm above 0, these texts get probability 1, and all texts with norm 0 get the same
+    probability.
     """
     norms = norms.double().nan_to_num(nan=HUGE, posinf=HUGE)
     expected = min(max(expected, 1.0), float(len(norms)))

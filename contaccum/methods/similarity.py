@@ -63,7 +63,7 @@ class EntriesById:
                 self._entries.setdefault(passage, []).append(entry)
 
     def remove(self, first: int, ids: Tensor) -> None:
-        """Remove n entries. ``add`` must have been called with the same numbers and ids. Arguments: see ``add``."""
+        """Remove the n entries ``first``, ``first + 1`` and so on. ids: (n, P), the ids with which they were added."""
         for entry, own in enumerate(ids.tolist(), first):
             for passage in {*own} - NO_IDS:
                 # fast, because the bank removes the oldest entry first, and that entry is at the front of the list

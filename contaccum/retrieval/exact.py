@@ -268,11 +268,12 @@ def _ready(block: torch.Tensor, copied: Any) -> torch.Tensor:
 def rescore(
     queries: np.ndarray, shards: Iterable[Shard], rows: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return ids and exact scores of candidates, both (n, k), and a rounding error for each query, (n,).
+    """Return ids and exact scores of candidates, both (n, k), and an error bound for each query, (n,).
 
     rows: row numbers of the candidates, counted over all shards, (n, k). Where a row number is -1 (no candidate), id and score
-    are undefined. Scores are float64 sums rounded to float32, so a score depends only on its query and its passage. The
-    rounding error is the largest possible error of a float32 inner product of the query and a candidate.
+    are undefined. Scores are float64 sums rounded to float32, so a score depends only on its query and its passage. The error
+    bound is for the search that found the candidates, not for these scores. That search computes inner products in float32. The
+    bound is the largest possible rounding error of such a product of the query and a candidate.
     """
     ids = np.empty(rows.shape, dtype=object)
     scores = np.empty(rows.shape, dtype=np.float32)

@@ -18,7 +18,7 @@ from contaccum.formats.records import Example, Passage, content_id
 
 
 class MiningQueries:
-    """Queries to mine negatives for, the corpus, and the passages that must not become negatives."""
+    """Queries that need negatives, the corpus, and the passages that must not become negatives."""
 
     def __init__(self, examples: ExampleTable, corpus: Dataset | None = None) -> None:
         """corpus: passages that may become negatives (columns id, title, text). None: the passages of the examples."""

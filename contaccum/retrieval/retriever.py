@@ -54,10 +54,10 @@ class Retriever(ABC):
     ) -> "Retriever":
         """Load the model, then encode or index the corpus (columns id, title, text).
 
-        model: an encoder, the name or the config of an encoder, or ``bm25``. group: processes of this search. Without
-        ``mining``, they divide the corpus among themselves. All of them must then search for the same queries, and each gets the
-        complete run. mining: instead, each process searches the whole corpus for its own queries. The scores are exact inner
-        products, even with an approximate index. extra: passages that can be scored as positives but are never returned.
+        model: an encoder, the name or the config of an encoder, or ``bm25``. group: processes of this search. mining: if False,
+        the processes divide the corpus among themselves; all of them must search for the same queries, and each gets the complete
+        run. If True, each process searches the whole corpus for its own queries, and the scores are exact inner products, even
+        with an approximate index. extra: passages that can be scored as positives but are never returned.
         """
         config = EncoderConfig(model) if isinstance(model, str) else model
         if isinstance(config, EncoderConfig) and config.model == BM25_NAME:
@@ -258,7 +258,7 @@ def validate_search(settings: SearchConfig, group: Processes = ALONE) -> None:
     """Raise InputError if the settings contradict each other or do not work with the number of processes."""
     if settings.factory == "Flat":
         fixes = {
-            "search_params": "Leave it out, or choose an approximate index with --factory.",
+            "search_params": "Leave search_params out, or choose an approximate index with --factory.",
             "index_dir": "Use --embeddings to save the vectors that exact search reads.",
         }
         for name, fix in fixes.items():

@@ -31,7 +31,7 @@ def is_hub_name(text: str) -> bool:
 
 
 def hub_errors(problem: str, *kinds: type[BaseException], fix: str = "") -> AbstractContextManager[None]:
-    """Return a context for reading from the Hub, which converts errors to InputError. Arguments: see ``library_errors``.
+    """Return a context manager for reading from the Hub. It converts errors to InputError. Arguments: see ``library_errors``.
 
     If the Hub does not answer, this function turns on offline mode, which reads only the local cache of the Hub. In online mode,
     the Hub library would try each file six times, for 30 seconds, and print a line for each attempt.

@@ -15,9 +15,10 @@ from typing import Any
 from contaccum.errors import InputError, Interrupted
 
 _LAUNCH_HELP = (
-    "Start the processes with torchrun or accelerate launch. With another launcher, set RANK, LOCAL_RANK and WORLD_SIZE (from "
-    "SLURM_PROCID, SLURM_LOCALID and SLURM_NTASKS with srun; from OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_LOCAL_RANK and "
-    "OMPI_COMM_WORLD_SIZE with mpirun), MASTER_ADDR (the host of rank 0) and MASTER_PORT (a free port there)"
+    "Start the processes with torchrun or accelerate launch. With another launcher, set RANK, LOCAL_RANK, WORLD_SIZE, "
+    "MASTER_ADDR (the host of rank 0) and MASTER_PORT (a free port on that host). With srun, copy the first three from "
+    "SLURM_PROCID, SLURM_LOCALID and SLURM_NTASKS. With mpirun, copy them from OMPI_COMM_WORLD_RANK, "
+    "OMPI_COMM_WORLD_LOCAL_RANK and OMPI_COMM_WORLD_SIZE."
 )
 
 
@@ -107,10 +108,10 @@ class StopSignals:
     """Context manager that handles Ctrl-C and SIGTERM.
 
     Inside a ``deferred`` block, the first signal only sets ``received`` to the number of the signal, so that the block can finish
-    its work. Outside such a block, the effect depends on the number of processes. In a single process, the first signal raises
-    Interrupted. With several processes, signals have their usual effect (Ctrl-C raises KeyboardInterrupt, SIGTERM ends the
-    process), because a process that waits for others inside a library could not react to Interrupted. A second signal ends the
-    process at once. With several processes, this is only true if both signals arrive inside ``deferred`` blocks.
+    its work. A second signal ends the process at once. Outside such a block, the effect depends on the number of processes. In a
+    single process, the first signal raises Interrupted, and a second signal ends the process at once. With several processes,
+    every signal has its usual effect: Ctrl-C raises KeyboardInterrupt, and SIGTERM ends the process. Interrupted is not used
+    there, because a process that waits for others inside a library could not react to it.
     """
 
     def __init__(self) -> None:

@@ -53,7 +53,7 @@ def waiting_lock(path: Path, message: str = "", after: float = 10.0) -> Iterator
         try:
             lock.acquire(timeout=after)
         except Timeout:
-            advice = "If that process has ended, delete this file."
+            advice = "If that process has ended, delete this lock file."
             print(f"{path}: waiting for {_holder(path)}{message}. {advice}", file=sys.stderr)
             lock.acquire()
     try:
@@ -77,8 +77,8 @@ def _acquire(lock: SoftFileLock, path: Path) -> None:
                 lock.acquire(timeout=0)
         except Timeout as error:
             raise InputError(
-                f"{path}: {_holder(path)} is using this folder. If that process has ended, delete this file. Otherwise, "
-                "wait until it ends, or choose another folder."
+                f"{path}: {_holder(path)} is using the folder of this lock file. If that process has ended, delete the lock "
+                "file. Otherwise, wait until it ends, or choose another folder."
             ) from error
     if before:
         print(f"{path}: {before} has ended; this process takes over its lock", file=sys.stderr)

@@ -56,7 +56,7 @@ def shard(processes: Processes, modules: Iterable[nn.Module], dtype: torch.dtype
 
 
 def saved_bytes(units: Sequence[nn.Module], processes: int, dtype: torch.dtype) -> int:
-    """Return how many bytes of peak memory sharding saves per process in a step with AdamW. The result can be negative.
+    """Return by how many bytes sharding lowers the peak memory of a process in a step with AdamW. The result can be negative.
 
     units, dtype: see ``shard``. A process keeps 1 / ``processes`` of weights, gradients and moments. In addition, a process
     holds the gathered weights and the gradients of one unit at a time. It also holds two messages: the weights of the next

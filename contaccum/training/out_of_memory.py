@@ -201,7 +201,7 @@ class DummyEngine:
         return self._gather(b, dim), self._gather(b, len(batch.passages.input_ids) // b, dim)
 
     def encode_texts(self, side: int, texts: Tokens, index: int) -> Tensor:
-        """Return zeros (n, d). No gather is needed, because partial replay does not send the embeddings of its second pass."""
+        """Return zeros (n, d), without a gather. Partial replay calls this in its second pass, which gathers no embeddings."""
         return torch.zeros(len(texts.input_ids), self.engine.encoder.dim, device=self.engine.device)
 
     def backward(self, value: Tensor) -> None:

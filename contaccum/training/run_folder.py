@@ -135,8 +135,8 @@ def run_identity(
 
     These are the number of processes, and hashes of the data, the tokenizers, the encoder folders, the guide and the dev set.
     Tokenizers are loaded from the checkpoint, so their hash changes only if the tokenizer library changes. Trained weights are
-    loaded from the checkpoint too. The folder of the initial encoder is still hashed, because config.yaml names this folder:
-    with other files in it, config.yaml would no longer describe the run.
+    loaded from the checkpoint too. The folder of the initial encoder is still hashed, because config.yaml names this folder: if
+    the files in the folder changed, config.yaml would no longer describe the run.
     """
     towers, model = (encoder.query_tower, encoder.passage_tower), config.model
     return {

@@ -104,7 +104,7 @@ def test_rounded_products_are_exact():
         ({"batch.order": "near", "data.streaming": True}, "batch.order is near, but data.streaming is true"),
         (
             {"batch.order": "near", "model.name": "encoder", "data.train": "", "data.mixture": [MixtureConfig("data")]},
-            "batch.order is near, but data.mixture is set; a mixture chooses examples by weight, not by similarity, so use",
+            "batch.order is near, but data.mixture is set, which chooses examples by weight, not by similarity; choose",
         ),
         ({"batch.order": "file", "data.streaming": True}, "set data.shuffle_buffer to 1"),
     ],

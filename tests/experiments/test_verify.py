@@ -16,7 +16,7 @@ NAMES = [
     "passage_bank with bank.size 0 = grad_accum",
     "cont_accum with bank.size 0 = grad_accum",
     "cont_cache with bank.size 0 = grad_cache",
-    "incremental log-sum-exp = full matrix",
+    "incremental log-sum-exp = log-sum-exp of the full matrix",
     "resumed = uninterrupted",
     "two processes = one",
 ]
