@@ -426,7 +426,7 @@ CASES: dict[str, Case] = {
     ),
     "config: size true": config("{size: 4", "{size: true", "bank.size"),
     "config: size negative": config("{size: 4", "{size: -4", "bank.size is -4", "at least 0"),
-    "config: size too small": config("{size: 4", "{size: 1", "bank.size is 1 entries", "2 can enter at once"),
+    "config: size too small": config("{size: 4", "{size: 1", "bank.size is 1, but", "can push 2 entries at once"),
     "config: batch of none": config("micro_batch_size: 2", "micro_batch_size: 0", "batch.micro_batch_size is 0"),
     "config: batch not divisible": config("micro_batch_size: 2", "micro_batch_size: 3", "4 is not divisible", "3"),
     "config: method unknown": config("cont_accum", "magic", "magic"),

@@ -155,7 +155,7 @@ SEPARATE = {
         ({"batch.micro_batch_tokens": 0}, "batch.micro_batch_tokens is 0, expected at least 1"),
         (
             {"batch.micro_batch_tokens": 320, "batch.micro_batch_size": 8, "bank.size": 12},
-            "bank.size is 12 entries, but 16 can enter at once",
+            "bank.size is 12, but cont_accum can push 16 entries at once",
         ),
         (
             {"run.memory_budget": "11"},
@@ -163,9 +163,9 @@ SEPARATE = {
         ),
         ({"run.memory_budget": "0GB"}, "run.memory_budget is '0GB', expected a number above 0"),
         ({"run.memory_budget": "-1GB"}, "run.memory_budget is '-1GB', expected a number above 0"),
-        ({"bank.size": 3}, "bank.size is 3 entries, but 4 can enter at once"),
+        ({"bank.size": 3}, "bank.size is 3, but cont_accum can push 4 entries at once"),
         ({"bank.age_decay": -0.5}, "bank.age_decay is -0.5, expected at least 0"),
-        ({"method": "cont_cache", "bank.size": 12}, "bank.size is 12 entries, but 16 can enter at once"),
+        ({"method": "cont_cache", "bank.size": 12}, "bank.size is 12, but cont_cache can push 16 entries at once"),
         ({"method": "no_such"}, "method is 'no_such', expected one of in_batch"),
         ({"data.train": ""}, "data.train is not set"),
         ({"seed": 2**64}, "seed is 18446744073709551616, expected from 0 to 18446744073709551615"),

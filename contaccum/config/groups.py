@@ -191,7 +191,7 @@ class BankConfig:
     def broken(self, config: "TrainConfig", world: int) -> Iterator[str]:
         size, push = config.bank_size(), config.bank_push(world)
         if size and size < push:
-            yield f"bank.size is {size} entries, but {push} can enter at once with {config.method}; use 0 or at least {push}"
+            yield f"bank.size is {size}, but {config.method} can push {push} entries at once; use 0 or at least {push}"
 
 
 @dataclass

@@ -58,7 +58,8 @@ def exact_search(
     ids, scores, bound = rescore(queries, shards, found)
     complete = (found >= 0).all(axis=1)  # faiss leaves out rows that it cannot rank, such as rows with NaN
     kth = np.partition(scores, max(0, width - k), axis=1)[:, max(0, width - k)]
-    # the exact score of any other row is at most the lowest approximate candidate score plus the rounding error
+    # The exact score of any other row is at most the lowest approximate candidate score plus the rounding error. This
+    # assumes vectors of similar length. A row whose vector is 10,000 times as long as all candidates may be missed.
     certain = complete & ((width == rows) | (kth > approximate.min(axis=1) + bound))
     at_least = np.where(complete, kth, -np.inf)
     searched_again = iter(_search_again(queries[~certain], shards, k, at_least[~certain]))

@@ -160,7 +160,7 @@ def test_folder_with_other_settings_is_refused(study_folder, capsys):
         (["--vary", "run.save_steps=1,2"], "is not a setting that changes the trained model"),
         (["--vary", "bank.size="], "expected GROUP.FIELD=v1,v2"),
         (["--vary", "bank.size=16,many"], "cont_accum-size=many: bank.size is 'many', expected a whole number"),
-        (["--vary", "bank.size=2"], "cont_accum-size=2: bank.size is 2 entries, but"),
+        (["--vary", "bank.size=2"], "cont_accum-size=2: bank.size is 2, but"),
         (["--vary", "optim.learning_rate=1e-3,0.001"], "equal settings; remove one of them"),
         (["--tune", "optim.learning_rate=1e-3,0.001"], "equal settings; remove one of them"),
         (["--data.train", "./absent", "--test", FILE], "absent: no such"),
