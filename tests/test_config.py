@@ -319,7 +319,7 @@ def test_settings_that_leave_out_pairs_have_an_effect(changes, recwarn):
 
 
 REMOVED_CALLS = [
-    ("model.pack_linears", "true", "packed only for inference on a CPU. To train faster, use model.unpad"),
+    ("model.pack_linears", "true", "Training no longer packs linear layers. To train faster, use model.unpad"),
     ("bank.visibility", "on_step", "always visible"),
     ("bank.queries", "false", "Use method passage_bank"),
     ("optim.fused", "false", "set optim.name to adamw_8bit"),

@@ -125,7 +125,10 @@ class ModelConfig(EncodingConfig):
         if self.unpad and config.run.compile != "off":
             yield f"{compiled} model.unpad is true, so batches vary in size; set run.compile to off, or model.unpad to false"
         if self.quantize != "none" and config.run.compile != "off":
-            yield f"{compiled} model.quantize is {self.quantize}; set run.compile to off, or model.quantize to none"
+            yield (
+                f"{compiled} model.quantize is {self.quantize}; run.compile does not support quantized weights. Set "
+                "run.compile to off, or model.quantize to none."
+            )
         if self.quantize != "none" and not config.lora.rank:
             yield f"model.quantize is {self.quantize}, but lora.rank is 0; set lora.rank, because only adapters can be trained"
 
@@ -154,6 +157,6 @@ class AdapterConfig:
     def broken(self, config: "TrainConfig", world: int) -> Iterator[str]:
         if self.rank and config.model.name == "tiny":
             yield (
-                "lora.rank is above 0, but model.name is tiny; choose an encoder folder or Hub name: an adapter is saved without "
-                "the encoder, so the random weights of tiny would be lost"
+                "lora.rank is above 0, but model.name is 'tiny'. Choose the folder or the Hub name of an encoder. An adapter is "
+                "saved without its encoder, so the random weights of the encoder 'tiny' would be lost."
             )

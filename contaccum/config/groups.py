@@ -118,7 +118,7 @@ class DataConfig(DataPolicy):
             return
         found = "data.mixture: in_batch_negatives is false for all sets, so"
         if config.bank_size():
-            yield f"{found} the bank of {config.method} would have no effect; use another method, or set bank.size to 0"
+            yield f"{found} the bank of {config.method} would have no effect; use a method without a bank, or set bank.size to 0"
         if config.loss.symmetric:
             yield f"{found} loss.symmetric would have no effect; set loss.symmetric to false"
 
@@ -222,10 +222,10 @@ class LossConfig:
     """Mask negatives that are known, by their passage id, to be relevant for the query. This applies to the negatives of the
     batch and of the bank."""
     guide: str | None = None
-    """Encoder that finds false negatives: a folder or a name on the Hub, which may be `model.name`. The guide scores
-    the positive and the negatives (in-batch, hard and from the bank) of each query. It masks a negative whose score is above
-    the score of the positive minus `guide_margin`. The guide encodes all training queries and passages once. Its vectors are
-    kept in the cache, in float16. Default: no guide."""
+    """Encoder that finds false negatives: a folder or a name on the Hub. It may be the same encoder as in `model.name`. The
+    guide scores the positive and the negatives (in-batch, hard and from the bank) of each query. A negative is masked if its
+    score is above the score of the positive minus `guide_margin`. The guide encodes all training queries and passages once. Its
+    vectors are kept in the cache, in float16. Default: no guide."""
     guide_margin: float = setting(0.0, needs="loss.guide")
     """Margin for `guide`, see `margin_strategy`. A larger margin masks more negatives."""
     false_negative_margin: float | None = None

@@ -8,7 +8,7 @@ from contaccum.config.declare import shown
 from contaccum.errors import InputError
 
 REMOVED: dict[str, tuple[Any, str]] = {
-    "model.pack_linears": (False, "Weights are packed only for inference on a CPU. To train faster, use model.unpad"),
+    "model.pack_linears": (False, "Training no longer packs linear layers. To train faster, use model.unpad"),
     "bank.visibility": ("immediate", "Stored rows are always visible to the next micro-batch"),
     "bank.queries": (True, "Use method passage_bank for a bank without queries"),
     "optim.fused": (True, "AdamW always uses its fused kernel. To save memory, set optim.name to adamw_8bit"),

@@ -143,7 +143,7 @@ def repeated_ids(hashes: array, ids: Iterable[tuple[int, str]]) -> dict[str, lis
     """Return every duplicate id with the line numbers of all its records.
 
     ``hashes`` has a 64-bit hash of every id. ``ids`` yields the line number and the id of every record, in the same order.
-    ``ids`` is read only if two hashes are equal, to check whether the ids are equal too.
+    If two hashes are equal, ``ids`` is read to check whether the ids are equal too. Otherwise, ``ids`` is not read.
     """
     ordered = np.sort(np.frombuffer(hashes, dtype=np.int64))
     suspects = set(ordered[1:][ordered[1:] == ordered[:-1]].tolist())

@@ -65,7 +65,7 @@ def check_scores(names: Sequence[str], sets: Sequence[TrainSet]) -> None:
 
 
 def check_hard_negatives(name: str, examples: TrainSet) -> None:
-    """Check a set without in-batch negatives: warn if some queries have no hard negative, raise InputError if all have none."""
+    """Check a set with ``in_batch_negatives`` false: warn if some queries lack hard negatives, raise InputError if all do."""
     without, count = int(np.count_nonzero(examples.negatives.lengths == 0)), len(examples.queries)
     found = f"{name}: {without} of {count} queries have no hard negative, and in_batch_negatives is false"
     if without == count:

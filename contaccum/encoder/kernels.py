@@ -66,7 +66,7 @@ def unpad(tokens: Tokens, first: int = 0) -> UnpaddedTokens:
 
 
 def token_states(backbone: Any, tokens: Tokens) -> Tensor:
-    """Return the vectors of all tokens, (n, length, d), computed without padding. The vectors of padding tokens are zero."""
+    """Return the vectors of all tokens, (n, length, d). The encoder skips padding tokens, and their vectors are zero."""
     row = unpad(tokens, first_position(backbone.config))
     # transformers passes these arguments to ``attend``, or to its own FlashAttention
     bounds = {"cu_seq_lens_q": row.bounds, "cu_seq_lens_k": row.bounds}

@@ -29,7 +29,7 @@ class Metrics(_Means, total=False):
     per_query: dict[str, dict[str, float]]  # query id -> metric -> value
     queries: int  # number of queries
     left_out: dict[str, int]
-    """Number of rejected records of each file. The field is absent if no record was rejected."""
+    """Number of rejected records of each file. If no record was rejected, the metrics have no key ``left_out``."""
 
 
 def evaluate_run(

@@ -124,8 +124,8 @@ def compare(
         if sorted(values) != names:
             other = next(iter(set(values) ^ set(names)))
             raise InputError(
-                f"the runs were evaluated on different queries (one on {len(names)}, another on {len(values)}): only one of "
-                f"them has query {other!r}"
+                f"the runs were evaluated on different queries: one run has {len(names)} queries, another has "
+                f"{len(values)}. For example, query {other!r} is in only one of these two runs."
             )
     one, two = (
         {number: np.array([values[n] for n in names]) for number, values in each.items()} for each in (first, second)

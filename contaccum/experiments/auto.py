@@ -3,7 +3,7 @@
 Content of ``output_dir``:
 
 - ``auto.json``: settings, measurements and decisions
-- ``data/``: small dev set; if the data has no dev split, also the remaining training queries
+- ``data/``: small dev set; if it is taken from the training queries (no dev split), also a training set of the other queries
 - ``dev/``: metrics of the untrained model on the small dev set
 - ``measure/``: training runs of a few steps, whose time is measured
 - ``tune/``: short training runs, from which the settings are chosen

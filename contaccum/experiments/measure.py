@@ -184,7 +184,7 @@ class Probe:
 
 
 def _longest(train_set: TrainSet, most: int, searched: int = 100_000) -> np.ndarray:
-    """Return the indices of long pairs, at most ``most`` of them. Long queries and long positives alternate.
+    """Return at most ``most`` indices of long pairs. Pairs with a long query and pairs with a long positive alternate.
 
     A micro-batch is padded to its longest query and to its longest passage, which seldom belong to the same pair. Only the first
     ``searched`` pairs are considered. Lengths are numbers of characters.

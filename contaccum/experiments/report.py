@@ -96,7 +96,10 @@ def sections_of(
         sections.append(_time_section(groups, metric))
     if (settings := settings_table(trained)).rows:
         sections.append(Section("Settings that differ", (), [settings]))
-    footnotes = ("Values per step are medians over the run.", *([age] if (age := constant_age(groups)) else []))
+    footnotes = (
+        "s/step, pairs/s, grad ratio and negatives are medians over the steps of a run, without the first step.",
+        *([age] if (age := constant_age(groups)) else []),
+    )
     sections.append(Section("Runs", (), [runs_table(runs, metric)], footnotes))
     if any(run.environment for run in runs):
         sections.append(Section("Environment", (), [environments(runs)]))

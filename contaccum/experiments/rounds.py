@@ -63,7 +63,7 @@ def _check(config: TrainConfig, mining: MineConfig, options: RoundsConfig) -> No
     wanted, mined = config.data.hard_negatives, mining.num_negatives
     checks = {
         "data.mixture is set, but `contaccum rounds` mines only one data set. Use data.train.": config.data.mixture,
-        "rounds.start is previous; with lora.rank above 0 it must be base, because LoRA cannot continue from a LoRA model.":
+        "rounds.start is 'previous', but lora.rank is above 0. LoRA cannot continue from a LoRA model. Use rounds.start 'base'.":
             options.start == "previous" and config.lora.rank,
         f"loss.distillation is {config.loss.distillation}, so mine.cross_encoder must be set to compute the teacher scores.":
             config.distils and mining.cross_encoder is None,
@@ -86,7 +86,8 @@ def _claim(output: Path, config: TrainConfig, mining: MineConfig, options: Round
         changes = config_differences(read_config(output, SETTINGS_FILE), settings)
         if found := "; ".join(change for change in changes if not change.startswith("rounds.count ")):
             raise InputError(
-                f"{output}: contains rounds of a call with other settings ({found}). Use these settings or another output_dir."
+                f"{output}: contains rounds of an earlier call with other settings ({found}). Use the earlier settings, or "
+                "another output_dir."
             )
     elif any(not path.name.startswith((".", LOCK_FILE)) for path in output.iterdir()):
         raise InputError(f"{output}: contains files that `contaccum rounds` did not write. Use a new or empty folder.")

@@ -255,7 +255,10 @@ def _processes(config: TrainConfig, folder: Path) -> Equivalence:
         except Failed as error:
             return Equivalence(name, inf, tolerance, str(error))
     kind = "nccl" if nccl else "gloo on the CPU"
-    note = f"{config.method}, gradients of {STEPS} steps, {kind}, dropout 0 because processes differ in dropout noise"
+    note = (
+        f"{config.method}, gradients of {STEPS} steps, {kind}, without dropout, because its noise depends on the number of "
+        "processes"
+    )
     return Equivalence(name, largest_difference(*found), tolerance, note)
 
 

@@ -2,12 +2,12 @@
 
 Subtracting an overwritten column from a sum would add a rounding error in every push. Therefore the columns are divided into
 blocks, the table stores one log-sum-exp per row and block, and a push recomputes changed blocks. Small blocks make a push cheap
-but the table large, so there are several levels of blocks. Level 0 divides the ring into ``fan`` blocks. At each level except the
+but the table large, so there are several levels of blocks. Level 0 divides the bank into ``fan`` blocks. At each level except the
 last, one block is open: the block that the pushes overwrite now. The next level divides the open block into ``fan`` smaller
 blocks. To open a block, the log-sum-exps of its smaller blocks are computed from the stored embeddings. To close a block, the
 log-sum-exps of its smaller blocks are combined into one.
 
-While the pushes overwrite the whole ring once, the logits between one column and all rows are computed LEVELS times. They are
+In one full pass of the pushes over all slots, the logits between a column and all rows are computed LEVELS times. They are
 computed once when a push overwrites the column. They are also computed once at each level except the last, when the block that
 contains the column is opened. With M rows and pushes of b rows, one push costs O(M * b) on average, and the table has
 LEVELS * fan = O((M / b)^(1 / LEVELS)) numbers per row.
@@ -36,7 +36,7 @@ result is (slots * columns per slot, rows). Logits of masked pairs are minus inf
 
 
 class RollbackJournal:
-    """Copies of tensor regions, made before an optimizer step first overwrites them. The copies undo a failed step."""
+    """Old contents of the tensor regions that an optimizer step overwrote. They are written back to undo a failed step."""
 
     def __init__(self) -> None:
         self._copies: dict[tuple[int, str], tuple[Tensor, Any, Tensor]] = {}
@@ -114,7 +114,7 @@ class NestedLogSumExp:
     ) -> None:
         """Create the table of an empty bank.
 
-        logits: function that computes logits of bank rows and columns. size: number of slots of the ring. push: number of
+        logits: function that computes logits of bank rows and columns. size: number of slots of the bank. push: number of
         slots that a push usually overwrites. The smallest blocks have this number of slots. tile: number of (row, slot) pairs to
         compute at once. journal: receives a copy of every region of ``values`` and ``closed`` before it is overwritten.
         """

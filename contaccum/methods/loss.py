@@ -158,7 +158,7 @@ class InfoNCE:
 
 
 class _WithGradients(torch.autograd.Function):
-    """Autograd function that returns a computed loss. Its backward pass uses gradients that were computed with the loss."""
+    """Autograd function for a loss whose value and gradients are already computed. Its backward pass uses these gradients."""
 
     @staticmethod
     def forward(ctx: Any, queries: Tensor, columns: Tensor, total: Tensor, *gradients: Tensor) -> Tensor:

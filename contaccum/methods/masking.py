@@ -153,10 +153,10 @@ class PairRules:
 
 
 def _own_columns(logits: Tensor, rows: slice, columns: slice) -> Tensor | None:
-    """Return a view of the logits whose row and column belong to the same training pair: (columns per pair, pairs).
+    """Return a view of the logits between each row and the columns of its own training pair: (columns per pair, pairs).
 
-    logits: (r, c). rows, columns: the first and the second slice of the argument ``pairs`` in ``PairRules.leave_out``. If no
-    pair is in both slices, the result is None.
+    logits: (r, c). rows: slice of the training pairs that the rows belong to. columns: slice of the training pairs that the
+    columns belong to. If no pair is in both slices, the result is None.
     """
     first, end = max(rows.start, columns.start), min(rows.stop, columns.stop)
     if first >= end:

@@ -16,7 +16,7 @@ from contaccum.methods.objective import StepEngine
 Cache = list[tuple[Tensor, Tensor]]
 """For each micro-batch: the gradients with respect to the embeddings of queries (b, d) and passages (b, 1 + H, d)."""
 HUGE = 1e300
-"""Norm for texts whose gradient norm is NaN or infinite. Replay then keeps such a text, so the training loop finds the error."""
+"""Value that replaces a gradient norm that is NaN or infinite. Replay keeps this text, so the training loop finds the error."""
 
 
 def replay_sample(engine: StepEngine, micro_batches: list[MicroBatch], cache: Cache) -> tuple[float, float]:

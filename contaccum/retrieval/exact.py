@@ -296,6 +296,6 @@ def rescore(
 
 
 def _rounding(queries: np.ndarray) -> np.ndarray:
-    """Return the maximum error of each query's float32 product with a passage vector of L2 norm 1, (n,)."""
+    """Return an error bound for each query, (n,): for float32 inner products of the query with vectors of L2 norm 1."""
     # the error of a sum of d float32 products is about sqrt(d) units in the last place of |q||p|; four times that is safe
     return 4 * np.sqrt(queries.shape[1]) * 2.0**-24 * np.linalg.norm(queries, axis=1)

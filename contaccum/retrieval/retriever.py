@@ -57,7 +57,7 @@ class Retriever(ABC):
         model: an encoder, the name or the config of an encoder, or ``bm25``. group: processes of this search. mining: if False,
         the processes divide the corpus among themselves; all of them must search for the same queries, and each gets the complete
         run. If True, each process searches the whole corpus for its own queries, and the scores are exact inner products, even
-        with an approximate index. extra: passages that can be scored as positives but are never returned.
+        with an approximate index. extra: positives of the queries, outside the corpus. They get scores but are never returned.
         """
         config = EncoderConfig(model) if isinstance(model, str) else model
         if isinstance(config, EncoderConfig) and config.model == BM25_NAME:
@@ -113,7 +113,7 @@ class DenseRetriever(Retriever):
     settings: SearchConfig
     group: Processes
     shards: Shards  # vectors of the corpus; empty if a faiss index is searched, except for mining
-    extra: list[Shard]  # vectors of passages that can be scored as positives but are never returned
+    extra: list[Shard]  # vectors of positives outside the corpus; they get scores but are never returned
     rank: Ranker
 
     @cached_property
@@ -153,7 +153,7 @@ class BM25(Retriever):
     """
 
     def __init__(self, corpus: Dataset, extra: Dataset | None = None) -> None:
-        """extra: passages that can be scored as positives but are never returned. They count in BM25's document frequencies."""
+        """extra: positives outside the corpus. They are never returned, but BM25's document frequencies include them."""
         import bm25s  # the import takes a quarter of a second
 
         self.fingerprint, self.index_settings = BM25_NAME, {}

@@ -56,12 +56,12 @@ def shard(processes: Processes, modules: Iterable[nn.Module], dtype: torch.dtype
 
 
 def saved_bytes(units: Sequence[nn.Module], processes: int, dtype: torch.dtype) -> int:
-    """Return by how many bytes sharding lowers the peak memory of a process in a step with AdamW. The result can be negative.
+    """Return how many bytes of peak memory sharding saves in each process in a step with AdamW. The result can be negative.
 
     units, dtype: see ``shard``. A process keeps 1 / ``processes`` of weights, gradients and moments. In addition, a process
-    holds the gathered weights and the gradients of one unit at a time. It also holds two messages: the weights of the next
-    unit, and the gradients of the previous unit. A unit can contain other units. While an inner unit runs, the
-    gathered weights and gradients of its outer unit stay in memory.
+    holds the gathered weights and the gradients of one unit at a time. It also holds the data of two transfers: the
+    weights of the next unit, and the gradients of the previous unit. A unit can contain other units. While an inner unit runs,
+    the gathered weights and gradients of its outer unit stay in memory.
     """
     known: set[nn.Module] = set()
     storages: set[int] = set()  # two towers can share frozen weights, but their parts are separate

@@ -85,7 +85,7 @@ def claimed_folder(config: TrainConfig) -> Iterator[None]:
 
 
 def _is_unused(path: Path) -> bool:
-    """Return whether a new run may start although its folder contains ``path``."""
+    """Return whether ``path`` may be in the folder of a new run: a link to an empty folder, the lock, or a temporary file."""
     linked = path.is_symlink() and path.name in LINKS and not any(path.iterdir())
     return linked or path.name == LOCK_FILE or is_leftover(path.name)
 

@@ -343,7 +343,7 @@ def settings(tmp_path, **changes):
     ("changes", "sentence"),
     [
         ({"model.quantize": "4bit"}, "model.quantize is 4bit, but lora.rank is 0; set lora.rank"),
-        ({"lora.rank": 4, "model.name": "tiny"}, "lora.rank is above 0, but model.name is tiny"),
+        ({"lora.rank": 4, "model.name": "tiny"}, "lora.rank is above 0, but model.name is 'tiny'"),
         ({"lora.rank": -1}, "lora.rank is -1, expected at least 0"),
         ({"lora.rank": 4, "lora.alpha": 0.0}, "lora.alpha is 0.0, expected more than 0"),
         ({"lora.rank": 4, "lora.dropout": 1.5}, "lora.dropout is 1.5, expected from 0 to 1"),

@@ -139,13 +139,13 @@ def test_rounds_can_start_from_the_previous_model_and_the_data_s_negatives(data,
         (["--data.hard_negatives", "5"], "mine.num_negatives is 4; it must be at least data.hard_negatives (5)"),
         (
             ["--lora.rank", "2", "--model.name", "base", "--rounds.start", "previous"],
-            "rounds.start is previous; with lora.rank above 0 it must be base",
+            "rounds.start is 'previous', but lora.rank is above 0",
         ),
         (["--loss.distillation", "kl"], "loss.distillation is kl, so mine.cross_encoder must be set"),
         (["--rounds.count", "0"], "rounds.count is 0, expected at least 1"),
         (["--mine.relative_margin", "7"], "mine.relative_margin is 7.0"),
         (["--output_dir", "{data}"], "contains files that `contaccum rounds` did not write. Use a new or empty folder"),
-        (["--output_dir", "{whole}", "--mine.range_max", "30"], "a call with other settings (mine.range_max was 20 and is 30)"),
+        (["--output_dir", "{whole}", "--mine.range_max", "30"], "call with other settings (mine.range_max was 20 and is 30)"),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:model.tiny_:UserWarning")

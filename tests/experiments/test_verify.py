@@ -49,7 +49,7 @@ def test_correct_model_passes(config, tmp_path, capsys):
         assert 0 <= float(difference) <= float(tolerance)
     assert [rows[name][0] for name in NAMES[1:4]] == ["0.0e+00"] * 3
     assert "the weight files are identical" in rows["resumed = uninterrupted"][3]
-    assert "gloo on the CPU, dropout 0" in rows["two processes = one"][3]
+    assert "gloo on the CPU, without dropout" in rows["two processes = one"][3]
     assert not (tmp_path / "run").exists()
 
 
