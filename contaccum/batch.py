@@ -77,7 +77,7 @@ ONE_TOKEN = Tokens(torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1, dtype=t
 
 @dataclass(frozen=True)
 class RowIds:
-    """Integer ids for each query: its passages (``columns``) and all its relevant passages that are known (``positives``).
+    """Passage ids for each query: one positive and the hard negatives (``columns``), and all known positives (``positives``).
 
     Optional: teacher scores of the passages in ``columns``, and the row number of each query in the training set.
     """

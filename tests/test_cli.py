@@ -362,7 +362,7 @@ def test_help_says_meaning_and_default_of_every_field(capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert "Number of past pairs kept in the bank (M). If `bank.hard_negatives` is true, the bank also stores" in text
     assert (
-        "Number of pairs in one optimizer step, over all processes (N). Range: at least 1. (type: int, default: 128)"
+        "Number of pairs (N) in one optimizer step, over all processes. Range: at least 1. (type: int, default: 128)"
         in text
     )
     from dataclasses import fields, is_dataclass

@@ -228,7 +228,7 @@ SEPARATE = {
         ({"loss.margin_strategy": "both"}, "loss.margin_strategy is 'both', expected one of absolute, relative"),
         (
             {**SEPARATE, "data.hard_negatives": 0},
-            "data.mixture[1].in_batch_negatives is false, but data.hard_negatives is 0, so the set has no negatives",
+            "data.mixture[1].in_batch_negatives is false, but data.hard_negatives is 0, so this data set has no negatives",
         ),
         (
             {**SEPARATE, "data.fill_negatives": "random"},

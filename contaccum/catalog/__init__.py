@@ -12,7 +12,7 @@ NANO = {
     "hotpotqa": "HotpotQA", "msmarco": "MSMARCO", "nfcorpus": "NFCorpus", "nq": "NQ", "quora": "QuoraRetrieval",
     "scidocs": "SCIDOCS", "scifact": "SciFact", "webis-touche2020": "Touche2020",
 }  # fmt: skip
-"""NanoBEIR data sets: name of the data set in BEIR -> name of the split on the Hub, without the prefix Nano."""
+"""NanoBEIR data sets: name in BEIR -> name of the split on the Hub. The prefix Nano of the split name is left out."""
 NANO_REPOSITORY = "hub:sentence-transformers/NanoBEIR-en"
 HUB_PREFIX = "hub:"
 

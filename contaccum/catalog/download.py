@@ -166,7 +166,7 @@ def unpack(archive: Path, name: str, target: Path, limit: int = MAX_UNPACKED) ->
 
 
 def _safe_path(entry: zipfile.ZipInfo, archive: Path) -> PurePosixPath:
-    """Return the relative path of an entry. Raise InputError if the entry is outside the folder, a link, or encrypted."""
+    """Return the relative path of an entry. Raise InputError for a path outside the folder, a link or an encrypted entry."""
     path = PurePosixPath(entry.filename)
     kind = stat.S_IFMT(entry.external_attr >> 16)
     if path.is_absolute() or ".." in path.parts or "\\" in entry.filename or ":" in entry.filename:
@@ -187,8 +187,8 @@ def alone(folder: Path, kind: str) -> AbstractContextManager[None]:
 def transfer(url: str, archive: Path, test: Callable[[str, Path], None] | None, target: Path) -> None:
     """Download ``url`` to a part file, check the part file with ``test``, and rename the part file to ``archive``.
 
-    test: function of URL and part file that raises InputError if the file is wrong. None: no check; after a broken download,
-    the next call starts from the beginning. target: path where the error message tells users to put a copy of the data.
+    test: function of URL and part file that raises InputError if the file is wrong. None: the file is not checked, and a broken
+    download is not resumed. target: path where the error message tells users to put a copy of the data.
     """
     part = archive.with_name(f".{archive.name}.part")
     keep = test is not None

@@ -179,7 +179,7 @@ class HubLines:
         self._name = HubName.of(text)
         if self._name.is_retrieval_set():
             raise InputError(
-                f"{text}: has corpus, queries and judgements, which cannot be streamed. Set data.streaming to false."
+                f"{text}: a data set with a corpus and queries cannot be streamed. Set data.streaming to false."
             )
         builder = self._name.builder(self._name.configuration)
         self._files = split_files(self._name, builder, self._name.split or split)

@@ -210,7 +210,9 @@ def miracl_folder(language: str) -> Path:
     """
     if language not in KNOWN + SURPRISE:
         expected = ", ".join(sorted(KNOWN + SURPRISE))
-        raise InputError(f"miracl/{language}: not a MIRACL language; expected miracl/ and one of {expected}")
+        raise InputError(
+            f"miracl/{language}: not a MIRACL language; expected miracl/LANGUAGE with LANGUAGE one of {expected}"
+        )
     return cached_folder("miracl", [JUDGED.commit, CORPUS.commit, language], partial(_write_miracl, language))
 
 

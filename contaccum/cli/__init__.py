@@ -160,7 +160,7 @@ def _reader_left() -> bool:
 def _flush_stdout() -> OSError | None:
     """Flush stdout and return the error, or None.
 
-    After an error, the unwritten text is discarded, because Python flushes stdout again when it exits.
+    After an error, the unwritten text is discarded. Otherwise, Python would flush it at exit, and fail again.
     """
     try:
         sys.stdout.flush()

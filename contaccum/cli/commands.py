@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 def _call(target: str, *more: Any, spread: bool = False, configured: bool = False) -> Callable[..., object]:
     """Return a function that runs a command: it imports ``target`` (module:function), calls it and returns the result.
 
-    The returned function gets an instance of each option dataclass of the command. It passes these instances to ``target``.
-    spread: ``target`` gets the field values of the only instance, one by one. configured: the instances are the options and a
-    TrainConfig. As its first argument, ``target`` then gets a function that makes changed copies of the TrainConfig (see
-    ``_configure``). The second argument is the options. more: values that ``target`` gets as its last arguments.
+    The returned function gets one instance of each option dataclass of the command, and passes these instances to ``target``.
+    spread: the command has one dataclass; ``target`` gets the value of each field as a separate argument. configured: the command
+    has two dataclasses, its own options and TrainConfig. The first argument of ``target`` is a function that returns changed
+    copies of the TrainConfig (see ``_configure``), the second one is the options. more: values that ``target`` gets as its last
+    arguments.
     """
 
     def call(*parts: Any) -> object:
@@ -221,8 +222,8 @@ COMMANDS = {
         _mine,
         "write training data with mined hard negatives",
         "Search passages for every training query, with BM25 or an encoder. Write the training data with the hard negatives and "
-        "their scores. Passages known to be relevant, by id or text, are never used as negatives. A restart mines "
-        "only the missing queries.",
+        "their scores. Positives of a query, and passages with the same text, never become negatives of this query. A restart "
+        "mines only the missing queries.",
         "%(prog)s --model DIR|bm25 --data DATA --output FILE [--range_min N] [--relative_margin X] [options]",
         "MineFilesConfig MineConfig EncoderConfig SearchConfig DataPolicy",
     ),
@@ -231,7 +232,8 @@ COMMANDS = {
         "train, mine with the model, train again",
         "Train a model on data.train. Then, rounds.count times, mine hard negatives with the newest model and train again. "
         "output_dir contains round-0/ (a run), mined-1.jsonl, round-1/ and so on; the result is the folder model/ of the last "
-        "round. A second call continues; its rounds.count may be larger. Accepts every setting of `contaccum train`.",
+        "round. A second call continues where the first one stopped; you may increase rounds.count. Accepts every setting of "
+        "`contaccum train`.",
         "%(prog)s --config FILE --output_dir DIR [--rounds.count N] [--mine.FIELD VALUE ...] [--GROUP.FIELD VALUE ...]",
         "TrainConfig mine:MineConfig rounds:RoundsConfig",
         skip=("resume", "allow_changes"),
@@ -252,9 +254,9 @@ COMMANDS = {
         _call("contaccum.experiments.auto:run_auto", configured=True),
         "tune, train and evaluate within a time limit",
         "Check the data, and hold out dev queries if there is no dev split. Find the largest micro-batch size that fits into "
-        "--memory. Tune method, batch size, bank size and learning rate on dev in at most a fifth of the time. Train in the rest "
-        "of the time, evaluate on the test data, and say whether the trained model is better than the untrained one. A second "
-        "call continues. Accepts every setting of `contaccum train`.",
+        "--memory. Use at most a fifth of --time to tune method, batch size, bank size and learning rate on dev. Train in the "
+        "remaining time, evaluate on the test data, and say whether the trained model is better than the untrained one. A second "
+        "call continues with the first unfinished stage. Accepts every setting of `contaccum train`.",
         "%(prog)s --data.train DATA --model.name MODEL --memory 8GB --time 30m --output_dir DIR [--dry_run] [options]",
         "AutoConfig TrainConfig",
         skip=("resume", "allow_changes"),
@@ -272,8 +274,8 @@ COMMANDS = {
     ),
     "verify": Command(
         _call("contaccum.experiments.verify:verify", print),
-        "check that equivalent methods agree on your model, data and device",
-        "Run a few small steps with your model and data, and check that equivalent settings give equal results: for example "
+        "check that equivalent methods give equal results with your model, data and device",
+        "Run a few steps of few pairs with your model and data. Check that equivalent settings give equal results: for example "
         "grad_cache and in_batch, or one process and two. Print a table of the largest differences. The exit code is 1 if a "
         "difference is too large.",
         "%(prog)s --config FILE [--method NAME] [--GROUP.FIELD VALUE ...]",

@@ -230,7 +230,7 @@ def command_in(commands: Mapping[str, Command], arguments: list[str]) -> tuple[s
 
 
 def check_arguments(commands: Mapping[str, Command], arguments: list[str]) -> None:
-    """Raise InputError for an unknown command or option, a removed setting, or one value for a whole group of settings."""
+    """Raise InputError for an unknown command or option, a removed setting, or a group of settings used as an option."""
     name, command = command_in(commands, arguments)
     if command is None:
         if not name or name == "data" or name.split()[-1].startswith("-"):

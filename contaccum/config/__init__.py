@@ -81,7 +81,7 @@ class TrainConfig:
 
     @property
     def replay_share(self) -> float:
-        """Share of the texts that the second pass encodes again. 1 for a method with one pass."""
+        """Share of the texts that are encoded with gradients: `replay.share` with a two-pass method, 1 with a one-pass method."""
         return self.replay.share if self.spec.two_pass else 1.0
 
     @property
@@ -100,7 +100,7 @@ class TrainConfig:
 
     @property
     def micro_batch_tokens(self) -> int | None:
-        """Maximum number of padded tokens in one forward pass. None if micro-batches are measured in pairs."""
+        """Maximum number of tokens in one forward pass, including padding. None if micro-batches are measured in pairs."""
         return None if self.spec.whole else self.batch.micro_batch_tokens
 
     def bank_push(self, world: int) -> int:
@@ -142,10 +142,10 @@ def settings_with(**wanted: Any) -> tuple[str, ...]:
 
 
 def affects(name: str, method: str | None) -> bool:
-    """Return whether a setting, other than `seed` and `method`, can change the model that ``method`` trains.
+    """Return whether the setting ``name`` can change the model that the training method ``method`` trains.
 
-    For `seed` and `method`, return False, because the callers handle these two separately. method: name of a training method, or
-    None for the encoder before training.
+    If ``method`` is None, return whether the setting can change the encoder before training. For the settings `seed` and
+    `method`, always return False, because the callers handle these two separately.
     """
     spec = train_settings()[name]
     if spec.resume == "free" or name in ("seed", "method"):

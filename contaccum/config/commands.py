@@ -23,8 +23,8 @@ class SearchConfig:
     dtype: Literal["float16", "float32"] = "float32"
     """Data type of the vectors on disk."""
     batch_tokens: int | None = setting(None, at_least=1, unit="tokens")
-    """Maximum number of padded tokens in one forward pass. A longer text is encoded alone. Default: 16384, or 1024 per thread on
-    a CPU."""
+    """Maximum number of tokens in one forward pass, including padding. A longer text is encoded alone. Default: 16384, or 1024
+    per thread on a CPU."""
     factory: str = "Flat"
     """Type of the index. `Flat` is exact. Other index_factory strings of faiss, such as IVF1024,Flat or HNSW32, are approximate.
     LSH is not supported."""
@@ -59,8 +59,8 @@ class EncodeConfig:
     text: bool = setting(False, flag=True, needs="format parquet")
     """Also store the encoded texts (title and text), in the column `text`."""
     batch_tokens: int | None = setting(None, at_least=1, unit="tokens")
-    """Maximum number of padded tokens in one forward pass. A longer text is encoded alone. Default: 16384, or 1024 per thread on
-    a CPU."""
+    """Maximum number of tokens in one forward pass, including padding. A longer text is encoded alone. Default: 16384, or 1024
+    per thread on a CPU."""
 
 
 @dataclass(eq=False, repr=False)
@@ -174,7 +174,7 @@ class MineConfig:
     range_min: int = setting(0, at_least=0, unit="passages")
     """Number of candidates to skip after the filters, beginning with the best."""
     range_max: int = setting(100, unit="passages")
-    """Number of candidates for each query: ranks 1 to `range_max` of the search results, without known positives."""
+    """Number of candidates for each query: the best `range_max` search results after known positives are left out."""
     relative_margin: float | None = setting(None, at_least=0, at_most=1)
     """The score of a negative may be at most p - relative_margin x abs(p), where p is the lowest score of the query's positives.
     With 0.05 and a p above 0, this maximum is 95 % of p. Default: no limit."""

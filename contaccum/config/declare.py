@@ -30,7 +30,7 @@ class MethodSpec(NamedTuple):
     def cost(self, replay_share: float = 1.0) -> float:
         """Return the cost of one pair in a training step, in forward passes. A backward pass costs as much as 2 forward passes.
 
-        replay_share: share of the texts that the second pass encodes again.
+        replay_share: with a two-pass method, the share of the texts that are encoded again, with gradients.
         """
         return 1 + 3 * replay_share if self.two_pass else 3.0
 
@@ -52,7 +52,7 @@ _BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "below": ("less than", operator.lt),
     "multiple_of": ("a multiple of", lambda value, bound: value % bound == 0),
 }
-"""Field of SettingSpec that limits a number -> phrase for the limit in messages, and function that checks a value."""
+"""Name of a limit in SettingSpec -> (phrase for messages, function that returns whether a value is within the limit)."""
 
 
 class SettingSpec(NamedTuple):
@@ -74,7 +74,7 @@ class SettingSpec(NamedTuple):
     resume: Literal["free", "ask", "never"] = "ask"
     """Whether a resumed run may change the setting: always (free), only with `allow_changes` (ask), or never."""
     training_only: bool = False
-    """Whether a model setting is used only in training. Such a setting does not change the vectors of an untrained encoder."""
+    """Whether a model setting has an effect only in training. The vectors of the encoder before training do not depend on it."""
     initial_encoder: bool = False
     """Whether a model setting is used only to build the initial encoder. When `contaccum rounds` starts a run from a trained
     model, it resets such a setting to its default."""
@@ -123,7 +123,7 @@ LIMITS = {
     "pairs": 10**7, "entries": 10**9, "layers": 1000, "dimensions": 10**5, "minutes": 10**6, "processes": 4096, "epochs": 10**6,
     "rounds": 1000, "seeds": 1000, "runs": 1000, "tokens": 10**9,
 }  # fmt: skip
-"""Maximum value of a setting, by its unit. No machine can do more, so larger values are refused before work starts."""
+"""Unit -> maximum value of a setting with this unit. Larger values are refused, because no machine can handle them."""
 MAX_NUMBER = 10**12
 """Maximum value of a setting that has no ``at_most`` and whose unit is not in LIMITS."""
 MAX_DIGITS = 60
@@ -217,7 +217,7 @@ def check_values(options: Any, prefix: str = "") -> None:
         for number in value if isinstance(value, list | tuple) else [value]:
             if isinstance(number, int | float) and math.inf > abs(number) > limit:
                 found = f"{number:g}" if abs(number) < 1e308 else "larger than 1e308"
-                raise InputError(f"{name} is {found}, expected at most {limit:g}, because no machine can do more")
+                raise InputError(f"{name} is {found}, expected at most {limit:g}, because no machine can handle more")
 
 
 def unused_options(options: Sequence[Any], prefix: str = "--") -> Iterator[str]:

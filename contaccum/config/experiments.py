@@ -43,9 +43,10 @@ class CompareConfig:
     Default: grad_cache if it is among the methods, else the first method."""
     budget: str | None = None
     """Budget of each training run, in one of four units: forward passes of a pair (200000f), pairs (50000p), updates (300u),
-    or seconds (600s). Every run gets as many steps as this budget allows. A pair costs 3 forward passes: its backward pass counts
-    as 2. With `grad_cache` and `cont_cache`, it costs 1 + 3 x `replay.share`, because a second pass encodes this share of the
-    texts again. If the unit is seconds, a few steps are measured first. Default: `optim.max_steps` or `optim.epochs`."""
+    or seconds (600s). Every run gets as many steps as this budget allows. A backward pass counts as 2 forward passes, so a pair
+    costs 3 passes with a one-pass method. With `grad_cache` or `cont_cache`, a pair costs 1 + 3 x `replay.share` passes, because
+    a second pass encodes this share of the texts again. For a budget in seconds, a few steps are measured first. Default:
+    `optim.max_steps` or `optim.epochs`."""
     tune: tuple[str, ...] = setting((), several=True, metavar="GROUP.FIELD=v1,v2")
     """Settings to tune, with the values to try. For each method, only the settings that the method uses are tuned, in all
     combinations, with the first seed. Then the method uses the combination that is best on `data.dev`. Combinations compete in
@@ -116,6 +117,6 @@ class ReportConfig:
     """Run that the significance tests compare with the other runs, query by query. Runs that differ only in the seed count as one
     run."""
     html: str | None = None
-    """HTML file to write. The page needs no other files. Needs the extra `study`."""
+    """HTML file to write. The page is a single file. This option needs the extra `study`."""
     wide: bool = setting(False, flag=True)
     """Also show batch sizes, bank rows, pairs per second and the share of time spent waiting for data."""

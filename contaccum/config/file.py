@@ -76,7 +76,7 @@ def check_config_file(path: str | Path, text: str, known: Collection[str] | None
         raise _error(path, root, f"found {_kind(root)}, expected settings, such as 'seed: 1'")
     found = list(islice(_nodes(path, root), MAX_NODES + 1))
     if len(found) > MAX_NODES:
-        raise _error(path, root, f"has more than {MAX_NODES} values; a file of settings has far fewer")
+        raise _error(path, root, f"has more than {MAX_NODES} values, so it cannot be a file of settings")
     lines: dict[str, int] = {}
     for name, parent, key, value in found:
         if name in lines:

@@ -68,8 +68,8 @@ class DataConfig(DataPolicy):
     """How to choose the examples of a step: from all data sets (mixed), or from one data set that is drawn by weight
     (one_set)."""
     streaming: bool = False
-    """Read examples during training instead of from a cache on disk. Needs `optim.max_steps`. Every process reads all
-    examples."""
+    """Read examples directly from the file or from the Hub while training, without a cache on disk. Needs `optim.max_steps`.
+    Every process reads all examples."""
     shuffle_buffer: int = setting(10_000, at_least=1, unit="examples", needs="data.streaming")
     """Number of examples of a stream that are kept in memory. The next example is drawn at random from them. 1 keeps the order of
     the file."""
@@ -111,7 +111,7 @@ class DataConfig(DataPolicy):
             return
         found = f"data.mixture[{separate[0]}].in_batch_negatives is false, but"
         if not self.hard_negatives:
-            yield f"{found} data.hard_negatives is 0, so the set has no negatives; set data.hard_negatives to at least 1"
+            yield f"{found} data.hard_negatives is 0, so this data set has no negatives; set data.hard_negatives to at least 1"
         if self.fill_negatives == "random":
             yield f"{found} data.fill_negatives is random, which adds passages of other examples; set data.fill_negatives to none"
         if len(separate) < len(self.mixture):
@@ -128,20 +128,21 @@ class BatchConfig:
     """Number of pairs in a step, and how many of these pairs are in memory at once."""
 
     global_batch_size: int = setting(128, at_least=1, unit="pairs")
-    """Number of pairs in one optimizer step, over all processes (N)."""
+    """Number of pairs (N) in one optimizer step, over all processes."""
     micro_batch_size: int = setting(
         8, at_least=1, unit="pairs", methods="micro_batches", unused_with=("batch.micro_batch_tokens",)
     )
-    """Number of pairs in one forward pass of one process (B). Peak memory grows with this number. `in_batch` always encodes the
+    """Number of pairs (B) in one forward pass of one process. Peak memory grows with this number. `in_batch` always encodes the
     full step at once."""
     micro_batch_tokens: int | None = setting(
         None, at_least=1, unit="tokens", methods="micro_batches", unused_with=("method in_batch",)
     )
-    """Maximum number of padded tokens in one forward pass of one process, instead of `micro_batch_size`. The number of padded
-    tokens is B x (tokens of the longest query + (1 + H) x tokens of the longest passage). The pairs of a step are sorted by
-    length and split into as few micro-batches as possible, which saves padding. Every pair has the same weight in the loss. With
-    `grad_cache` and `cont_cache`, the gradients are the same as with `micro_batch_size`. With one-pass methods, a query is
-    compared with passages of similar length. Default: use `micro_batch_size`."""
+    """Maximum number of tokens in one forward pass of one process, including padding. It replaces `micro_batch_size`. A forward
+    pass of B pairs has B x (tokens of the longest query + (1 + H) x tokens of the longest passage) tokens, where H is
+    `data.hard_negatives`. The pairs of a step are sorted by length and split into as few micro-batches as possible, which saves
+    padding. Every pair has the same weight in the loss. With `grad_cache` and `cont_cache`, the gradients are the same as with
+    `micro_batch_size`. With one-pass methods, a query is compared with passages of similar length. Default: use
+    `micro_batch_size`."""
     order: Literal["shuffled", "near", "file"] = "shuffled"
     """Order of the examples: random in each epoch (shuffled), as in the training data (file), or similar queries in the same step
     (near), so that in-batch negatives are harder. `near` compares the vectors of the untrained model (`model.name`), which are
@@ -157,14 +158,21 @@ class BatchConfig:
             product = f"batch.micro_batch_size {b} x {world} processes = {b * world}"
             yield f"batch.global_batch_size {n} is not divisible by {product if b > 1 else f'{world} processes'}"
         if self.order == "file" and config.data.streaming:
-            yield "batch.order is file, but data.streaming is true; set data.shuffle_buffer to 1, which keeps a stream's order"
+            yield (
+                "batch.order is file, but data.streaming is true; to read a stream in order, leave out batch.order and set "
+                "data.shuffle_buffer to 1"
+            )
         obstacles = {
             "data.streaming is true, and a stream is read only once": config.data.streaming,
             "data.mixture is set, which chooses examples by weight, not by similarity": bool(config.data.mixture),
             "model.name is tiny, which has random weights and cannot find similar queries": config.model.name == "tiny",
         }
         if self.order == "near":
-            yield from (f"batch.order is near, but {why}; choose shuffled" for why, found in obstacles.items() if found)
+            yield from (
+                f"batch.order is near, but {why}; set batch.order to shuffled"
+                for why, found in obstacles.items()
+                if found
+            )
 
 
 @dataclass
@@ -203,8 +211,8 @@ class ReplayConfig:
     are weighted, so that the expected value of their sum is the exact gradient. A step costs 1 + 3p forward passes instead of 4.
     With p = 1, the gradient is exact. Below 1, the first pass has no dropout."""
     balance: bool = setting(False, methods="two_pass", unused_with=(*_ONE_PASS, "replay.share 1"))
-    """Correct the gradients of the sampled texts, so that their sum equals the sum over all texts. The correction reduces the
-    variance of the gradients and adds a small bias."""
+    """Add the same vector to the weighted embedding gradient of each sampled text, so that these gradients have the same sum as
+    those of all texts. The gradients of the model's weights get a lower variance, but also a small bias."""
 
     def broken(self, config: "TrainConfig", world: int) -> Iterator[str]:
         if config.replay_share < 1 and config.run.compile == "cuda_graphs":

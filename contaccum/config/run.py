@@ -26,7 +26,7 @@ class RunConfig(ProcessConfig):
     """Multiply fp32 matrices in TF32 on CUDA, also in the loss. This is faster, but the mantissa has 10 bits instead of 23."""
     sharding: Literal["none", "fsdp"] = "none"
     """How W processes hold the weights. `none`: each process holds all of them. `fsdp`: each process holds 1/W of all weights,
-    gradients and optimizer states (torch's FSDP2), and gathers one layer at a time. An out-of-memory error then ends the run."""
+    gradients and optimizer states (torch's FSDP2), and gathers one layer at a time; an out-of-memory error ends the run."""
     cpu_offload: bool = False
     """With `run.sharding fsdp`: keep each process's shard of the weights, gradients and optimizer state in CPU memory, and update
     the weights there. This saves GPU memory but is slower."""
@@ -44,7 +44,8 @@ class RunConfig(ProcessConfig):
     metric: str = setting("ndcg@10", needs="data.dev")
     """Metric on `data.dev` that decides which model is kept."""
     eval_batch_tokens: int | None = setting(None, at_least=1, unit="tokens", resume="free")
-    """Maximum number of padded tokens in one forward pass of an evaluation. Default: 16384, or 1024 per thread on a CPU."""
+    """Maximum number of tokens in one forward pass of an evaluation, including padding. Default: 16384, or 1024 per thread on a
+    CPU."""
     bank_check_steps: int = setting(100, at_least=0, unit="steps", resume="free")
     """Number of steps between two checks that the banks of all processes are equal. 0: never."""
     log_steps: int = setting(1, at_least=1, unit="steps", resume="free")
@@ -54,8 +55,8 @@ class RunConfig(ProcessConfig):
     """What to do if an embedding, the loss or a gradient is NaN or infinite. `stop` ends the run. `skip:N` skips at most N
     steps."""
     drift_steps: int = setting(10, at_least=0, unit="steps", resume="free")
-    """Number of steps between two measurements of drift: how far banked vectors are from vectors of the current encoders. 0:
-    never. The trained model does not depend on this setting."""
+    """Number of steps between two measurements of drift. Drift is measured as the cosine of banked vectors and new vectors of the
+    same texts. 0: never. The trained model does not depend on this setting."""
     trackers: list[str] = setting(factory=list, resume="free")
     """Additional experiment trackers, by their names in accelerate: wandb, tensorboard (needs the extra `tensorboard`), ..."""
 

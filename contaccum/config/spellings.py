@@ -14,7 +14,7 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "optim.fused": (True, "AdamW always uses its fused kernel. To save memory, set optim.name to adamw_8bit"),
 }
 """Removed setting -> (its old default, which is still accepted and ignored; advice for users who gave another value)."""
-REMOVED_VALUES = {("batch.on_out_of_memory", "grow"): "Use shrink, which keeps the smaller micro-batches"}
+REMOVED_VALUES = {("batch.on_out_of_memory", "grow"): "Use shrink, which only makes micro-batches smaller"}
 """(Setting, value that it no longer accepts) -> advice on what to use instead."""
 
 _OTHER_TRAINERS = """
@@ -42,8 +42,8 @@ untie_encoder = model.tie_towers false
 append_eos_token = model.append_eos {}
 query_max_len, q_max_len, max_query_len = model.max_query_length|max_query_length {}
 passage_max_len, p_max_len, max_passage_len, sequence_len = model.max_passage_length|max_passage_length {}
-max_seq_length = model.max_passage_length|max_passage_length {} (of queries: max_query_length)
-prompts = model.query_prefix|query_prefix text before each query (of passages: passage_prefix)
+max_seq_length = model.max_passage_length|max_passage_length {} (for queries: max_query_length)
+prompts = model.query_prefix|query_prefix text before each query (for passages: passage_prefix)
 train_n_passages, train_group_size = data.hard_negatives {} - 1
 dataset_name, dataset_path, train_dir, train_data, train_file, datasets = data.train path or name of a data set
 eval_dataset, val_set_size, do_eval = data.dev path or name of a data set
@@ -71,8 +71,8 @@ no_cuda, use_cpu = run.device|device cpu
 """Settings of other trainers (transformers, sentence-transformers, Tevatron, Axolotl). Each line has the form
 ``THEIR_NAMES = OUR_SETTING VALUE``. THEIR_NAMES are separated by commas. If our setting has one name in training and another in
 other commands, OUR_SETTING is ``TRAINING_NAME|OTHER_NAME``. In VALUE, ``{}`` stands for the value that the user gave. Example:
-``lr: 0.1`` gives the hint ``use optim.learning_rate with the value 0.1``. ``{in_memory}`` stands for a second suggestion,
-batch.micro_batch_size."""
+``lr: 0.1`` gives the hint ``use optim.learning_rate with the value 0.1``. ``{in_memory}`` stands for the text
+``or batch.micro_batch_size (pairs in memory)``."""
 
 
 def closest(name: str, known: Collection[str], prefix: str = "") -> str:
@@ -111,7 +111,7 @@ def unknown(name: str, value: str, known: Collection[str], prefix: str = "") -> 
 
 
 def is_ignored(name: str, value: Any) -> bool:
-    """Return whether a setting was removed and is ignored because ``value`` is its old default (see ``REMOVED``)."""
+    """Return whether ``name`` is a removed setting and ``value`` its old default. Such a setting is ignored (see ``REMOVED``)."""
     return name in REMOVED and value == REMOVED[name][0]
 
 
@@ -119,7 +119,8 @@ def without_removed(values: Mapping[str, Any], where: str | None = None, prefix:
     """Return ``values`` without the removed settings that have their old default (see ``REMOVED``).
 
     Raises InputError for other removed settings and for removed values. The message begins with ``where``. If ``where`` is None,
-    there is no error, and they are kept. prefix: name of the group that ``values`` belongs to, and a dot, such as ``bank.``.
+    these settings and values are kept without an error. prefix: name of the group that contains ``values``, and a dot, such as
+    ``bank.``.
     """
     kept: dict[str, Any] = {}
     for key, value in values.items():

@@ -45,8 +45,8 @@ def partition_by_tokens(queries: np.ndarray, passages: np.ndarray, budget: int, 
 
     queries (N,) and passages (N, 1 + H) are lengths in tokens. B pairs have B * (longest query + (1 + H) * longest
     passage) padded tokens. Pairs are sorted by length. The longest pairs come first, so that an out-of-memory error
-    comes early. Of W consecutive pairs, each of the W processes (``world``) gets one. The step has as few micro-batches as
-    ``budget`` allows. With this number of micro-batches, the largest one has as few padded tokens as possible.
+    comes early. Each of the ``world`` processes gets one of every ``world`` consecutive pairs. The step has as few micro-batches
+    as ``budget`` allows. With this number of micro-batches, the largest one has as few padded tokens as possible.
     """
     longest = passages.max(axis=1)
     order = np.lexsort((-queries, -longest)).reshape(-1, world)  # (N / W, W); stable

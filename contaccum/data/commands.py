@@ -4,9 +4,9 @@ Conversion keeps the ids of queries and passages. If a format has no field for a
 (``query_id``, ``pos_id`` or ``neg_id``). This package reads the extra fields; other tools ignore them. JSONL has no titles: the
 title and the text of a passage become one string.
 
-DPR's ``negative_ctxs`` are kept in a conversion to DPR. In BEIR they become passages without a grade. JSONL and
-Tevatron have no field for them, so they are dropped. Teacher scores are written only to JSONL and Tevatron: BEIR has no
-field for teacher scores, and in DPR the field ``score`` is a search score.
+Only DPR files have ``negative_ctxs``. A conversion from DPR to DPR keeps them. A conversion to BEIR writes them to the corpus,
+without a grade. JSONL and Tevatron have no field for them, so they are dropped. Teacher scores are written only to JSONL and
+Tevatron: BEIR has no field for teacher scores, and in DPR the field ``score`` is a search score.
 """
 
 import gzip
@@ -52,8 +52,8 @@ def check(path: str | Path, split: str | None = None, policy: DataPolicy = DEFAU
     elif data.kind == "queries":
         if data.path.name.removesuffix(".gz") not in ("queries.jsonl", "queries.tsv"):
             warnings.warn(
-                f"{data.path}: read as queries, because its first records have no title. A search would read this file as "
-                "passages. To check it as passages, rename it to corpus.jsonl (a TSV file: to collection.tsv).",
+                f"{data.path}: this check read the file as queries, because its first records have no title. But a search would "
+                "read it as passages. To check it as passages, rename it to corpus.jsonl (a TSV file: to collection.tsv).",
                 stacklevel=2,
             )
         about |= _queries(data.queries)
@@ -188,8 +188,8 @@ def convert(
     positives, and other judged passages become negatives. To BEIR, positives get grade 1 and negatives get grade 0. Teacher
     scores are checked and written, or dropped with a warning if ``to`` has no field for teacher scores.
 
-    Raises InputError if ``target`` exists (for ``beir`` an empty folder is allowed), and for ``beir`` if an id has a tab or a
-    line break.
+    Raises InputError if ``target`` exists; for ``beir``, it may be an empty folder. Also raises InputError if an id that is
+    written to BEIR has a tab, a line break or NUL.
     """
     if to not in get_args(Form):
         raise InputError(f"unknown format {to!r}; choose one of {', '.join(get_args(Form))}")

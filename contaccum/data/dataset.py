@@ -90,7 +90,7 @@ class RetrievalDataset:
 
     @cached_property
     def qrels(self) -> Qrels:
-        """Query id -> passage id -> grade, if the data set is a single qrels file. Queries without a positive are left out."""
+        """Content of the qrels file at the path ``name``: query id -> passage id -> grade, for queries that have a positive."""
         source = Path(self.name)
         grades = read_grades(source, self._policy)
         report_rejected(source, grades.rejected)

@@ -47,7 +47,7 @@ class RetrievalSet:
 
 
 def same_content(saved: str, now: str) -> bool:
-    """Return whether two fingerprints are equal. If ``saved`` has no part after a dash, compare only the first parts."""
+    """Return whether two fingerprints are equal. If ``saved`` has no dash, ignore the dash in ``now`` and the part after it."""
     return saved in (now, now.partition("-")[0])
 
 
@@ -149,8 +149,8 @@ class _MissingIds:
 def read_grades(source: Path, policy: DataPolicy, known: Sequence[_MissingIds] = ()) -> Grades:
     """Read a qrels file. Reject judgements with an unknown id; skip judgements that name a rejected query or passage.
 
-    known: the missing ids of the queries, then those of the passages. Without the second element, passage ids are not checked.
-    Without both elements, no ids are checked.
+    known: missing ids found so far. The first element is for query ids, the second one for passage ids. Without the second
+    element, passage ids are not checked. If ``known`` is empty, no ids are checked.
     """
     qrels: Qrels = {}
     passages: dict[str, None] = {}

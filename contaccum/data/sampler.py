@@ -275,7 +275,7 @@ def rounded(vectors: np.ndarray) -> np.ndarray:
 
 
 def near_order(vectors: np.ndarray, random: np.random.Generator, size: int, first: int) -> np.ndarray:
-    """Return an order of n examples in which the examples of each step have similar vectors: (n,) int64.
+    """Order n examples so that the examples of each step have similar vectors. Return the row numbers in this order, (n,) int64.
 
     The examples are split in two, then each part is split in two, until there is one group for each step. For each split,
     balanced 2-means of a sample gives a direction, and the examples are sorted by their inner product with this direction.

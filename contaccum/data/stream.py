@@ -51,9 +51,9 @@ class StreamSet:
         """Yield the examples that have a positive, in order.
 
         If an example has too few hard negatives, other negatives (DPR's ``negative_ctxs``) are appended to
-        ``negatives``. Each rejected record causes a warning. Every other kind of problem causes only one warning, for
-        its first example. Duplicate query ids are not detected, because the ids of all earlier examples may not fit into
-        memory. Raises InputError if no example has a positive, or if teacher scores are needed but the first
+        ``negatives``. Each rejected record causes a warning. For every other kind of problem, only the first example
+        that has it causes a warning. Duplicate query ids are not detected, because the ids of all earlier examples may not fit
+        into memory. Raises InputError if no example has a positive, or if teacher scores are needed but the first
         ``data.shuffle_buffer`` examples have none.
         """
         rejected, scored = RejectedRecords.of(self.data), not self.scores
@@ -133,8 +133,9 @@ class StreamSet:
 def open_stream(data: DataConfig, scores: bool = False) -> StreamSet:
     """Open ``data.train`` as a stream. scores: require teacher scores.
 
-    ``data.train`` is a file of examples or a Hub set. The fingerprint is a hash of all bytes of the file (about one second for
-    each GB), or of the version of the Hub set. Raises InputError for a BEIR folder and for every other format without examples.
+    ``data.train`` is a file of examples or a Hub set. The fingerprint of the result is a hash: for a file, of all bytes (about
+    one second for each GB); for a Hub set, of its version. Raises InputError for a BEIR folder and for every other format
+    without examples.
     """
     if data.train.startswith(HUB_PREFIX) and not os.path.exists(data.train):
         rows = HubLines(data.train, data.split)

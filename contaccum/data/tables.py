@@ -71,7 +71,7 @@ class Ragged:
         return self.chosen(Ragged(offsets, indices))
 
     def chosen(self, indices: "Ragged") -> "Ragged":
-        """Return ``indices`` with each index i replaced by ``values[i]``. The new lists have the scores ``scores[i]``."""
+        """Return ``indices`` with each number i replaced by ``self.values[i]``. The score of this value is ``self.scores[i]``."""
         scores = None if self.scores is None else self.scores[indices.values]
         return Ragged(indices.offsets, self.values[indices.values], scores)
 
@@ -338,7 +338,7 @@ def _write_tokens(file: BinaryIO, texts: Dataset, columns: Sequence[str], tokens
     offsets = np.cumsum(np.concatenate(lengths))
     file.seek(0)
     _write_header(file, int(offsets[-1]))
-    assert file.tell() == data_start, "the final header must be as long as the first one; numpy pads headers for this"
+    assert file.tell() == data_start, "the final .npy header must be as long as the first one, which it overwrites"
     return offsets
 
 

@@ -119,7 +119,7 @@ def packages(requirements: list[str]) -> Diagnosis:
 
 
 def extras(requirements: list[str]) -> Diagnosis:
-    """Check whether optional packages are installed. Extras that no command option needs, such as docs, are not checked."""
+    """Check whether the packages of each extra are installed. Extras in NO_OPTIONS are not checked: no option needs them."""
     needed: dict[str, list[str]] = {}
     for need in map(Requirement, requirements):
         for extra in re.findall(r"""extra == ["']([\w-]+)""", str(need.marker or "")):
@@ -189,7 +189,7 @@ def faiss(torch_first: dict[str, Any], faiss_first: dict[str, Any]) -> Iterator[
     torch_first: result of the process that imported torch before faiss. faiss_first: result with the opposite order.
     """
     if find_spec("faiss") is None:
-        advice = "pip install 'contaccum[cpu]', or on a GPU faiss-gpu-cu12; exact search also works without faiss"
+        advice = "pip install 'contaccum[cpu]', or, for a GPU, pip install faiss-gpu-cu12; exact search also works without faiss"
         yield Diagnosis("note", "faiss", "not installed; exact search uses torch, and --factory does not work", advice)
         return
     about = torch_first if "error" not in torch_first else faiss_first
@@ -219,7 +219,7 @@ def threads() -> Diagnosis:
     text = f"{cores} cores, OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS', 'not set')}"
     if "KMP_DUPLICATE_LIB_OK" not in os.environ:
         return Diagnosis("ok", "threads", text)
-    advice = "unset KMP_DUPLICATE_LIB_OK: two OpenMP runtimes in one process can silently give wrong results"
+    advice = "unset this variable: with it, two OpenMP runtimes in one process can silently give wrong results"
     return Diagnosis("note", "threads", f"{text}, KMP_DUPLICATE_LIB_OK is set", advice)
 
 

@@ -62,7 +62,7 @@ def load_backbone(
 ) -> Any:
     """Load the backbone of an encoder, without an adapter.
 
-    name: folder or Hub name. quantize: none, 4bit or 8bit. device: device of a quantized backbone, which must stay on it.
+    name: folder or Hub name. quantize: none, 4bit or 8bit. device: device for a quantized backbone; do not move it later.
     Other backbones are loaded on the CPU. where: other arguments of ``AutoModel.from_pretrained``, such as the subfolder.
     """
     options = {"dtype": dtype, "use_safetensors": True, "output_loading_info": True, **where}

@@ -301,8 +301,8 @@ class DualEncoder(nn.Module):
 
         name: a run, a saved DualEncoder, a sentence-transformers model or a plain encoder. passage_name: encoder for the passage
         tower. None: the encoder in ``name``.
-        tie_towers: whether queries and passages use the same tower. None: False with ``passage_name``; otherwise as saved with
-        the encoder, or True if nothing is saved.
+        tie_towers: whether queries and passages use the same tower. If None: False if ``passage_name`` is given, else the value
+        saved with the encoder, or True if no value is saved.
         dtype, device: precision of the weights, and device of both towers. append_eos: whether texts end with the end-of-text
         token. None: see ``contaccum.config.ModelConfig``.
         adapters: options of new LoRA adapters. The other weights are then frozen. None: no new adapters. merge: whether to merge

@@ -240,7 +240,7 @@ def _join(folder: str, path: str) -> str:
 
 
 def _routed(name: str, router: Module, side: str) -> list[Module]:
-    """Return the modules that a Router uses for ``side`` (query or document). Default: its modules for any text."""
+    """Return the modules of a Router for ``side`` (query or document), or those for any text if it has none for ``side``."""
     files = [_join(router.path, file) for file in ("router_config.json", "config.json")]
     config = next(filter(None, (optional_json(name, file, RouterConfig) for file in files)), None)
     if config is None:

@@ -74,7 +74,7 @@ def _modules(tower: Tower, settings: EncoderSettings) -> dict[str, str]:
 
 
 def _write_model(folder: Path, modules: dict[str, str], settings: EncoderSettings, side: str) -> None:
-    """Write the modules and both prompts of a sentence-transformers model. side: default prompt, ``query`` or ``document``."""
+    """Write the modules and prompts of a sentence-transformers model. Default prompt: that of ``side`` (query or document)."""
     listed = enumerate(modules.items())
     rows = [{"idx": i, "name": str(i), "path": path, "type": MODULES + kind} for i, (path, kind) in listed]
     write_json(folder / "modules.json", rows)

@@ -50,7 +50,7 @@ def load_tokenizer(files: TowerFiles, trust_remote_code: bool) -> Any:
 def _save_as_changed(tokenizer: Any) -> None:
     """Set the class of the tokenizer to PreTrainedTokenizerFast, so that its changes can be saved and loaded.
 
-    Other classes can lose the changes, because on loading they build parts such as the normalizer again.
+    Other classes can lose the changes, because they rebuild parts such as the normalizer when they are loaded.
     """
     for name in ("model_input_names", "padding_side"):  # their default values depend on the class
         tokenizer.init_kwargs[name] = getattr(tokenizer, name)
@@ -60,9 +60,9 @@ def _save_as_changed(tokenizer: Any) -> None:
 def check_vocabulary(tokenizer: Any, vocabulary: int | None) -> None:
     """Raise InputError if the padding token has no word embedding, or if the largest token id is far too large.
 
-    vocabulary: number of word embeddings. None: nothing is checked. Far too large: at least twice the number of tokens, and
-    at least twice ``vocabulary``. Any other id without a word embedding is an error only when a text contains it, because
-    some published tokenizers have added tokens without a word embedding.
+    vocabulary: number of word embeddings. None: nothing is checked. Far too large: at least twice the number of tokens in the
+    tokenizer, and at least twice ``vocabulary``. Any other id without a word embedding is an error only when a text contains it,
+    because some published tokenizers have added tokens without a word embedding.
     """
     if vocabulary is None:
         return

@@ -139,7 +139,8 @@ class TowerLoader:
     trust_remote_code: bool = False
     dtype: torch.dtype = torch.float32
     append_eos: bool | None = None
-    """Whether texts end with the end-of-text token. None: only for plain decoder-only encoders with last-token pooling."""
+    """Whether texts end with the end-of-text token. None: True if the model is decoder-only, uses last-token pooling and is not a
+    sentence-transformers model, else False."""
     adapters: Adapters | None = None
     merge: bool = False
     device: torch.device | str | None = None

@@ -34,7 +34,7 @@ MATCHES = ("string", "regex")
 SECONDS_PER_MATCH = 1.0  # maximum time of a pattern on one passage; some patterns would never end
 SECONDS_PER_PATTERN = 10.0  # maximum time of a pattern on all passages of its question
 LONGEST_PATTERN = 2000  # maximum number of characters of a pattern
-LARGEST_PATTERN = 100_000  # maximum number of characters with repetitions written out (a{3} as aaa)
+LARGEST_PATTERN = 100_000  # maximum number of characters after repetitions are expanded (a{3} to aaa)
 
 _BATCH = 64  # number of questions that a process gets at a time
 _TOKEN = regex.compile(r"[\p{L}\p{N}\p{M}]+|[^\p{Z}\p{C}]")
@@ -65,7 +65,8 @@ def first_hits(batch: Batch) -> tuple[list[int | None], int]:
     """Find the first passage that contains an answer, for each question of a batch.
 
     Return two values: the rank of this passage for each question (from 1; None if no passage contains an answer), and the number
-    of answers that are empty or not a valid regular expression. If ``batch.match`` is string, this number is always 0.
+    of answers that are empty or not a valid regular expression. If ``batch.match`` is not ``regex``, they are not counted: the
+    number is 0.
     """
     texts = [token_string(text) if batch.match == "string" else normalize("NFD", text) for text in batch.texts]
     ranks: list[int | None] = []
@@ -94,7 +95,7 @@ def _pattern(answer: str, question_id: str) -> "regex.Pattern[str] | None":
     if len(answer) > LONGEST_PATTERN:
         fault = f"has {len(answer):,} characters; at most {LONGEST_PATTERN:,} are allowed"
     elif (size := _expanded_size(answer)) > LARGEST_PATTERN:
-        fault = f"has {size:,} characters if repetitions are written out; at most {LARGEST_PATTERN:,} are allowed"
+        fault = f"has {size:,} characters after repetitions are expanded (a{{3}} to aaa); at most {LARGEST_PATTERN:,} are allowed"
     elif _RECURSION.search(answer):
         fault = "refers to itself; recursion is not allowed"
     if fault:
@@ -106,7 +107,7 @@ def _pattern(answer: str, question_id: str) -> "regex.Pattern[str] | None":
 
 
 def _expanded_size(pattern: str) -> int:
-    """Return the number of characters of a pattern if every repetition is written out: a{2,3} counts as aaa."""
+    """Return the number of characters of a pattern after every repetition is expanded: a{2,3} counts as aaa."""
     sizes, last = [0], 0
     for token in _SYNTAX.findall(pattern):
         if token == "(":

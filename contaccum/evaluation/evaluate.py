@@ -108,7 +108,9 @@ class BeirEncoder:
 def _refuse_unused(data: object, settings: SearchConfig, policy: DataPolicy, relevance_level: int) -> None:
     """Raise InputError for an option that would have no effect with ``evaluator="beir"``."""
     if isinstance(data, RetrievalSet):
-        raise InputError("data is a loaded data set; evaluator beir needs the name or folder of a BEIR data set")
+        raise InputError(
+            "data is a loaded data set; the beir evaluator needs the name or the folder of a BEIR data set"
+        )
     usable = replace(DEFAULTS, batch_tokens=settings.batch_tokens)
     usual = {"relevance_level": 1, **asdict(DEFAULT_POLICY), **asdict(usable)}
     for name, value in {"relevance_level": relevance_level, **asdict(policy), **asdict(settings)}.items():

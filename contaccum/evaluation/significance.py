@@ -48,8 +48,8 @@ def permutation_test(differences: ArrayLike, seed: int = 0) -> float:
 
     A flip changes the signs of some differences. p is the share of flips whose mean is at least as far from 0 as the mean of the
     given differences. With up to 13 differences, the test uses all flips, and p is exact. With more, it estimates p from 9,999
-    random flips, and counts the differences without a change as one more flip. seed: seed of the random flips. Sources: Fisher
-    1935; for retrieval, Smucker, Allan and Carterette 2007.
+    random flips. The given differences, with no sign changed, count as one more flip. seed: seed of the random flips. Sources:
+    Fisher 1935; for retrieval, Smucker, Allan and Carterette 2007.
     """
     values = np.asarray(differences, dtype=np.float64)
     if not np.any(values) or len(values) == 1:  # with one value, every flip is equally far from 0

@@ -3,7 +3,7 @@
 Content of ``output_dir``:
 
 - ``auto.json``: settings, measurements and decisions
-- ``data/``: small dev set; if it is taken from the training queries (no dev split), also a training set of the other queries
+- ``data/``: small dev set. Without dev data, its queries are training queries, and ``data/train`` has the other training queries.
 - ``dev/``: metrics of the untrained model on the small dev set
 - ``measure/``: training runs of a few steps, whose time is measured
 - ``tune/``: short training runs, from which the settings are chosen
@@ -55,7 +55,7 @@ RECIPES: tuple[dict[str, str], ...] = (
 )
 """Methods to try, each with its settings."""
 BATCHES = (16, 64, 256)
-"""Global batch sizes to try. The bank always has 4 times as many rows."""
+"""Global batch sizes to try. The bank size is always 4 times the global batch size."""
 RATES = (1.0, 2.0, 0.5)
 """Learning rates to try, as multiples of ``optim.learning_rate``."""
 CHOSEN = (
@@ -114,7 +114,7 @@ class Auto:
         if dev is None and base.distils:
             raise InputError(
                 f"loss.distillation is {base.loss.distillation}, so data.dev must be set. Without data.dev, contaccum auto "
-                "splits the training data into training and dev queries, and does not copy teacher scores."
+                "splits the training data into training and dev queries, and the split loses the teacher scores."
             )
         test = options.test or (base.data.train if options.test_split in splits else None)
         self.dev = {"data": str(self.output / "data" / "dev"), "split": "dev"}
@@ -147,7 +147,7 @@ class Auto:
         return replace(config, data=data, batch=batch, output_dir=str(self.output / folder), resume=True)
 
     def _divide(self) -> None:
-        """Write a small dev set. Without a dev split, divide the training queries into dev queries and training queries."""
+        """Write a small dev set: a sample of the dev data or, if there is none, of the training queries (not trained on)."""
         folder = self.output / "data"
         if (folder / "dev").is_dir():
             return
@@ -190,8 +190,8 @@ class Auto:
     def _trial(self, recipe: dict[str, str]) -> float:
         """Train for a few steps and return the median seconds per pair. recipe: a method with its settings.
 
-        The global batch size is the smallest one that tuning tries, because small batches take the most time per pair. The
-        time outside the steps, for example for loading, is also measured. ``state.seconds["run"]`` is the longest such time.
+        The global batch size is the smallest one that tuning tries, because small batches take the most time per pair. Time
+        outside the steps, such as loading, is also measured; ``state.seconds["run"]`` is its maximum over all trials.
         """
         name = f"measure/{recipe['method']}"
         folder = self.output / name

@@ -43,8 +43,8 @@ class State:
     """Key -> measured seconds.
 
     ``dev``: evaluation of the untrained model on dev. ``untrained``, ``bm25``: evaluation of the baseline on the test data.
-    ``run``: longest time of a run outside its steps (loading, dev evaluation, saving). Each method is also a key, for example
-    ``grad_cache``; its value is the training time per pair.
+    ``run``: time that a training run needs in addition to its steps (loading, dev evaluation, saving); the longest time that was
+    measured. Each method is also a key, for example ``grad_cache``; its value is the training time per pair.
     """
     sizes: dict[str, int] = field(default_factory=dict)
     """Method -> largest micro-batch size that fits into the memory."""
@@ -80,7 +80,7 @@ class State:
 
     @property
     def evaluation_seconds(self) -> float:
-        """Expected seconds of the evaluations of the final run: several on dev during training, then one on the test data."""
+        """Expected seconds of all evaluations of the final run: EVALUATIONS dev evaluations, then one test evaluation."""
         return self.seconds.get("untrained", self.seconds["dev"]) + EVALUATIONS * self.seconds["dev"]
 
     def seconds_left(self, total: float) -> float:

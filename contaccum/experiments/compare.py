@@ -114,7 +114,7 @@ class Study:
         self.hashes: dict[tuple[str, str, bool], dict[str, str]] = {}  # hashes of the data of each kind of run
 
     def _valid_candidates(self) -> None:
-        """Remove invalid combinations of values to tune. Prepare the tuning of each variant that has several combinations."""
+        """Remove invalid combinations of tuned values. Prepare the tuning of each variant that has several combinations."""
         self.tuned, fixed = [], []
         for variant in self.variants:
             invalid = {}
@@ -189,7 +189,7 @@ class Study:
         """Raise InputError if data cannot be read, or if tuning would use the test data. Warn if training uses the test data."""
         data, (test, split) = self.base.data, self.test.values()
         if not test:
-            raise InputError("--test: not given; with data.mixture it must name the test data")
+            raise InputError("--test is not set. With data.mixture, --test must name the test data.")
         test_queries = _queries(test, split)
         if Path(test).is_file() and self.options.test is None:
             raise InputError(f"{test}: data.train is a file without a split {split!r}. Name the test data with --test.")
@@ -258,9 +258,10 @@ class Study:
             for name, now in self.hashes[key].items():
                 if not same_content(found.get(name, now), now):
                     kind = name.removesuffix("_content")
-                    again = "this file and evaluate again" if kind == "test" else "the run's folder and train again"
+                    again = "this file" if kind == "test" else "the run's folder"
                     raise InputError(
-                        f"{file}: the {kind} data changed after this result. Undo the change, or delete {again}."
+                        f"{file}: the {kind} data changed after this result was computed. Undo the change, or delete {again} "
+                        "and repeat the command."
                     )
 
     def run(self) -> Path:
@@ -330,5 +331,5 @@ class Study:
 
 
 def _queries(data: str, split: str) -> tuple[str, str]:
-    """Return the real path and the split of a data set. They identify its queries. The split of a file of examples is empty."""
+    """Return the real path and the split, which identify the queries of a data set. For a file, the split is an empty string."""
     return os.path.realpath(data), "" if Path(data).is_file() else split

@@ -160,7 +160,7 @@ class Probe:
     ) -> list[float]:
         """Take ``count`` optimizer steps and return the seconds of each step.
 
-        warm_up: first take steps that are not timed: one on a CPU, ``count`` on a GPU, because new tensor shapes are slow there.
+        warm_up: first take untimed steps: 1 step on a CPU, ``count`` steps on a GPU, where new tensor shapes are slow.
         """
         batches = parts.build_batches(config, self.engine, self.encoder, train_set)
         first = (count if self.engine.device.type == "cuda" else 1) if warm_up else 0
@@ -216,9 +216,10 @@ def largest(
 ) -> tuple[int | None, float]:
     """Return the largest size in ``choices`` that fits into ``budget`` bytes (None: no size fits), and a relative error.
 
-    The size is predicted, then measured, then predicted again with the measurement. The error compares the last measurement
-    with its prediction. peaks: size -> measured peak memory in bytes; new measurements are added. measure: function that
-    returns the peak memory of a size. If it returns None because the device cannot measure the size, the prediction is used.
+    The largest size is predicted and its memory is measured. Then the size is predicted again with this measurement. The error
+    is the relative difference between the last measured memory and the memory predicted for this size. peaks: size -> measured
+    peak memory in bytes; new measurements are added. measure: function that returns the peak memory of a size. If it returns
+    None because the device cannot measure the size, the prediction is used.
     """
     error = 0.0
     for _ in range(CORRECTIONS):
@@ -247,7 +248,7 @@ def fitting_size(probe: Probe, budget: float, processes: int = 1) -> FittingSize
         smaller = "batch.micro_batch_size" if first > 4 else "model.max_passage_length"
         raise InputError(
             f"{config.method}: at most one of the micro-batch sizes {first // 4}, {first // 2} and {first} fits into the memory "
-            f"of this device, but a prediction of the memory needs the measurements of two sizes. Lower {smaller}."
+            f"of this device, but at least two sizes must be measured to predict the memory. Lower {smaller}."
         )
     high = max(peaks)
     line = {size: peak for size, peak in peaks.items() if size < high}

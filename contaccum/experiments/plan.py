@@ -1,7 +1,8 @@
 """``contaccum plan``: predict the largest micro-batch and bank, the time of a step, and the cost of encoding a corpus.
 
 Each method is measured in a new process. The process takes steps with micro-batches of growing size and predicts the largest size
-that fits. It measures this size and predicts again. The reported error compares the last measurement with its prediction.
+that fits. It measures the memory of this size and predicts the largest size again. The reported error is the relative difference
+between the last measured memory and the memory predicted for the same size.
 """
 
 import json
@@ -118,8 +119,8 @@ def render(measured: dict[str, Measurement], config: TrainConfig, budget: int) -
     table = Table(["method", "largest B", "peak", "error", "s/step", "epoch", "largest bank"], rows)
     lines = [
         table.markdown(),
-        f"The memory budget is {gigabytes(budget)} for one process; N = {n}. Peak, s/step and epoch are for the largest B and "
-        f"a bank of {m} rows. The largest bank is the maximum number of rows that fits if B is {b} (batch.micro_batch_size).",
+        f"The memory budget is {gigabytes(budget)} for one process; N = {n}. Peak, s/step and epoch belong to the largest B, "
+        f"with a bank of {m} rows. Largest bank: the maximum number of rows that fit with batch.micro_batch_size (B = {b}).",
     ]
     if context := max(found.context for found in measured.values()):
         lines.append(
@@ -150,7 +151,7 @@ def plan_sharding(config: TrainConfig, budget: int, processes: int) -> list[Shar
         variants[f"LoRA of rank {rank}"] = replace(config, lora=replace(config.lora, rank=rank))
     plans = []
     for weights, varied in variants.items():
-        print(f"measuring {config.method} for {processes} processes, trained weights: {weights}", file=sys.stderr)
+        print(f"measuring {config.method} for {processes} processes, weights to train: {weights}", file=sys.stderr)
         try:
             found = ask(varied, "sharded_sizes", budget=budget, processes=processes)
         except InputError as error:  # another variant may fit
@@ -172,8 +173,8 @@ def render_sharding(plans: list[ShardingPlan], budget: int, processes: int) -> s
     lines = [
         table.markdown(),
         f"The memory budget is {gigabytes(budget)} for each of W = {processes} processes. Memory was measured in one process "
-        "without sharding. The peak with fsdp is computed from this memory: 1/W of the weights, gradients and optimizer state, "
-        "plus the layers that are gathered at the same time.",
+        "without sharding. The peak with fsdp is computed from this measurement: a process then keeps only 1/W of the weights, "
+        "gradients and optimizer state, and for a short time the full weights and gradients of a few layers.",
     ]
     lines += [
         f"{each.method}, trained weights {each.weights}: not measured. {each.problem}" for each in plans if each.problem

@@ -25,8 +25,8 @@ WIDE_ONLY = ("N", "B", "bank", "pairs/s", "wait %")  # columns that the console 
 SIGNIFICANT = 0.05  # largest p value of a significant difference
 SAME_MEMORY = 0.05  # peaks count as equal if each exceeds the smallest of them by at most this share
 MEMORY_NOTE = (
-    f"Settings have equal memory if their peaks exceed the smallest peak by at most {SAME_MEMORY:.0%}. The peak is the "
-    "memory allocated on a GPU, or the resident memory of the process on a CPU, which includes libraries and data."
+    f"Settings count as equal in memory if no peak is more than {SAME_MEMORY:.0%} above the smallest one. On a GPU, the peak is "
+    "the allocated memory. On a CPU, it is the resident memory of the process, which includes libraries and data."
 )
 
 
@@ -146,12 +146,12 @@ def _quality_section(groups: list[RunGroup], metric: str, found: list[Difference
         return Section(title, notes, [quality(groups, metric)])
     queries = ", ".join(dict.fromkeys(str(one.found.queries) for one in found))
     footnote = (
-        f"A difference is the mean over seeds and {queries} queries. The permutation test (sign flips) and Student's paired "
-        "t-test check whether the difference of these trained models generalizes to other queries. The test in the last column "
-        "(min F', Clark 1973) checks whether it generalizes to other queries and other seeds; it needs at least two seeds. All p "
-        f"values are two-sided. Holm's method corrects each type of test for the {len(found)} comparisons of this report. Effect "
-        "d is the mean difference divided by the standard deviation of the differences. If the reference method has several "
-        "settings, the reference is its best one."
+        f"A difference in {metric} is a mean over seeds and {queries} queries. The permutation test (sign flips) and Student's "
+        "paired t-test check whether the difference of these trained models generalizes to other queries. The test in the "
+        "last column (min F', Clark 1973) checks whether it generalizes to other queries and other seeds; it needs at least two "
+        f"seeds. All p values are two-sided. Holm's method corrects each type of test for the {len(found)} comparisons of this "
+        "report. Effect d is the mean difference divided by the standard deviation of the differences. If the reference method "
+        "has several settings, its best setting is the reference."
     )
     return Section(title, notes, [quality(groups, metric), tests_table(found)], (footnote,))
 
@@ -210,7 +210,10 @@ def _time_section(groups: list[RunGroup], metric: str) -> Section:
     if limited is None:
         return Section(title, (), (), (f"No run was evaluated on dev (data.dev, run.eval_steps). {how}",))
     seconds, table = limited
-    note = f"Scores are from the last dev evaluation in the first {seconds:.1f} s (total time of the fastest setting). {how}"
+    note = (
+        f"The time limit is {seconds:.1f} s, the total training time of the fastest setting. Each score is from the last dev "
+        f"evaluation within this limit. {how}"
+    )
     return Section(title, (), [table], (note,))
 
 

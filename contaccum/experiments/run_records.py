@@ -269,9 +269,9 @@ def differences(
 ) -> list[Difference]:
     """Test each group against its reference group.
 
-    reference: folders of the reference runs. A reference group contains at least one of them. equal_batch: if True, the reference
-    group of a trained group is a baseline, or has the same global batch size. If several reference groups are possible, the one
-    with the best metric is used.
+    reference: folders of the reference runs. A reference group contains at least one of them. equal_batch: if True, a group of
+    training runs is compared only with a baseline, or with a group that has the same global batch size. If several reference
+    groups are possible, the one with the best metric is used.
     """
     pairs, baselines = [], [group for group in groups if group.method is None]
     for size, members in by_global_batch(groups).items() if equal_batch else [(None, groups)]:

@@ -25,7 +25,7 @@ P_VALUES = ("p_permutation", "p_t", "p_both")
 
 
 class StudyResult(NamedTuple):
-    """Input of the report of a comparison, besides the folders of the runs."""
+    """Data for the report of a comparison. The folders of the runs are a separate argument of ``write_report``."""
 
     metric: str
     reference: set[Path]  # folders of the reference runs of the significance tests

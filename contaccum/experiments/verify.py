@@ -83,7 +83,7 @@ def verify(config: TrainConfig, say: Callable[[str], None]) -> None:
 
 
 def small_config(config: TrainConfig) -> TrainConfig:
-    """Return the config with small steps, a small bank, two checkpoints, and no evaluation or trackers."""
+    """Return the config with few steps, few pairs per step, a small bank, two checkpoints, no evaluation and no trackers."""
     pairs = min(PAIRS, config.batch.micro_batch_size)
     pairs += pairs % 2 if pairs < PAIRS else 0  # even, because two processes share a micro-batch
     sizes: dict[str, Any] = {"micro_batch_size": pairs, "global_batch_size": pairs * MICRO_BATCHES}

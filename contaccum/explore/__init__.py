@@ -1,1 +1,1 @@
-"""Show search results: of one model at a prompt in the terminal, or of several models side by side in the browser."""
+"""Show search results of one model, interactively in the terminal, or of several models, side by side in the browser."""

@@ -66,11 +66,11 @@ def open_systems(
 
     choice: settings for loading every model; ``choice.model`` is ignored. folders: folders of embeddings from `contaccum encode`.
     Each folder is used for the model that encoded it. New vectors and approximate indexes are saved in the cache. Raises
-    InputError if a model is named twice, or if a folder is not used.
+    InputError if a model is listed twice, or if a folder is not used.
     """
     paths = [str(Path(name).resolve()) if Path(name).exists() else name for name in models]
     if repeated := [name for name, path in zip(models, paths, strict=True) if paths.count(path) > 1]:
-        raise InputError(f"--models names {repeated[0]} twice; name each model once")
+        raise InputError(f"--models: {repeated[0]} is listed twice; list each model once")
     source = Texts.of_corpus(data.corpus).fingerprint
     unused = {str(folder): ShardFolder(folder, source=source).job.encoder for folder in folders}
     systems = []

@@ -35,8 +35,9 @@ def grades_of_text(text: str, queries: Mapping[str, str], qrels: Mapping[str, Gr
 def losses(scores: Sequence[Mapping[str, Mapping[str, float]]], metric: str) -> dict[str, list[float]]:
     """Return query id -> values of a metric: [value] for one system, [first, second, first minus second] for two systems.
 
-    Queries are sorted by the last value in their list, lowest first. scores: for each system, query id -> metric -> value. All
-    systems must have the same queries. Raises InputError if the metric was not computed.
+    Queries are sorted by the last value in their list, lowest first. So with two systems, the queries where the first system
+    loses most come first. scores: for each system, query id -> metric -> value. All systems must have the same queries. Raises
+    InputError if the metric was not computed.
     """
     known = next(iter(scores[0].values()), {metric: 0.0})
     if metric not in known:

@@ -164,7 +164,7 @@ def line_examples(
     """Convert lines in the format ``kind``; yield the location and the example of each. path: for error messages."""
     if kind not in RECORDS:
         raise InputError(
-            f"{path}: is a {kind} file; training examples are DPR JSON, JSONL of query, pos and neg, or Tevatron JSONL"
+            f"{path}: is a {kind} file; training examples must be DPR JSON, Tevatron JSONL, or JSONL with query, pos and neg"
         )
     return json_objects(lines, RECORDS[kind], reader_of(kind, scores), rejected)
 
@@ -218,7 +218,7 @@ def _columns(path: Path, max_bad_records: int) -> int | None:
 
 
 def _first_lines(path: Path, max_bad_records: int) -> list[str]:
-    """Return the first 2 n + 1 lines; n is ``max_bad_records``, but at most 100. If n lines are invalid, n + 1 are valid."""
+    """Return the first 2 n + 1 lines, where n is min(max_bad_records, 100). Even with n invalid lines, most lines are valid."""
     enough = 2 * min(max_bad_records, _SAMPLE) + 1
     return [line for _, line in islice(numbered_lines(path, rejected=RejectedRecords(enough - 1)), enough)]
 
@@ -231,9 +231,9 @@ def _most_common(found: Iterable[Value]) -> Value | None:
 def _layout(path: Path, max_bad_records: int) -> Literal["list", "lines", "columns"]:
     """Return whether a file is one JSON list, lines of JSON objects, or a table with columns.
 
-    Without ``max_bad_records``, the first character decides. With ``max_bad_records``, the first line may be invalid. A file
-    that starts with [ is then one JSON list, unless its first line is a complete list and other lines follow. In any other
-    case, the majority of the first lines decides.
+    Without ``max_bad_records``, the first character decides. With ``max_bad_records``, the first line may be invalid, so the
+    majority of the first lines decides. Exception: a file that starts with [ is one JSON list if its first line is not a
+    complete list, or if the file has only one line.
     """
     first = first_character(path)
     if not max_bad_records:

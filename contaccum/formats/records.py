@@ -101,9 +101,9 @@ def content_id(title: str, text: str) -> str:
 
 
 class SourceLocation(NamedTuple):
-    """Location of a record or a field in an input file. Lines and records count from 1.
+    """Location of a record or a field in an input file. Lines and records are numbered from 1.
 
-    ``record`` is 0 in a file with one record per line.
+    In a file with one record per line, ``line`` identifies the record, and ``record`` is 0.
     """
 
     path: Path

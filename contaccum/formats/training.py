@@ -141,7 +141,7 @@ _LISTS: dict[Form, dict[str, str]] = {
     "tevatron": {"positive_passages": "positives", "negative_passages": "negatives"},
     "jsonl": {"pos": "positives", "neg": "negatives"},
 }
-"""Format -> name of a field -> name of the attribute of Example that contains the passages of this field."""
+"""For each format: name of a field of the file -> attribute of Example that has the passages of this field."""
 
 
 def example_record(example: Example, to: Form) -> dict[str, Any]:

@@ -145,7 +145,7 @@ class BankLoss:
     def _make_bank(self, queries: Tensor, passages: Tensor) -> Bank:
         if 0 < self.size < (pairs := len(queries)):
             raise InputError(
-                f"bank_size is {self.size}; expected 0 or at least {pairs}, the pairs per micro-batch over all processes"
+                f"bank_size is {self.size}; expected 0 or at least {pairs} (pairs in one micro-batch, summed over processes)"
             )
         options = replace(self.options, hard_negatives=passages.shape[1] - 1 if self.hard_negatives else 0)
         similarity = self.loss.similarity

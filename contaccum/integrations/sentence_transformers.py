@@ -67,12 +67,12 @@ class ContAccumLoss(CachedLossMixin, nn.Module):
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """Compute the loss of a batch.
 
-        sentence_features: tokens of each column: query, positive, and any hard negatives. labels: not used.
+        sentence_features: tokens of each column: query, positive, and optional hard negatives. labels: not used.
         """
         features = list(sentence_features)
         if (columns := len(features)) < 2:
             raise InputError(
-                f"the data has {columns} text columns; expected a query, a positive, and any hard negatives"
+                f"the data has {columns} text columns; expected a query, a positive and, optionally, hard negatives"
             )
         ids = self._ids(features[1:])
         if self.mini_batch_size is not None:

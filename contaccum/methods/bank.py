@@ -94,7 +94,7 @@ class Bank:
 
     @property
     def sums(self) -> NestedLogSumExp | None:
-        """Log-sum-exp over all stored passages, cached for each stored query. None if the bank stores only passages."""
+        """Cached log-sum-exp of each stored query's logits with all stored passages. None if the bank stores only passages."""
         return self.tables.get("")
 
     def logsumexp(self, reverse: bool = False) -> Tensor:
@@ -122,8 +122,8 @@ class Bank:
     def partial(self, rows: int, columns: int) -> PartialLogSumExp | None:
         """Return an object in which the loss stores log-sum-exps for the next push, or None if the push cannot reuse them.
 
-        rows: number of rows of the next push. columns: passages per row. Conditions for reuse: the bank stores the query and all
-        passages of each row, the loss uses it, and the push overwrites one whole block at the last level of ``NestedLogSumExp``.
+        rows: number of rows of the next push. columns: passages per row. The push can reuse them if the loss uses the bank, the
+        bank stores the query and all passages of each row, and the push overwrites one whole block of the last level of ``sums``.
         """
         one_block = rows == self.push_rows and self.pointer % rows == 0 and self.pointer + rows <= self.size
         if self.sums is None or not self.fill or not one_block or columns != 1 + self.options.hard_negatives:
@@ -188,7 +188,7 @@ class Bank:
             update(self._by_column, slots.start * self.column_ids.shape[1], self.column_ids[slots].view(-1, 1))
 
     def masked_columns(self, positives: Tensor, slots: slice) -> MaskedPairs:
-        """Return all pairs (i, bank column in ``slots``) where row i of ``positives`` (r, P) contains the column's passage id."""
+        """Return each pair of a row of ``positives`` (r, P) and a column in ``slots`` whose passage id is in this row."""
         per_slot = self.column_ids.shape[1]
         return self._by_column.find(positives, slice(slots.start * per_slot, slots.stop * per_slot))
 
@@ -203,10 +203,10 @@ class Bank:
         return PairRows(self.query_numbers[slots], self.column_ids[slots, 0], scores, self.similarity.scale)
 
     def logits(self, rows: slice, slots: slice, reverse: bool = False) -> Tensor:
-        """Return the logits between the bank rows ``rows`` and all columns in the bank slots ``slots``.
+        """Return the logits between the stored queries in the slots ``rows`` and all stored passages in the slots ``slots``.
 
-        The result is transposed: (slots * columns per slot, rows). Logits of masked pairs are minus infinity. The age penalty is
-        subtracted. reverse: apply ``PairRules`` in the passage-to-query direction, where hard negatives are never masked.
+        The shape is (slots * passages per slot, rows). Logits of masked pairs are minus infinity. The age penalty is subtracted.
+        reverse: apply ``PairRules`` in the passage-to-query direction, where hard negatives are never masked.
         """
         assert self.queries is not None
         per_slot = self.column_ids.shape[1]
@@ -234,7 +234,7 @@ class Bank:
         return logits
 
     def _reversed_logits(self, rows: slice, slots: slice) -> Tensor:
-        """Return the logits between the stored positives ``rows`` and the stored queries in ``slots``, (slots, rows)."""
+        """Return the logits between the stored positives in ``rows`` and the stored queries in ``slots``: shape (slots, rows)."""
         return self.logits(slots, rows, reverse=True)[:: self.column_ids.shape[1]].T
 
     def _update_positive_logits(self, slots: slice) -> None:

@@ -45,11 +45,11 @@ class Direction:
         sums: Tensor | None = None,
         reverse: bool = False,
     ) -> None:
-        """Add the losses of the bank rows, and their gradients for the current columns. The bank rows get no gradient.
+        """Add the losses of the bank rows, and the gradients of these losses with respect to the current columns.
 
-        rows: the bank rows (fill, d). ids: argument ``columns`` of ``PairRules.leave_out``. masked: pairs (current column, bank
-        row). sums: tensor (fill,) to which the log-sum-exp of each bank row over the current columns is written.
-        reverse: whether the rows are positives and the columns are queries.
+        The bank rows get no gradient. rows: the bank rows (fill, d). ids: argument ``columns`` of ``PairRules.leave_out``.
+        masked: pairs (current column, bank row). sums: tensor (fill,) to which the log-sum-exp of each bank row over the current
+        columns is written. reverse: whether the rows are positives and the columns are queries.
         """
         over_bank = bank.logsumexp(reverse)
         sums = torch.empty_like(over_bank) if sums is None else sums
@@ -88,7 +88,7 @@ class QueryToPassage(Direction):
         self.counts = queries.new_zeros(2, dtype=torch.long)
 
     def add_current_rows(self, ids: RowIds, bank: Bank | None) -> None:
-        """Add the losses and gradients of the current rows over the current columns and the columns of ``bank``."""
+        """Add the losses of the current rows and their gradients. The columns are the current columns and those of ``bank``."""
         b, c = len(self.rows), len(self.columns)
         own = torch.arange(0, c, c // b, device=self.rows.device)  # index of the column with each row's own positive
         masked = self.similarity.masked_pairs(ids.positives, ids.columns.flatten())
@@ -122,7 +122,7 @@ class QueryToPassage(Direction):
             self.for_columns.addmm_(weights.T, rows, alpha=self.scale)
 
     def add_bank_queries(self, ids: RowIds, bank: Bank) -> None:
-        """Add the losses of the bank queries, and their gradients for the current columns."""
+        """Add the losses of the bank queries, and the gradients of these losses with respect to the current columns."""
         assert bank.queries is not None
         column_ids = ids.columns.flatten()
         masked = bank.masked_rows(column_ids, slice(0, bank.fill))

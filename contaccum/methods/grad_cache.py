@@ -45,8 +45,8 @@ def cont_cache(engine: StepEngine, micro_batches: list[MicroBatch], bank: Bank, 
 def represent(engine: StepEngine, micro_batches: list[MicroBatch]) -> list[Rows]:
     """Compute the embeddings of every micro-batch: the first pass, step 1 of the paper.
 
-    If the second pass encodes all texts, the last micro-batch keeps its autograd graph, so it needs no second forward pass. With
-    partial replay, where the second pass samples texts, all micro-batches are encoded without a graph.
+    Without partial replay, the last micro-batch keeps its autograd graph, so the second pass does not encode it again. With
+    partial replay, the second pass encodes only a sample of the texts, so all micro-batches are encoded here without a graph.
     """
     earlier, last = (micro_batches[:-1], [micro_batches[-1:]]) if engine.replay_share == 1 else (micro_batches, [])
     size = engine.no_grad_group_size
@@ -60,7 +60,7 @@ def represent(engine: StepEngine, micro_batches: list[MicroBatch]) -> list[Rows]
 
 
 def _split(rows: Rows, sizes: list[int]) -> list[Rows]:
-    """Undo ``StepEngine.join``: divide ``rows`` into micro-batches. sizes: rows of each micro-batch, in one process."""
+    """Undo ``StepEngine.join``: divide ``rows`` into micro-batches. sizes: number of rows per process in each micro-batch."""
     # (W * sum(sizes), ...) for W processes: all rows of process 0, then all rows of process 1, and so on
     queries, passages, ids = rows
     ends = list(accumulate(sizes))

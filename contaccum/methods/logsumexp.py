@@ -7,10 +7,10 @@ last, one block is open: the block that the pushes overwrite now. The next level
 blocks. To open a block, the log-sum-exps of its smaller blocks are computed from the stored embeddings. To close a block, the
 log-sum-exps of its smaller blocks are combined into one.
 
-In one full pass of the pushes over all slots, the logits between a column and all rows are computed LEVELS times. They are
-computed once when a push overwrites the column. They are also computed once at each level except the last, when the block that
-contains the column is opened. With M rows and pushes of b rows, one push costs O(M * b) on average, and the table has
-LEVELS * fan = O((M / b)^(1 / LEVELS)) numbers per row.
+In one pass of the pushes over all slots, the logits between each column and all rows are computed LEVELS times: once when a push
+overwrites the column, and once at each level except the last, when the block that contains the column is opened.
+With M rows and pushes of b rows, one push costs O(M * b) on average, and the table has LEVELS * fan = O((M / b)^(1 / LEVELS))
+numbers per row.
 """
 
 from collections.abc import Callable
@@ -28,9 +28,9 @@ With 3 levels, M = 131,072 and b = 8, the table has 79 numbers per row, few comp
 """
 
 Logits = Callable[[slice, slice], Tensor]
-"""Function that returns the logits between some rows and some columns of the bank.
+"""Function that returns the logits between some bank rows and some bank columns.
 
-The first slice selects the rows. The second slice selects slots, with all columns that these slots contain. The shape of the
+The first slice selects the rows. The second slice selects slots, and the columns are all columns in these slots. The shape of the
 result is (slots * columns per slot, rows). Logits of masked pairs are minus infinity.
 """
 
@@ -66,8 +66,9 @@ class PartialLogSumExp:
     def __init__(self, slot: int, fill: int, rows: int, per_slot: int, sums: "NestedLogSumExp") -> None:
         """Create the tensors ``self.columns`` and ``self.rows``. The loss fills them later.
 
-        slot: first bank slot that the next push will overwrite. fill: number of bank slots that contain a row. rows: number of
-        current rows, b. per_slot: number of columns in a slot. sums: the bank's table of log-sum-exps.
+        slot: first bank slot that the next push will overwrite. fill: number of filled bank slots. Each filled slot stores one
+        row (a query) and its columns (passages). rows: number of current rows, b. per_slot: number of columns in a slot. sums:
+        the bank's table of log-sum-exps.
         """
         self.slot = slot
         self.columns = sums.values.new_empty((fill,))
@@ -82,7 +83,7 @@ class PartialLogSumExp:
         """Include logits (r, c) in the log-sum-exps.
 
         They are the logits between the r current rows ``rows`` and the stored columns ``first`` to ``first`` + c - 1. All calls
-        together must include the logit of each current row and each stored column exactly once.
+        together must include the logit of each pair (current row, stored column) exactly once.
         """
         for level, (width, start) in enumerate(zip(self._widths, self._starts, strict=True)):
             begin, end = max(start, first), min(start + self.rows.shape[1] * width, first + logits.shape[1])
@@ -105,8 +106,9 @@ class NestedLogSumExp:
 
     Each level has blocks of one size. The table is ``values``, (LEVELS, fan, M): one entry for each level, block and bank row.
     The entries of a block are minus infinity if the block contains no column, or if it is open. At each level except the last,
-    one block is open: the block that the pushes overwrite now. The columns of an open block have their entries at the next
-    level. The rows are the last dimension, so that a sum over blocks reads contiguous memory.
+    one block is open: the block that the pushes overwrite now. The columns of an open block are included in the
+    entries of the smaller blocks at the next level. The rows are the last dimension, so that a sum over blocks reads contiguous
+    memory.
     """
 
     def __init__(
@@ -114,7 +116,7 @@ class NestedLogSumExp:
     ) -> None:
         """Create the table of an empty bank.
 
-        logits: function that computes logits of bank rows and columns. size: number of slots of the bank. push: number of
+        logits: function for the logits between bank rows and bank columns. size: number of slots of the bank. push: number of
         slots that a push usually overwrites. The smallest blocks have this number of slots. tile: number of (row, slot) pairs to
         compute at once. journal: receives a copy of every region of ``values`` and ``closed`` before it is overwritten.
         """
@@ -132,9 +134,10 @@ class NestedLogSumExp:
         return torch.logaddexp(self.closed[:fill], self.values[-1, :, :fill].logsumexp(0))
 
     def first_slots(self) -> list[int]:
-        """Return for each level of blocks the first slot of its first block.
+        """Return one slot per level: the slot where the first block of the level starts.
 
-        At level 0, this is slot 0. At any other level, it is the first slot of the open block of the previous level.
+        At level 0, this is slot 0. The blocks of any other level divide the open block of the previous level, so they start where
+        the open block starts.
         """
         steps = zip(self.open, self.widths, strict=False)
         return [0, *accumulate(block * width for block, width in steps)]
@@ -160,7 +163,7 @@ class NestedLogSumExp:
         self._write_rows(start, stop, fill, partial)
 
     def _open_blocks(self, slot: int, path: list[int], fill: int) -> None:
-        """Close each open block that does not contain ``slot``, and open the block that contains ``slot`` at the same level.
+        """Close each open block that does not contain ``slot``. At the same level, open the block that contains ``slot``.
 
         path: for each level except the last, the number of the block that contains ``slot``. fill: see ``overwrite``.
         """

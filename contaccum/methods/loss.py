@@ -56,7 +56,7 @@ class LossValue(NamedTuple):
     replayed: tuple[float, float] | None = None
     """Partial replay: ratio of encoded texts to all texts, and relative variance (see ``replay_sample``). Otherwise None."""
     counted_share: float = 1.0
-    """Ratio d / s: ``contrast`` is a sum of losses divided by d, and s is the number of rows in this sum.
+    """Ratio d / s: ``contrast`` is the sum of the losses of s rows, divided by d.
 
     The ratio is below 1 only if ``bank.row_weight`` is ``current``: d counts only current rows, and s also counts bank rows.
     """

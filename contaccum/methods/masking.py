@@ -26,11 +26,12 @@ TOLERANCE = 1e-5
 class PairRows(NamedTuple):
     """Training pairs of the rows in an (r, c) block of logits, one pair per row.
 
-    A row is the query of its pair. In the passage-to-query direction of the symmetric loss, it is the positive of its pair.
+    In the query-to-passage direction, a row is the query of its pair. In the passage-to-query direction of the symmetric loss, a
+    row is the positive of its pair.
     """
 
     queries: Tensor | None
-    """Row number of each query in the training set, (r,) int64 on the CPU. None: no rule uses it."""
+    """For each pair, the row number of its query in the training set, (r,) int64 on the CPU. None if no rule uses the numbers."""
     positives: Tensor
     """Passage id of each positive, (r,) int64 on the CPU."""
     scores: Tensor
@@ -92,10 +93,10 @@ class PairRules:
         """Apply the rules to logits (r, c): each masked logit becomes minus infinity.
 
         columns: passage id of each column, (c,) on the CPU. of_queries: whether the columns are queries. ``columns`` then has
-        the row numbers of these queries in the training set, or is None if no rule uses the row numbers.
+        each query's row number in the training set, or is None if no rule uses these numbers.
         pairs: two slices of the training pairs. The rows belong to the pairs of the first slice, and the columns to the pairs of
-        the second. A training pair has one row, and every training pair has the same number of columns. None: no row belongs
-        to the same training pair as a column.
+        the second. Each pair has one row, and all pairs have the same number of columns. ``pairs`` is None if no row belongs to
+        the same training pair as a column.
         counts: (2,) int64. The number of unmasked logits is added to the first element. The number of logits that are masked
         because of a high score is added to the second.
         """

@@ -93,7 +93,7 @@ def _margins(student: Tensor, teacher: Tensor, scored: Tensor) -> Tensor:
 
 
 class Objective:
-    """Training loss: InfoNCE loss plus distillation loss, as a weighted sum over all widths."""
+    """Training loss: InfoNCE loss plus distillation loss. With Matryoshka, a weighted sum over all embedding widths."""
 
     def __init__(
         self, info_nce: InfoNCE, matryoshka: Matryoshka = FULL_WIDTH, distillation: Distillation | None = None
@@ -104,7 +104,7 @@ class Objective:
     def __call__(
         self, queries: Tensor, passages: Tensor, ids: RowIds, *, columns: Bank | None = None, rows: Bank | None = None
     ) -> LossValue:
-        """Return the loss. The arguments are those of InfoNCE. A bank must be a MatryoshkaBank with the same truncated widths."""
+        """Return the loss. Arguments: see InfoNCE. With Matryoshka, a bank must be a MatryoshkaBank with the loss's widths."""
         value = self._at_one_width(queries, passages, ids, columns, rows)
         for index, (width, weight) in enumerate(zip(self.matryoshka.widths, self.matryoshka.weights, strict=True)):
             own_columns, own_rows = (None if bank is None else bank.truncated[index] for bank in (columns, rows))

@@ -16,7 +16,7 @@ from contaccum.methods.objective import StepEngine
 Cache = list[tuple[Tensor, Tensor]]
 """For each micro-batch: the gradients with respect to the embeddings of queries (b, d) and passages (b, 1 + H, d)."""
 HUGE = 1e300
-"""Value that replaces a gradient norm that is NaN or infinite. Replay keeps this text, so the training loop finds the error."""
+"""Value that replaces a NaN or infinite gradient norm. With it, replay keeps the text, so the training loop finds the error."""
 
 
 def replay_sample(engine: StepEngine, micro_batches: list[MicroBatch], cache: Cache) -> tuple[float, float]:
@@ -52,8 +52,9 @@ def replay_sample(engine: StepEngine, micro_batches: list[MicroBatch], cache: Ca
 def sample_texts(gradients: Tensor, share: float, offset: float) -> tuple[Tensor, float, float]:
     """Sample about share * n of n texts. A text with a larger gradient is more likely to be kept.
 
-    gradients: (n, d). offset: random number in [0, 1). Returns (weights, noise, signal). weights: 1 / p for a text
-    that is kept with probability p, 0 for other texts, (n,) on the CPU. noise: added variance (see above). signal: sum |g_i|^2.
+    gradients: (n, d). offset: random number in [0, 1). Returns (weights, noise, signal). weights: (n,) on the CPU, 1 / p for a
+    text that was kept with probability p, 0 for the other texts. noise: variance that the sampling adds (see the module
+    docstring). signal: sum of |g_i|^2.
     """
     norms = gradients.float().norm(dim=1).cpu().double()  # (n,); this copy waits for the device
     probabilities = keep_probabilities(norms, share * len(norms))

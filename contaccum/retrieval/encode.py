@@ -1,4 +1,4 @@
-"""Encode texts into vectors, in memory, as shards on disk or, for the texts of a training set, in the cache.
+"""Encode texts into vectors, in memory or as shards on disk. The shards of a training set are in the cache folder.
 
 Several processes can encode the shards of one folder together. A restart encodes only the missing shards.
 """

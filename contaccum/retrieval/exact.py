@@ -273,8 +273,8 @@ def rescore(
 
     rows: row numbers of the candidates, counted over all shards, (n, k). Where a row number is -1 (no candidate), id and score
     are undefined. Scores are float64 sums rounded to float32, so a score depends only on its query and its passage. The error
-    bound is for the search that found the candidates, not for these scores. That search computes inner products in float32. The
-    bound is the largest possible rounding error of such a product of the query and a candidate.
+    bound limits the rounding error of the float32 inner products of the query and its candidates. It is for the search that found
+    the candidates, not for the returned scores.
     """
     ids = np.empty(rows.shape, dtype=object)
     scores = np.empty(rows.shape, dtype=np.float32)

@@ -56,7 +56,7 @@ class _Manifest:
     def __post_init__(self) -> None:
         """Raise ValueError if this is not the manifest of an index."""
         if self.format != FORMAT:
-            raise ValueError(f"found format {self.format!r}; the manifest of an index has {FORMAT!r}")
+            raise ValueError(f"found format {self.format!r}; expected {FORMAT!r} in the manifest of an index")
 
 
 class Index:
@@ -155,10 +155,9 @@ class Index:
         self._on_gpus = None  # the copies on the GPUs have the previous values
 
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return scores, (n, k) float32, and row numbers, (n, k) int64, best first.
+        """Return scores, (n, m) float32, and row numbers, (n, m) int64, best first. m is k, or ``len(self)`` if that is smaller.
 
-        If the search finds fewer than k rows for a query, the other row numbers are -1. If the index has fewer than k rows, the
-        result has ``len(self)`` columns instead of k.
+        If the search finds fewer than m rows for a query, the row numbers after the last found row are -1.
         """
         queries = np.ascontiguousarray(queries, dtype=np.float32)
         gpus = search_gpus(self.device) if k <= GPU_LIMIT else []

@@ -34,7 +34,7 @@ class MiningQueries:
         self.corpus = examples.passages if corpus is None else corpus
         positives = {key for own in self._answers.values() for key in own}
         self.extra = None if corpus is None else _missing(examples.passages, corpus, positives)
-        """Positives that ``corpus`` lacks, or None if there are none. These positives get scores but never become negatives."""
+        """Positives that ``corpus`` lacks, or None if there are none. They are scored, but no query gets them as negatives."""
         self.passages = self.corpus if self.extra is None else concatenate_datasets([self.corpus, self.extra])
         """Passages of ``corpus``, followed by the passages of ``extra``."""
         self._ids_of_text: dict[str, list[str]] = {

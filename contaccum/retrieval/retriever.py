@@ -40,7 +40,7 @@ class Retriever(ABC):
     """Base class of retrievers. A retriever searches one corpus."""
 
     fingerprint: str  # hash of the model's weights and settings, or bm25
-    index_settings: dict[str, Any]  # search settings that can change the passages found
+    index_settings: dict[str, Any]  # search settings that can change which passages are found
 
     @staticmethod
     def open(
@@ -57,7 +57,8 @@ class Retriever(ABC):
         model: an encoder, the name or the config of an encoder, or ``bm25``. group: processes of this search. mining: if False,
         the processes divide the corpus among themselves; all of them must search for the same queries, and each gets the complete
         run. If True, each process searches the whole corpus for its own queries, and the scores are exact inner products, even
-        with an approximate index. extra: positives of the queries, outside the corpus. They get scores but are never returned.
+        with an approximate index. extra: positives of the queries that are not in the corpus. ``search_with_positives`` returns
+        their scores, but they are never among the passages found.
         """
         config = EncoderConfig(model) if isinstance(model, str) else model
         if isinstance(config, EncoderConfig) and config.model == BM25_NAME:
@@ -113,7 +114,7 @@ class DenseRetriever(Retriever):
     settings: SearchConfig
     group: Processes
     shards: Shards  # vectors of the corpus; empty if a faiss index is searched, except for mining
-    extra: list[Shard]  # vectors of positives outside the corpus; they get scores but are never returned
+    extra: list[Shard]  # vectors of positives outside the corpus; they are scored, but never among the passages found
     rank: Ranker
 
     @cached_property
@@ -153,7 +154,7 @@ class BM25(Retriever):
     """
 
     def __init__(self, corpus: Dataset, extra: Dataset | None = None) -> None:
-        """extra: positives outside the corpus. They are never returned, but BM25's document frequencies include them."""
+        """extra: positives outside the corpus. They are never found, but BM25's document frequencies include them."""
         import bm25s  # the import takes a quarter of a second
 
         self.fingerprint, self.index_settings = BM25_NAME, {}
@@ -277,14 +278,14 @@ def validate_search(settings: SearchConfig, group: Processes = ALONE) -> None:
 
 
 def index_settings(settings: SearchConfig) -> dict[str, Any]:
-    """Return the search settings that can change the passages found for the same vectors."""
+    """Return the search settings that can change which passages are found, even if the vectors stay the same."""
     if settings.factory == "Flat":
         return {"factory": "Flat"}
     return {"factory": settings.factory, "search_params": settings.search_params, "index_seed": settings.seed}
 
 
 def _open_index(encoder: "DualEncoder", corpus: Dataset, settings: SearchConfig, shards: Shards) -> Index:
-    """Load the saved index of the corpus, or build it from ``shards``. If ``shards`` is empty, encode the corpus to build it."""
+    """Load the saved index of the corpus, or build it from ``shards``. If ``shards`` is empty, first encode the corpus."""
     origin = Origin(settings.factory, settings.seed)
     if settings.index_dir is not None:
         origin = replace(origin, encoder=encoder.fingerprint("passage"), source=Texts.of_corpus(corpus).fingerprint)

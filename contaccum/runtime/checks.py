@@ -49,7 +49,7 @@ _INPUT_FILES = (
     "corpus.jsonl*", "queries.jsonl*", "collection.tsv*", "queries.tsv*", "qrels/*", "*config*.json", "*.safetensors",
     "*tokenizer*", "modules.json", "contaccum.json", "manifest.json", "*.npy", "*.ids.json", "*.parquet",
 )  # fmt: skip
-"""Patterns for the names of files that commands read from the folder of a data set, a model or vectors."""
+"""File name patterns. Commands read files with such names from data set folders, model folders and vector folders."""
 
 
 def refuse_input_as_output(output: str | Path | None, *inputs: object, folder: bool = False) -> None:

@@ -54,9 +54,9 @@ class Engine(Processes):
         """Initialize the device. If there are several processes, also initialize the process group.
 
         device: ``auto`` (CUDA, else MPS, else CPU) or ``cpu``. precision: ``fp32``, ``bf16`` or ``fp16``. bf16 and fp16 use
-        autocast; the weights and the loss stay in fp32. tf32: whether to multiply fp32 matrices in TF32 on CUDA until
-        ``close``. replay_share, replay_balance: settings of partial replay. trackers: names in accelerate, such as
-        tensorboard. timeout_minutes: maximum time to wait for other processes.
+        autocast; the weights and the loss stay in fp32. tf32: whether to multiply fp32 matrices in TF32 on CUDA. ``close``
+        restores the previous setting of torch. replay_share, replay_balance: settings of partial replay. trackers: names in
+        accelerate, such as tensorboard. timeout_minutes: maximum time to wait for other processes.
         """
         wait = datetime.timedelta(minutes=timeout_minutes)
         self.accelerator = _accelerator(device, precision, trackers or [], tracker_dir, wait)
@@ -168,7 +168,7 @@ class Engine(Processes):
         return queries, passages
 
     def _first_pass_dropout(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context of the first pass: no dropout with partial replay, because the second pass could not repeat it."""
+        """Return a context for the first pass. With partial replay, it turns off dropout, which the second pass cannot repeat."""
         return contextlib.nullcontext() if self.replay_share == 1 else self.encoder.without_dropout()
 
     def encode_texts(self, side: int, texts: Tokens, index: int) -> Tensor:

@@ -30,7 +30,7 @@ _LONGEST = 200  # maximum number of bytes of a name; longer names are hashed, be
 
 
 def _temporary_path(path: Path, kind: str) -> Path:
-    """Return a hidden path next to ``path`` that no other process uses on any machine."""
+    """Return a hidden path in the folder of ``path``. No other process, on this or another machine, uses the hidden path."""
     return require_name(path).with_name(f".{_short(path.name)}.{_host()}-{os.getpid()}.{kind}")
 
 
@@ -58,7 +58,7 @@ def is_leftover(name: str) -> bool:
 def sweep(folder: str | Path, name: str | None = None, shared: bool = False) -> None:
     """Remove the temporary files and folders that killed processes left in ``folder``, if ``folder`` exists.
 
-    A process that replaces a folder first moves the old folder away. If it was killed before the new folder was in place, the
+    To replace a folder, a process first moves the old folder away. If it was killed before the new folder was in place, the
     old folder is moved back. name: remove only what belongs to the file or folder ``name``. shared: other processes may be
     writing in ``folder``, so remove only the files of dead processes of this machine.
     """
@@ -118,10 +118,10 @@ def created_folder(path: Path) -> Iterator[None]:
 
 @contextmanager
 def write_errors(path: str | Path) -> Iterator[None]:
-    """Convert an error of writing ``path`` inside the ``with`` block to InputError.
+    """Raise InputError if ``path`` cannot be written inside the ``with`` block.
 
-    If ``path`` is in the temporary folder of ``whole_folder``, this function does not convert the error. ``whole_folder``
-    converts it, and its message names the final folder.
+    If ``path`` is in the temporary folder of ``whole_folder``, this function passes the original error on. ``whole_folder`` then
+    raises an InputError that names the final folder.
     """
     try:
         yield
@@ -132,7 +132,7 @@ def write_errors(path: str | Path) -> Iterator[None]:
 
 
 def _sync(path: Path) -> None:
-    """Flush a file, or the list of files in a folder, to disk, so that its content survives a power cut.
+    """Flush the content of a file, or the directory entries of a folder, to disk. Flushed data survives a power cut.
 
     Nothing is flushed inside the temporary folder of ``whole_folder``, because ``whole_folder`` flushes all files at its end.
     File systems that cannot flush, such as mounts of object stores, cause no error.

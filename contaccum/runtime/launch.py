@@ -91,7 +91,7 @@ _SHARDING = {
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config",
 }
-"""Environment variables that ``accelerate launch`` sets for sharded models. Values: names of the sharding libraries."""
+"""Environment variable that ``accelerate launch`` sets for sharded models -> sharding library or setting."""
 
 
 def refuse_other_sharding() -> None:

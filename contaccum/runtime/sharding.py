@@ -27,7 +27,7 @@ DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", to
 def shard(processes: Processes, modules: Iterable[nn.Module], dtype: torch.dtype, offload: bool = False) -> None:
     """Divide the parameters of the modules among all processes, and move the parts to the device of each process.
 
-    modules: units that are gathered and freed as a whole, inner modules before the modules that contain them. All processes
+    modules: units that are gathered and freed as a whole. In the list, inner modules come before outer ones. All processes
     get the weights of process 0. dtype: data type of the gathered weights. The parts and their gradients stay in float32.
     offload: whether the parts and their gradients stay on the CPU.
     """
@@ -56,10 +56,10 @@ def shard(processes: Processes, modules: Iterable[nn.Module], dtype: torch.dtype
 
 
 def saved_bytes(units: Sequence[nn.Module], processes: int, dtype: torch.dtype) -> int:
-    """Return how many bytes of peak memory sharding saves in each process in a step with AdamW. The result can be negative.
+    """Return by how many bytes sharding lowers each process's peak memory in a step with AdamW. The result can be negative.
 
     units, dtype: see ``shard``. A process keeps 1 / ``processes`` of weights, gradients and moments. In addition, a process
-    holds the gathered weights and the gradients of one unit at a time. It also holds the data of two transfers: the
+    holds the gathered weights and the gradients of one unit at a time. It also holds two communication buffers: the
     weights of the next unit, and the gradients of the previous unit. A unit can contain other units. While an inner unit runs,
     the gathered weights and gradients of its outer unit stay in memory.
     """

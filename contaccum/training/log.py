@@ -30,7 +30,7 @@ LOG_FILE = "log.jsonl"
 ENVIRONMENT_FILE = "environment.json"
 PACKAGES = ("transformers", "accelerate", "tokenizers", "numpy")
 LOG_VERSION = 2
-"""Number ``format_version`` in the first line of log.jsonl. A log without such a first line has version 1."""
+"""Value of ``format_version`` in the first line of log.jsonl. A log without such a first line has version 1."""
 _RENAMED = {"row_weight": "weight_per_row"}  # keys: names in version 1; values: names since version 2
 DRIFT_SAMPLE = 4  # number of micro-batches to encode again for the drift
 
@@ -184,7 +184,7 @@ class Drift:
     """
 
     def __init__(self, engine: Engine, bank: Bank, batches: Batches, size: MicroBatchSize) -> None:
-        """batches: clone of the source of training batches, used only here. size: has the micro-batch sizes of past steps."""
+        """batches: clone of the source of training batches, used only here. size: micro-batch size, also that of past steps."""
         self.engine, self.bank, self.batches, self.size = engine, bank, batches, size
 
     def measure(self) -> dict[str, Any]:

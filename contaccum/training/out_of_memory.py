@@ -46,13 +46,13 @@ _OUT_OF_MEMORY = (
 )
 _SHARDED_OUT_OF_MEMORY = (
     "out of memory with run.sharding fsdp; the step cannot be retried, because the other processes wait for this one. "
-    "Continue with --resume, --allow_changes true and a smaller batch.micro_batch_size or run.eval_batch_tokens, or with more "
-    "processes."
+    "Continue with --resume --allow_changes true. Also set a smaller batch.micro_batch_size or run.eval_batch_tokens, or use "
+    "more processes."
 )
 _NCCL_OUT_OF_MEMORY = (
     "out of memory in NCCL, which sends messages between GPUs; the step cannot be retried, because the connection is lost. "
-    "NCCL needs more free memory for its buffers. Continue with --resume, --allow_changes true and a smaller "
-    "batch.micro_batch_size, or with --resume and a smaller run.memory_budget."
+    "NCCL needs more free memory for its buffers. Continue with --resume and a smaller run.memory_budget, which leaves more "
+    "memory for NCCL. Or continue with --resume --allow_changes true and a smaller batch.micro_batch_size."
 )
 
 
@@ -159,8 +159,9 @@ def undo_failed_step(engine: Engine, method: Method, micro_batches: list[MicroBa
     """Undo the step if memory ran out in any process. Return whether the step was undone.
 
     failed: whether memory ran out in this process. All processes must call this function in each step, after the backward pass,
-    to exchange ``failed``. A failed process first sends zeros to the processes that wait for its rows (see ``DummyEngine``). If
-    sending fails, the run ends. The run also ends if memory runs out later, in the optimizer or in an evaluation.
+    to exchange ``failed``. Before this exchange, a failed process sends zeros to the processes that wait for its rows (see
+    ``DummyEngine``). If sending fails, the run ends. The run also ends if memory runs out later, in the optimizer or in an
+    evaluation.
     """
     if failed and engine.world > 1:
         engine.drop_step()

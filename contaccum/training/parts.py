@@ -39,7 +39,7 @@ from contaccum.runtime.processes import torch_dtype
 
 _TOWER_SETTINGS = ("passage_name", "tie_towers", "append_eos")
 PREFETCHED_STEPS = 4
-"""Number of steps of a stream to keep in memory: current and prefetched steps. The steps in the bank are kept in addition."""
+"""Number of steps whose examples a stream keeps in memory: current and prefetched steps. Steps in the bank are kept, too."""
 
 
 def build_encoder(
@@ -83,7 +83,9 @@ def _with_mixture_prefixes(config: TrainConfig, settings: EncoderSettings) -> En
         elif used != [own] and (chosen is None or chosen not in used):
             found = f"data.mixture: training uses these values of {name}: {', '.join(map(repr, used))}"
             saved = f"but the model is saved with {own!r}, and evaluation and search use this value"
-            warnings.warn(f"{found}, {saved}. Set model.{name} to the value for evaluation and search.", stacklevel=2)
+            warnings.warn(
+                f"{found}, {saved}. Set model.{name} to the value that evaluation and search should use.", stacklevel=2
+            )
     return settings
 
 

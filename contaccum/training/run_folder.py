@@ -3,7 +3,7 @@
 checkpoints/step-00000100/
     model/                both towers, as DualEncoder.save writes them
     optimizer.safetensors state of the optimizer (moments of AdamW) by parameter name
-    optimizer/            only with run.sharding, instead of optimizer.safetensors: one file per process, with its parts
+    optimizer/            only with run.sharding, instead of optimizer.safetensors: the state, split into one file per process
     bank.safetensors      embeddings, ids and cached log-sum-exps of the bank
     state.json            step, hashes of data and encoder, counters of the bank, loss scale, best dev score
     manifest.json         size and SHA-256 of every other file

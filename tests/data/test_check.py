@@ -79,7 +79,7 @@ def test_file_name_or_title_decides_between_corpus_and_queries(tmp_path):
         assert check(made(tmp_path / name, lines(bare)))["passages"] == 1
     assert check(write(tmp_path / "other.jsonl", lines(bare, titled)))["passages"] == 2
     assert check(write(tmp_path / "queries.jsonl", lines(titled, bare)))["queries"] == 2
-    with pytest.warns(UserWarning, match="read as queries, because its first records have no title"):
+    with pytest.warns(UserWarning, match="read the file as queries, because its first records have no title"):
         assert check(write(tmp_path / "other.jsonl", lines(bare)))["queries"] == 1
 
 

@@ -104,9 +104,9 @@ def test_rounded_products_are_exact():
         ({"batch.order": "near", "data.streaming": True}, "batch.order is near, but data.streaming is true"),
         (
             {"batch.order": "near", "model.name": "encoder", "data.train": "", "data.mixture": [MixtureConfig("data")]},
-            "batch.order is near, but data.mixture is set, which chooses examples by weight, not by similarity; choose",
+            "batch.order is near, but data.mixture is set, which chooses examples by weight, not by similarity; set batch.order",
         ),
-        ({"batch.order": "file", "data.streaming": True}, "set data.shuffle_buffer to 1"),
+        ({"batch.order": "file", "data.streaming": True}, "leave out batch.order and set data.shuffle_buffer to 1"),
     ],
 )
 def test_an_order_that_cannot_be_is_refused(changes, words, tmp_path):

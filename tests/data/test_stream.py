@@ -349,7 +349,7 @@ def test_unreadable_hub_rows_are_reported(hub, tmp_path):
         (hub[0].replace("own", "absent"), "cannot be loaded from the Hub"),
         (f"{hub[0]}::dev", "split 'dev' not found; available: train"),
         (hub[1].replace("anchor", "missing"), "column 'missing' not found; available: key, anchor, yes, no"),
-        (f"hub:{judged}", "has corpus, queries and judgements, which cannot be streamed"),
+        (f"hub:{judged}", "a data set with a corpus and queries cannot be streamed"),
         (f"hub:{script}", "Dataset scripts are no longer supported"),
         (hub[1].partition("?")[0], "found fields 'key', 'anchor', 'yes', 'no'; a record must be"),
     ):

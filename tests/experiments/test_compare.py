@@ -118,7 +118,7 @@ def test_edited_data_is_noticed(file, before, after, kind, study_folder, capsys)
     path.write_text(content)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert code == 2
-    assert f"metrics.json: the {kind} data changed after this result. Undo the change" in said
+    assert f"metrics.json: the {kind} data changed after this result was computed. Undo the change" in said
     assert call(capsys, study_folder, *arguments)[0] == 0  # negative control
     assert stamps(study) == unchanged
 

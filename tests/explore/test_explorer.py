@@ -129,7 +129,7 @@ def test_vectors_are_made_once_and_kept(trained, tmp_path, capsys, monkeypatch):
     with pytest.raises(InputError, match="another folder in --embeddings has embeddings of the same model"):
         open_systems([trained.model], choice, trained.read, 10, SearchConfig(), [vectors, str(tmp_path / "again")])
     for one, other in (("bm25", "bm25"), (trained.model, trained.model + "/")):
-        with pytest.raises(InputError, match=f"names {one} twice"):
+        with pytest.raises(InputError, match=f"{one} is listed twice"):
             open_systems([one, other], choice, trained.read, 10, SearchConfig(), [])
     every_list = SearchConfig(factory="IVF2,Flat", search_params="nprobe=2")
     index = open_systems([trained.model], choice, trained.read, 10, every_list, [vectors])

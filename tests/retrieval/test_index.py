@@ -88,7 +88,7 @@ def test_a_manifest_that_is_missing_foreign_or_untrue_is_refused(tmp_path):
     Index.build(shards()).save(folder)
     manifest = read_json(folder / "manifest.json")
     write_json(folder / "manifest.json", manifest | {"format": "contaccum-embeddings"})
-    with pytest.raises(InputError, match="found format 'contaccum-embeddings'; the manifest of an index"):
+    with pytest.raises(InputError, match="found format 'contaccum-embeddings'; expected 'contaccum-index'"):
         Index.load(folder)
     write_json(folder / "manifest.json", manifest | {"sha256": {}})
     with pytest.raises(InputError, match=r"index\.faiss"):
