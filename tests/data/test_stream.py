@@ -284,7 +284,7 @@ def test_data_that_cannot_be_streamed_is_refused(tmp_path):
     unanswerable = write(tmp_path / "none.jsonl", lines(pair(0, positives=0)))
     for path, sentence in (
         (folder, "is a BEIR folder, but data.streaming reads one file"),
-        (folder / "corpus.jsonl", "is a corpus file; training examples are"),
+        (folder / "corpus.jsonl", "is a corpus file; training examples must be"),
         (tmp_path / "absent.jsonl", "no such file"),
         (unanswerable, "no query has a positive passage; at least one"),
     ):
