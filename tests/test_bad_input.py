@@ -194,7 +194,7 @@ CASES: dict[str, Case] = {
     "query: id again": query({"_id": "q0", "text": "x"}, "'q0' (first at line 1)", "ids must be unique"),
     "query: null id": query({"_id": None, "text": "x"}, "'_id' is null", "must be an id"),
     "query: text missing": query({"_id": "q1", "question": "x"}, "'text' is missing (other fields: '_id', 'question')"),
-    "queries: empty": Case("data check d", ["d/queries.jsonl: is empty", "one query"], {"d/queries.jsonl": ""}),
+    "queries: empty": Case("data check d", ["d/queries.jsonl: has no valid query", "at least one"], {"d/queries.jsonl": ""}),
     "queries: not there": Case("data check d", ["d: queries.jsonl not found"], {"d/queries.jsonl": None}),
     # judgements
     "qrels: two columns": judgement("q0\tp0", "found 2 columns", "must have 3"),
@@ -220,9 +220,11 @@ CASES: dict[str, Case] = {
     "qrels: a separator alone": Case(
         "evaluate --run run.trec --qrels q.tsv", ["q.tsv:1", "found 0 columns", "must have 3 columns"], {"q.tsv": "\x1c"}
     ),
-    "qrels: empty": Case("data check d", ["d/qrels/test.tsv: is empty", "one judgement"], {"d/qrels/test.tsv": ""}),
+    "qrels: empty": Case("data check d", ["d/qrels/test.tsv: has no valid judgement", "at least one"], {"d/qrels/test.tsv": ""}),
     "qrels: a header alone": Case(
-        "data check d", ["d/qrels/test.tsv: is empty", "one judgement"], {"d/qrels/test.tsv": "query-id\tcorpus-id\tscore\n"}
+        "data check d",
+        ["d/qrels/test.tsv: has no valid judgement", "at least one"],
+        {"d/qrels/test.tsv": "query-id\tcorpus-id\tscore\n"},
     ),
     "qrels: nothing relevant": Case(
         "evaluate --model bm25 --data d",
@@ -305,7 +307,7 @@ CASES: dict[str, Case] = {
     "dpr: more behind the list": Case(
         "data check dpr.json", ["dpr.json:2", "text follows the end of the list"], {"dpr.json": json.dumps(DPR) + "\n[]"}
     ),
-    "dpr: an empty list": Case("data check dpr.json", ["dpr.json", "is empty"], {"dpr.json": "[]"}),
+    "dpr: an empty list": Case("data check dpr.json", ["dpr.json", "no valid example"], {"dpr.json": "[]"}),
     "dpr: numbers": Case("data check dpr.json", ["dpr.json", "number 1", "a DPR record"], {"dpr.json": "[1, 2]"}),
     "dpr: nested without end": Case(
         "data check dpr.json", ["dpr.json:1 (record 1)", "not usable JSON"], {"dpr.json": "[" * 90_000}

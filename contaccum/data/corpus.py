@@ -177,7 +177,7 @@ def open_queries(path: Path, policy: DataPolicy, ids: Collection[str] | None = N
         if ids is None or query.id in ids:
             texts[query.id] = query.text
     if not lines:
-        raise InputError(f"{source}: is empty; it needs at least one query")
+        raise InputError(f"{source}: has no valid query; it needs at least one")
     report_rejected(source, rejected)
     if repeated:
         warnings.warn(f"{source}: {repeated} queries are skipped, because a later query has the same id", stacklevel=2)

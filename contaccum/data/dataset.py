@@ -83,7 +83,7 @@ class RetrievalDataset:
         rejected = RejectedRecords.of(self.policy)
         questions = list(read_questions(self.path, rejected))
         if not questions:
-            raise InputError(f"{self.path}: is empty; it needs at least one question")
+            raise InputError(f"{self.path}: has no valid question; it needs at least one")
         report_rejected(self.path, rejected)
         self._count(self.path.name, len(rejected.entries))
         return questions

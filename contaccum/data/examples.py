@@ -136,7 +136,7 @@ def load_examples(path: Path, policy: DataPolicy, scores: bool = False) -> Examp
             raise InputError(problem.first)
         warnings.warn(f"{path}: {problem.count} {problem.text}", stacklevel=4)
     if not about.examples:
-        raise InputError(f"{path}: is empty; it needs at least one example")
+        raise InputError(f"{path}: has no valid example; it needs at least one")
     if not about.answerable:
         raise InputError(f"{path}: no query has a positive passage; at least one query must have one")
     lists = {}

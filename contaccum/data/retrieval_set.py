@@ -79,7 +79,7 @@ def qrels_file(folder: Path, split: str) -> Path:
 
 def splits_of(folder: Path) -> list[str]:
     """Return the names of the splits of a BEIR folder, in alphabetical order."""
-    files = [path.name for path in (folder / "qrels").glob("*") if path.name.endswith((".tsv", ".tsv.gz"))]
+    files = [path.name for path in (folder / "qrels").glob("[!.]*") if path.name.endswith((".tsv", ".tsv.gz"))]
     return sorted({name.removesuffix(".gz").removesuffix(".tsv") for name in files})
 
 
@@ -167,8 +167,7 @@ def read_grades(source: Path, policy: DataPolicy, known: Sequence[_MissingIds] =
             qrels.setdefault(ids[0], {})[ids[1]] = judgement.grade
             passages[ids[1]] = None
     if not qrels:
-        found = "no valid judgement" if orphaned or rejected.entries else "is empty"
-        raise InputError(f"{source}: {found}; a split needs at least one judgement")
+        raise InputError(f"{source}: has no valid judgement; a split needs at least one")
     return Grades(qrels, passages, judgements, orphaned, rejected)
 
 

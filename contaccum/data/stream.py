@@ -81,7 +81,7 @@ class StreamSet:
         self._warn_rejected(rejected, reported)
         if not answerable:
             what = "no query has a positive passage; at least one query must have one"
-            raise InputError(f"{self.name}: {what if found else 'is empty; it needs at least one example'}")
+            raise InputError(f"{self.name}: {what if found else 'has no valid example; it needs at least one'}")
         if not scored:
             raise no_scores(self.name, f" in its first {answerable} examples")
 

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import TypeVar
 
 from contaccum.formats.json_records import refuse_lone_surrogates
-from contaccum.formats.records import STRICT, Passage, Question, RejectedRecords, SourceLocation, numbered_lines
+from contaccum.formats.records import (
+    MAX_LINE,
+    STRICT,
+    Passage,
+    Question,
+    RejectedRecords,
+    SourceLocation,
+    numbered_lines,
+)
 
 Element = TypeVar("Element")
 
@@ -54,10 +62,10 @@ def id_text_lines(path: Path, rejected: RejectedRecords = STRICT) -> Iterator[tu
 
     These files have no header, and quotation marks are part of the text.
     """
-    for location, line in numbered_lines(path, rejected=rejected):
+    for number, (location, line) in enumerate(numbered_lines(path, rejected=rejected)):
         key, *texts = line.split("\t")
         fault = ""
-        if location.line == 1 and {cell.strip().lower() for cell in (key, *texts)} <= _HEADER_WORDS:
+        if number == 0 and {cell.strip().lower() for cell in (key, *texts)} <= _HEADER_WORDS:
             fault = f"found the header {line!r}; a file of ids and texts must have no header. Delete the line"
         elif len(texts) != 1 or key.split() != [key]:
             found = f"found {len(texts) + 1} columns" if len(texts) != 1 else f"the id is {key!r}"
@@ -108,7 +116,7 @@ def _tab_rows(
     """
     first = True
     for location, row in _rows(path, expected, rejected):
-        if first and location.line == 1 + len(rejected.entries) and is_header(row, location):
+        if first and is_header(row, location):
             first = False
             continue
         with rejected:
@@ -122,6 +130,7 @@ def _rows(path: Path, expected: str, rejected: RejectedRecords) -> Iterator[tupl
 
     If a quote is not closed, only the first line of that row is rejected, because the next lines may be valid rows.
     """
+    csv.field_size_limit(MAX_LINE)  # of the whole process; Python's limit of 131,072 characters refuses long passages
     source = numbered_lines(path, blank=True, rejected=rejected)  # a cell in quotes may have empty lines
     again: list[tuple[SourceLocation, str]] = []
     taken: list[tuple[SourceLocation, str]] = []

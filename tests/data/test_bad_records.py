@@ -16,6 +16,7 @@ from tiny_data import beir, context, dpr, lines, write, write_gzip
 from contaccum.cli import main
 from contaccum.config.commands import DataPolicy
 from contaccum.data.commands import convert
+from contaccum.data.dataset import open_dataset
 from contaccum.errors import InputError
 from contaccum.formats import records as lines_module
 from contaccum.formats.dpr import read_questions
@@ -263,6 +264,21 @@ def test_judgements_of_skipped_records_are_skipped(tmp_path):
     assert [word in entry["error"] for word, entry in zip(("not JSON", "first at", "empty text"), entries, strict=True)]
     # what is cached says the same again
     assert said(open_retrieval_set, folder, "train", max_bad_records=3)[1] == sentences
+
+
+def test_a_file_of_rejected_records_is_not_called_empty(tmp_path):
+    queries = write(tmp_path / "queries.jsonl", '{"_id": "q", "text": 5}\n')
+    examples = write(tmp_path / "pairs.jsonl", '{"query": 5, "pos": ["a"]}\n')
+    questions = write(tmp_path / "qa.csv", "who?\tnobody\n")
+    policy = DataPolicy(max_bad_records=1)
+    readers = {
+        "query": lambda: open_dataset(queries, policy=policy).queries,
+        "example": lambda: open_dataset(examples, policy=policy).examples(),
+        "question": lambda: open_dataset(questions, policy=policy).questions,
+    }
+    for name, path in (("query", queries), ("example", examples), ("question", questions)):
+        sentence = refusal(readers[name])
+        assert sentence == f"{path}: has no valid {name}; it needs at least one"
 
 
 def test_one_bad_record_above_the_limit_raises_the_usual_error(tmp_path):

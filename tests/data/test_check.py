@@ -32,6 +32,12 @@ def test_check_reads_only_the_chosen_split(tmp_path):
         check(tmp_path)
 
 
+def test_hidden_files_are_no_splits(tmp_path):
+    beir(tmp_path)
+    write(tmp_path / "qrels" / "._train.tsv", "\0\5\26\7")  # macOS writes such a file to disks of other systems
+    assert list(check(tmp_path)["splits"]) == ["train"]
+
+
 def test_check_counts_queries_in_several_splits(tmp_path):
     beir(tmp_path, "q0\tp0\t1\nq1\tp0\t1\n", "train")
     beir(tmp_path, "q1\tp1\t1\n", "test")

@@ -152,6 +152,19 @@ def test_dpr_corpus_reads_what_the_csv_module_writes(tmp_path):
     assert list(read_corpus(path)) == [Passage(key, title, text) for key, text, title in rows]
 
 
+def test_dpr_corpus_reads_a_passage_longer_than_the_csv_modules_limit(tmp_path):
+    text = "word " * 40_000  # 200,000 characters; the csv module stops at 131,072
+    rows = [Passage("1", "T", text.strip()), Passage("2", "", "x")]
+    content = "".join(f"{key}\t{text}\t{title}\n" for key, title, text in rows)
+    assert list(read_corpus(write(tmp_path / "psgs.tsv", content))) == rows
+
+
+@pytest.mark.parametrize("blank", ["", "\n", " \n\r\n"])
+def test_a_dpr_header_is_skipped_also_after_blank_lines(tmp_path, blank):
+    path = write(tmp_path / "psgs.tsv", f"{blank}id\ttext\ttitle\n1\tx\ty\nid\ttext\ttitle\n")
+    assert list(read_corpus(path)) == [Passage("1", "y", "x"), Passage("id", "title", "text")]
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [

@@ -127,6 +127,9 @@ def test_a_header_is_no_passage(header):
     Path("collection.tsv").write_text(f"{header}\n{lines(PASSAGES)}")
     with pytest.raises(InputError, match=r"collection.tsv:1: found the header .* Delete the line"):
         open_corpus("collection.tsv")
+    Path("collection.tsv").write_text(f"\n{header}\n{lines(PASSAGES)}")
+    with pytest.raises(InputError, match=r"collection.tsv:2: found the header .* Delete the line"):
+        open_corpus("collection.tsv")
 
 
 @pytest.mark.parametrize(("name", "hinted"), [("faq.csv", True), ("faq.tsv", False)])

@@ -129,7 +129,7 @@ def test_a_duplicate_query_is_refused_or_repaired(tmp_path):
         ("q0\tp0\t1\nqX\tp0\t1\n", [":3", "query id 'qX'", "queries.jsonl"]),
         ("q0\tp0\t1\nq1\tpX\t1\n", [":3", "passage id 'pX'", "corpus.jsonl"]),
         ("q0\tp0\t1\nq0\tp0\t2\n", [":3", "grade 2", "1 earlier"]),
-        ("", ["is empty", "at least one judgement"]),
+        ("", ["no valid judgement", "at least one"]),
     ],
 )
 def test_invalid_judgements_are_refused(tmp_path, qrels, words):
@@ -146,7 +146,7 @@ def test_a_missing_split_error_lists_existing_splits(tmp_path):
 
 def test_empty_queries_are_refused(tmp_path):
     write(beir(tmp_path) / "queries.jsonl", "\n")
-    assert "at least one query" in refusal(judged_split, tmp_path, "train")
+    assert "no valid query" in refusal(judged_split, tmp_path, "train")
 
 
 def test_a_retrieval_set_has_only_judged_queries(tmp_path):
