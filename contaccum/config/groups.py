@@ -141,8 +141,9 @@ class BatchConfig:
     pass of B pairs has B x (tokens of the longest query + (1 + H) x tokens of the longest passage) tokens, where H is
     `data.hard_negatives`. The pairs of a step are sorted by length and split into as few micro-batches as possible, which saves
     padding. Every pair has the same weight in the loss. With `grad_cache` and `cont_cache`, the gradients are the same as with
-    `micro_batch_size`. With one-pass methods, a query is compared with passages of similar length. Default: use
-    `micro_batch_size`."""
+    `micro_batch_size`. The exception is `cont_cache` with a `bank.size` that is not a multiple of `global_batch_size`: the bank
+    then stores only a part of some step, and sorting decides which pairs. With one-pass methods, a query is compared with
+    passages of similar length. Default: use `micro_batch_size`."""
     order: Literal["shuffled", "near", "file"] = "shuffled"
     """Order of the examples: random in each epoch (shuffled), as in the training data (file), or similar queries in the same step
     (near), so that in-batch negatives are harder. `near` compares the vectors of the untrained model (`model.name`), which are

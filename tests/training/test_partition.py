@@ -87,6 +87,15 @@ def test_partition_does_not_change_two_pass_gradients(method, no_grad_group_size
     assert loss == pytest.approx(plain_loss, rel=1e-5)
 
 
+@pytest.mark.parametrize("size", [32, 24])
+def test_partition_does_not_change_the_bank_of_whole_steps(size, data):
+    """Negative control: a bank of one and a half steps keeps other pairs of the first step."""
+    plain, *_ = run_steps("cont_cache", data, count=3, **{"bank.size": size})
+    cut, *_ = run_steps("cont_cache", data, count=3, **{"bank.size": size}, **BY_TOKENS)
+    assert largest_difference(cut[:2], plain[:2]) < SAME
+    assert (largest_difference(cut, plain) < SAME) == (size % 16 == 0)
+
+
 @pytest.mark.parametrize("method", ["grad_accum", "passage_bank", "cont_accum"])
 def test_partition_changes_one_pass_gradients(method, data):
     """Negative control: in one-pass methods the micro-batches decide which negatives a query has."""
