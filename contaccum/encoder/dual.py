@@ -6,6 +6,7 @@ folders. The file ``contaccum.json``, next to the two folders, has the settings 
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -34,8 +35,8 @@ from contaccum.runtime.processes import Processes
 
 BUCKET = 32  # with CUDA graphs, text lengths are rounded up to a multiple of this number of tokens
 PACK_FROM = 64  # minimum number of texts for packed linear layers; with fewer texts, packing takes longer than it saves
-# names of module attributes that hold a dropout probability as a number
-DROPOUT_NUMBERS = ("attention_dropout", "activation_dropout", "hidden_dropout", "dropout", "dropout_prob")
+# matches the names of module attributes that hold a dropout probability as a number, but not layerdrop
+DROPOUT_NUMBER = re.compile("dropout|pdrop")
 
 
 class DualEncoder(nn.Module):
@@ -195,8 +196,8 @@ class DualEncoder(nn.Module):
         for path, module in self.named_modules():
             if isinstance(module, nn.Dropout) and ".lora_dropout." not in path:
                 module.p = probability
-            for name in DROPOUT_NUMBERS:
-                if isinstance(getattr(module, name, None), (int, float)):
+            for name, value in vars(module).items():
+                if DROPOUT_NUMBER.search(name) and isinstance(value, int | float) and not isinstance(value, bool):
                     setattr(module, name, probability)
 
     def set_attention(self, name: str, unpad: bool = False) -> None:

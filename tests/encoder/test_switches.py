@@ -271,6 +271,8 @@ DROPOUTS = {
     "electra": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
     "distilbert": ("dropout", "attention_dropout"),
     "modernbert": ("embedding_dropout", "mlp_dropout", "attention_dropout"),
+    "starcoder2": ("embedding_dropout", "residual_dropout", "attention_dropout"),
+    "gpt_bigcode": ("embd_pdrop", "resid_pdrop", "attn_pdrop"),
 }
 
 
@@ -282,6 +284,7 @@ def test_set_dropout_sets_every_dropout_of_the_family(family):
     assert not torch.equal(encoder(batch)[0], encoder(batch)[0])
     encoder.set_dropout(0.0)
     assert torch.equal(encoder(batch)[0], encoder(batch)[0])
+    assert not encoder.has_dropout()
 
 
 @pytest.mark.parametrize("family", ["bert", "modernbert"])
