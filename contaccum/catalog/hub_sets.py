@@ -238,7 +238,7 @@ def _texts(name: HubName, number: int, column: str, row: Record) -> list[str]:
         raise InputError(f"{name.text}: column {column!r} not found; available: {', '.join(row)}")
     value = row[column]
     values = value if isinstance(value, list) else [value]
-    kept = [str(each) if isinstance(each, int) else each for each in values if each not in (None, "")]
+    kept = [str(each) if type(each) is int else each for each in values if each not in (None, "")]
     if wrong := [type(each).__name__ for each in kept if not isinstance(each, str)]:
         raise InputError(
             f"{name.text}, row {number}: column {column!r} has a {wrong[0]}; expected a text or a list of texts"

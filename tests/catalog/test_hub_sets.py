@@ -67,6 +67,7 @@ def triplets(tmp_path, name):
         "list": [["x", "y"], ["y"], []],
         "number": [1, 2, 3],
         "real": [0.5, 0.5, 0.5],
+        "truth": [True, False, True],
     }
     (tmp_path / "triplets").mkdir()
     Dataset.from_dict(rows).to_parquet(tmp_path / "triplets" / "train.parquet")
@@ -95,6 +96,7 @@ def test_columns_of_other_names_are_mapped(triplets):
         ),
         ("?query=list&pos=positive", "row 1: found 2 values for query; expected exactly one"),
         ("?query=anchor&pos=real", "row 1: column 'real' has a float; expected a text or a list of texts"),
+        ("?query=anchor&pos=truth", "row 1: column 'truth' has a bool; expected a text or a list of texts"),
         ("::dev?query=anchor&pos=positive", "split 'dev' not found; available: train"),
     ],
 )
