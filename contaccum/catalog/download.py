@@ -87,8 +87,10 @@ def dpr_file(name: str, cache: str | Path | None = None, *, base_url: str = DPR_
     if name not in DPR:
         raise InputError(f"dpr/{name}: no DPR file has this name; expected dpr/ and one of {', '.join(DPR)}")
     file = Path(cache or cache_folder() / "dpr") / Path(DPR[name]).name
+    if file.is_file():
+        return file
     with alone(file.parent, "dpr"):
-        if not file.is_file():
+        if not file.is_file():  # another process may have downloaded the file while this process waited
             test = _refuse_broken_gzip if file.suffix == ".gz" else None
             transfer(f"{base_url}/{DPR[name]}", file, test, file)
     return file
@@ -147,7 +149,7 @@ def unpack(archive: Path, name: str, target: Path, limit: int = MAX_UNPACKED) ->
             own = [
                 (path, entry)
                 for path, entry in entries
-                if path.parts[0] == name and path.parts[1:] and not entry.is_dir()
+                if path.parts[1:] and path.parts[0] == name and not entry.is_dir()
             ]
             if not own:
                 raise InputError(

@@ -254,6 +254,17 @@ def test_a_file_of_dpr_is_fetched_whole_and_kept_as_it_came(server, tmp_path, mo
         open_train_set("dpr/nq-trian")
 
 
+def test_a_downloaded_dpr_file_needs_no_lock(tmp_path):
+    """The cache may be read-only, and another process may be downloading another file for hours."""
+    file = tmp_path / "cache" / "dpr" / "nq-test.qa.csv"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    (tmp_path / "cache" / "locks").touch()  # no lock can be created
+    assert dpr_file("nq-test-questions") == file
+    with pytest.raises(InputError, match="cannot be written"):  # negative control
+        dpr_file("nq-train")
+
+
 def test_a_broken_download_of_a_gzipped_file_is_continued(tmp_path, monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(download, "CHUNK", 16)
@@ -467,7 +478,7 @@ def test_a_damaged_archive_is_refused_and_nothing_is_left(tmp_path, fault):
 def test_what_else_is_in_an_archive_is_left_out(tmp_path):
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as bundle:
-        for name in ("nq/", "nq/corpus.jsonl", "__MACOSX/nq/._corpus.jsonl", "nq2/corpus.jsonl"):
+        for name in ("./", "nq/", "nq/corpus.jsonl", "__MACOSX/nq/._corpus.jsonl", "nq2/corpus.jsonl"):
             bundle.writestr(name, "")
     (tmp_path / "nq.zip").write_bytes(buffer.getvalue())
     unpack(tmp_path / "nq.zip", "nq", tmp_path / "out")
