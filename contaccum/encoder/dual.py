@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 
 from contaccum.batch import ONE_TOKEN, MicroBatch, Tokens
 from contaccum.encoder.adapters import Adapters
-from contaccum.encoder.folders import EncoderSettings, make_settings, model_folder, read_encoder
+from contaccum.encoder.folders import EncoderFiles, EncoderSettings, make_settings, model_folder, read_encoder
 from contaccum.encoder.kernels import ATTENTION, packed_linears
 from contaccum.encoder.saving import check_hashes, save_encoder, send_weights
 from contaccum.encoder.tokenizer import default_batch_tokens, tokenized
@@ -51,14 +51,11 @@ class DualEncoder(nn.Module):
         if widths[0] != widths[1]:
             raise InputError(f"query tower has width {widths[0]}, passage tower {widths[1]}; the widths must be equal")
         self.query_tower, self.passage_tower, self.settings = query_tower, passage_tower, settings
-        # whether training replays CUDA graphs; each replay overwrites the output of the previous replay
-        self.graphs = False
+        self.graphs = False  # whether training replays CUDA graphs; each replay overwrites the previous output
         self.recomputes = False  # whether the backward pass recomputes activations
         self.group: Processes | None = None  # processes among which the weights are divided
         if self.dim > query_tower.dim:
-            raise InputError(
-                f"truncate_dim is {self.dim}; expected at most {query_tower.dim}, the width of the encoder"
-            )
+            raise InputError(f"truncate_dim is {self.dim}; expected at most {widths[0]}, the width of the encoder")
         for key, tower in (("max_query_length", query_tower), ("max_passage_length", passage_tower)):
             length, limit = getattr(settings, key), tower.position_limit
             if limit is not None and not 2 < length <= limit:
@@ -159,9 +156,8 @@ class DualEncoder(nn.Module):
                 if self.group is not None:
                     self.group.largest(1)  # see in_step
                 found = self.embed(tower, tokens.to(self.device)).to("cpu", non_blocking=cuda)
-                previous.append(
-                    (indices, found, torch.cuda.current_stream(self.device).record_event() if cuda else None)
-                )
+                copied = torch.cuda.current_stream(self.device).record_event() if cuda else None
+                previous.append((indices, found, copied))
                 if len(previous) > 1:  # copy the vectors of a batch to the CPU while the GPU computes the next batch
                     _store(vectors, *previous.pop(0))
                 bar.update(len(indices))
@@ -183,9 +179,9 @@ class DualEncoder(nn.Module):
         tokenizer = json.loads(tower.tokenizer.backend_tokenizer.to_str())
         # every call of the tokenizer changes its truncation and padding settings, which do not affect the tokens of a text
         digest.update(json.dumps({**tokenizer, "truncation": None, "padding": None}, sort_keys=True).encode())
-        names = ("pooling", "similarity", f"max_{kind}_length", f"{kind}_prefix")
-        truncated = [] if self.settings.truncate_dim is None else [self.settings.truncate_dim]
-        digest.update(json.dumps([*(getattr(self.settings, name) for name in names), *truncated]).encode())
+        truncated = ["truncate_dim"] * (self.settings.truncate_dim is not None)
+        names = ("pooling", "similarity", f"max_{kind}_length", f"{kind}_prefix", *truncated)
+        digest.update(json.dumps([getattr(self.settings, name) for name in names]).encode())
         return digest.hexdigest()
 
     def set_dropout(self, probability: float) -> None:
@@ -301,7 +297,7 @@ class DualEncoder(nn.Module):
         """Load an encoder from a folder or from the Hub.
 
         name: a run, a saved DualEncoder, a sentence-transformers model or a plain encoder. passage_name: encoder for the passage
-        tower. None: the encoder in ``name``.
+        tower; its settings for passages have priority over those of ``name``. None: the encoder in ``name``.
         tie_towers: whether queries and passages use the same tower. If None: False if ``passage_name`` is given, else the value
         saved with the encoder, or True if no value is saved.
         dtype, device: precision of the weights, and device of both towers. append_eos: whether texts end with the end-of-text
@@ -311,11 +307,8 @@ class DualEncoder(nn.Module):
         overrides: values for fields of EncoderSettings. A value of None changes nothing.
         """
         name = model_folder(name)
-        found, query_files, passage_files, hashes = read_encoder(name)
-        if passage_name is not None:
-            _, _, passage_files, passage_hashes = read_encoder(passage_name := model_folder(passage_name))
-            check_hashes(passage_name, passage_hashes)
         given = {key: value for key, value in overrides.items() if value is not None}
+        found, query_files, passage_files, hashes = _read_pair(name, passage_name, given)
         tied = tie_towers if tie_towers is not None else passage_name is None and found.get("tie_towers", True)
         settings = make_settings({**found, **given, "tie_towers": tied}, name)
         if tied and passage_name is not None:
@@ -333,6 +326,22 @@ class DualEncoder(nn.Module):
                 settings = replace(settings, **{key: min(getattr(settings, key), limit)})
         check_hashes(name, hashes)
         return cls(query_tower, passage_tower, settings).to(device).eval()
+
+
+def _read_pair(name: str, passage_name: str | Path | None, given: dict[str, Any]) -> EncoderFiles:
+    """Read an encoder; replace its passage tower by that of ``passage_name``, with this encoder's settings for passages."""
+    files = read_encoder(name)
+    if passage_name is None:
+        return files
+    settings, _, passage, hashes = read_encoder(passage_name := model_folder(passage_name))
+    check_hashes(passage_name, hashes)
+    for key in ("pooling", "similarity"):
+        expected = files.settings.get(key, getattr(EncoderSettings, key))
+        if key not in given and settings.get(key, expected) != expected:
+            found = f"{key} is {expected} for queries and {settings[key]} for passages"
+            raise InputError(f"{passage_name}: {found}; they must be equal. Set {key}.")
+    stated = {key: settings[key] for key in ("max_passage_length", "passage_prefix") if key in settings}
+    return files._replace(settings=files.settings | stated, passage=passage)
 
 
 def _store(vectors: np.ndarray, indices: np.ndarray, found: Tensor, copied: "torch.cuda.Event | None") -> None:

@@ -124,6 +124,28 @@ def test_untied_towers_of_a_plain_folder_start_equal(tmp_path):
     assert np.abs(mixed.encode_queries(TEXTS) - mixed.encode_passages(TEXTS)).max() > 0.01
 
 
+def test_passage_encoder_keeps_its_settings_for_passages(tmp_path):
+    words_encoder(passage_prefix="query: ").save(tmp_path / "query")
+    passage = words_encoder(passage_prefix="the owl ", max_passage_length=6)
+    passage.save(tmp_path / "passage")
+    for name in (tmp_path / "passage", tmp_path / "passage" / "passage_encoder"):
+        mixed = DualEncoder.load(tmp_path / "query", passage_name=name)
+        np.testing.assert_array_equal(mixed.encode_passages(TEXTS), passage.encode_passages(TEXTS))
+        assert mixed.settings.max_query_length == 8
+    other = DualEncoder.load(tmp_path / "query", passage_name=tmp_path / "passage", passage_prefix="a ")
+    assert other.settings.passage_prefix == "a "
+
+
+@pytest.mark.parametrize(("key", "value"), [("pooling", "cls"), ("similarity", "dot")])
+def test_passage_encoder_with_another_pooling_or_similarity_is_refused(key, value, tmp_path):
+    words_encoder().save(tmp_path / "query")
+    words_encoder(**{key: value}).save(tmp_path / "passage")
+    names = {"name": tmp_path / "query", "passage_name": tmp_path / "passage"}
+    with pytest.raises(InputError, match=f"passage: {key} is .* for queries and {value} for passages; .* Set {key}"):
+        DualEncoder.load(**names)
+    assert getattr(DualEncoder.load(**names, **{key: value}).settings, key) == value
+
+
 def test_half_precision_weights_load_as_float32(tmp_path):
     encoder = words_encoder()
     encoder.half().save(tmp_path / "half")
