@@ -175,7 +175,7 @@ class DualEncoder(nn.Module):
         weights = {**tower.backbone.state_dict(), **tower.dense.state_dict(prefix="dense.")}
         for name, tensor in sorted(weights.items()):
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         tokenizer = json.loads(tower.tokenizer.backend_tokenizer.to_str())
         # every call of the tokenizer changes its truncation and padding settings, which do not affect the tokens of a text
         digest.update(json.dumps({**tokenizer, "truncation": None, "padding": None}, sort_keys=True).encode())

@@ -264,6 +264,15 @@ def test_unpad_refuses_left_padding():
         encoder.set_attention("auto", unpad=True)
 
 
+def test_fingerprint_of_a_family_with_weights_without_dimensions():
+    encoder = family_encoder("apertus")
+    scale = encoder.query_tower.backbone.layers[0].mlp.act_fn.beta
+    assert scale.dim() == 0
+    before = encoder.fingerprint("query")
+    scale.data += 1
+    assert encoder.fingerprint("query") != before
+
+
 DROPOUTS = {
     "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
     "roberta": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
