@@ -54,7 +54,7 @@ _UNREADABLE = (OSError, ValueError, RuntimeError, DatasetsError, EOFError, TypeE
 """Errors that a damaged file causes. EOFError and zlib.error come from a damaged gzip file."""
 _FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"}
 """File ending -> format. The file may also be gzipped (such as .jsonl.gz)."""
-_NAME = re.compile(r"(?P<repository>[^:?@]+)(@(?P<revision>[^:?]+))?(:(?P<configuration>[^:?]*))?(:(?P<split>[^:?]+))?")
+_NAME = re.compile(r"(?P<repository>[^:?@]*)(@(?P<revision>[^:?]+))?(:(?P<configuration>[^:?]*))?(:(?P<split>[^:?]+))?")
 _REMOTE = re.compile(r"hf://datasets/(?P<repository>[^@]+)@(?P<commit>[^/]+)/(?P<path>.+)")
 
 
@@ -73,22 +73,24 @@ class HubName:
     def of(cls, text: str) -> "HubName":
         """Divide a name into parts. Raise InputError if the name is invalid."""
         name, mark, mapping = text.removeprefix(HUB_PREFIX).partition("?")
-        found = _NAME.fullmatch(name)
+        ends = [end.start() for end in re.finditer("[@:]|$", name)]
+        # a path may contain @ and :, such as /home/user@domain
+        folder = next((name[:end] for end in reversed(ends) if os.path.isdir(name[:end])), "")
+        found = _NAME.fullmatch(name, len(folder))
         columns: dict[str, list[str]] = {}
         for pair in mapping.split("&") if mark else []:
             key, _, value = pair.partition("=")
-            if key not in FIELDS or not value:
-                raise InputError(
-                    f"{text}: found {pair!r}; expected FIELD=COLUMN, where FIELD is one of {', '.join(FIELDS)}"
-                )
+            if key not in FIELDS or key in columns or not value:
+                expected = "FIELD=COLUMN with each field at most once, where FIELD is one of"
+                raise InputError(f"{text}: found {pair!r}; expected {expected} {', '.join(FIELDS)}")
             columns[key] = value.split(",")
-        if found is None or (mark and not {"query", "pos"} <= columns.keys()):
+        if found is None or not (folder or found["repository"]) or (mark and not {"query", "pos"} <= columns.keys()):
             raise InputError(
                 f"{text}: not the name of a Hub data set; expected "
                 "hub:owner/name[@revision][:configuration][:split][?query=COLUMN&pos=COLUMN]"
             )
         parts: dict[str, Any] = {part: value or None for part, value in found.groupdict().items()}
-        return cls(text, **parts, columns=columns)
+        return cls(text, **{**parts, "repository": folder or parts["repository"]}, columns=columns)
 
     def builder(self, configuration: str | None) -> DatasetBuilder:
         """Return the ``datasets`` builder of a configuration. The builder lists the files."""
@@ -192,10 +194,8 @@ class HubLines:
 
         Raises InputError if the data set has no row.
         """
-        if self._name.columns:
-            return list(self._name.columns)
-        if first := next(self._rows(), {}):
-            return list(first)
+        if columns := self._name.columns or next(self._rows(), {}):
+            return list(columns)
         raise InputError(f"{self._name.text}: the data set is empty; it needs at least one example")
 
     def lines(self, rejected: RejectedRecords) -> Iterator[tuple[SourceLocation, str]]:
@@ -235,7 +235,7 @@ def _mapped(name: HubName, row: Record, number: int) -> Record:
 
 def _texts(name: HubName, number: int, column: str, row: Record) -> list[str]:
     if column not in row:
-        raise InputError(f"{name.text}: column {column!r} not found; available: {', '.join(row)}")
+        raise InputError(f"{name.text}, row {number}: column {column!r} not found; available: {', '.join(row)}")
     value = row[column]
     values = value if isinstance(value, list) else [value]
     kept = [str(each) if type(each) is int else each for each in values if each not in (None, "")]

@@ -89,11 +89,12 @@ def test_columns_of_other_names_are_mapped(triplets):
     ("mapping", "sentence"),
     [
         ("?query=anchor", "expected hub:owner/name"),
-        ("?query=anchor&pos=absent", "column 'absent' not found; available: anchor, positive"),
+        ("?query=anchor&pos=absent", "row 1: column 'absent' not found; available: anchor, positive"),
         (
             "?query=anchor&answer=positive",
-            "found 'answer=positive'; expected FIELD=COLUMN, where FIELD is one of query, pos, neg",
+            "found 'answer=positive'; expected FIELD=COLUMN with each field at most once, where FIELD is one of query, pos, neg",
         ),
+        ("?query=anchor&pos=positive&pos=list", "found 'pos=list'; expected FIELD=COLUMN with each field at most once"),
         ("?query=list&pos=positive", "row 1: found 2 values for query; expected exactly one"),
         ("?query=anchor&pos=real", "row 1: column 'real' has a float; expected a text or a list of texts"),
         ("?query=anchor&pos=truth", "row 1: column 'truth' has a bool; expected a text or a list of texts"),
@@ -139,6 +140,16 @@ def test_a_name_is_taken_apart():
     assert (name.repository, name.revision, name.configuration, name.split) == ("owner/set", "abc", "part", "dev")
     assert name.columns == {"query": ["q"], "pos": ["a", "b"]}
     assert HubName.of("hub:owner/set::dev").configuration is None
+
+
+@pytest.mark.parametrize("folder", ["me@company.org", "10:30"])
+def test_a_local_folder_may_have_the_separators_of_a_name(folder, tmp_path):
+    for split in ("train", "test"):
+        write(tmp_path / folder / "set" / f"{split}.jsonl", lines({"query": split, "pos": ["x"]}))
+    name = f"hub:{tmp_path / folder / 'set'}"
+    assert open_train_set(name).queries["text"][:] == ["train"]
+    assert open_train_set(f"{name}::test").queries["text"][:] == ["test"]
+    assert HubName.of(f"{name}@abc:part").repository == str(tmp_path / folder / "set")
 
 
 def retrieval(folder: Path, judged: str, splits: dict[str, str], score: bool) -> Path:
