@@ -113,7 +113,7 @@ class DualEncoder(nn.Module):
         """Return the float32 embeddings of n queries, with shape (n, d). The query prefix is added to each text first.
 
         batch_tokens: maximum number of tokens in one forward pass, including padding. Default: 16384, but on a CPU at most 1024
-        per thread. progress: whether to show a progress bar. Raises InputError for text that is not valid UTF-8.
+        per thread. progress: whether to show a progress bar. Raises InputError for invalid UTF-8, or if ``texts`` is one string.
         """
         return self._encode("query", texts, batch_tokens, progress)
 
@@ -136,6 +136,8 @@ class DualEncoder(nn.Module):
     def _encode(self, side: str, texts: list[str], batch_tokens: int | None, progress: bool) -> np.ndarray:
         tower = getattr(self, f"{side}_tower")
         max_length, prefix = (getattr(self.settings, name) for name in (f"max_{side}_length", f"{side}_prefix"))
+        if isinstance(texts, str):
+            raise InputError(f"found one {side} ({texts[:40]!r}); expected a list of texts")
         texts = [require_utf8(prefix + text, f"{side} {number}") for number, text in enumerate(texts)]
         budget = default_batch_tokens(self.device) if batch_tokens is None else batch_tokens
         if budget < 1:
@@ -306,9 +308,8 @@ class DualEncoder(nn.Module):
         the saved adapters into the base weights. Quantized base weights are dequantized first.
         overrides: values for fields of EncoderSettings. A value of None changes nothing.
         """
-        name = model_folder(name)
         given = {key: value for key, value in overrides.items() if value is not None}
-        found, query_files, passage_files, hashes = _read_pair(name, passage_name, given)
+        found, query_files, passage_files, hashes = _read_pair(name := model_folder(name), passage_name, given)
         tied = tie_towers if tie_towers is not None else passage_name is None and found.get("tie_towers", True)
         settings = make_settings({**found, **given, "tie_towers": tied}, name)
         if tied and passage_name is not None:
@@ -320,10 +321,9 @@ class DualEncoder(nn.Module):
         loader = TowerLoader(settings.pooling, trust_remote_code, dtype, append_eos, adapters, merge, device)
         query_tower, passage_tower = loader.load_pair(query_files, query_files if tied else passage_files, tied)
         for key, tower in (("max_query_length", query_tower), ("max_passage_length", passage_tower)):
-            limit = tower.position_limit
             # some folders state a length that the backbone does not support
-            if limit is not None and key in found and key not in given:
-                settings = replace(settings, **{key: min(getattr(settings, key), limit)})
+            if tower.position_limit is not None and key in found and key not in given:
+                settings = replace(settings, **{key: min(getattr(settings, key), tower.position_limit)})
         check_hashes(name, hashes)
         return cls(query_tower, passage_tower, settings).to(device).eval()
 

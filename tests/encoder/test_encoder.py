@@ -124,6 +124,14 @@ def test_untied_towers_of_a_plain_folder_start_equal(tmp_path):
     assert np.abs(mixed.encode_queries(TEXTS) - mixed.encode_passages(TEXTS)).max() > 0.01
 
 
+def test_one_text_instead_of_a_list_is_refused():
+    encoder = words_encoder()
+    for side, encode in (("query", encoder.encode_queries), ("passage", encoder.encode_passages)):
+        with pytest.raises(InputError, match=rf"found one {side} \('the red fox'\); expected a list of texts"):
+            encode("the red fox")
+    assert encoder.encode_queries(["the red fox"]).shape == (1, 32)  # control
+
+
 def test_passage_encoder_keeps_its_settings_for_passages(tmp_path):
     words_encoder(passage_prefix="query: ").save(tmp_path / "query")
     passage = words_encoder(passage_prefix="the owl ", max_passage_length=6)
