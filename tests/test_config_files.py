@@ -288,6 +288,25 @@ def test_wrong_value_is_answered_with_the_allowed_values(name, value, words, wri
     assert f"--{name} is " in refused(capsys, "train", "--config", "c.yaml", f"--{name}={value}")
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--config", "c.yaml", "--seed", "3"],
+        ["--seed", "3", "--config", "c.yaml"],
+        ["--seed=3", "--config=c.yaml"],
+        ["--seed", "3", "--config", "c.yaml", "--config", "d.yaml"],
+    ],
+)
+def test_options_override_the_config_also_before_it(arguments, written, capsys):
+    """A config file once replaced the options before it silently."""
+    written("seed: 1\nbank: {size: 200}\n")
+    Path("d.yaml").write_text("seed: 2\nbank: {size: 300}\n")
+    with pytest.raises(SystemExit, match="0"):
+        main(["train", *arguments, "--print_config"])
+    found = yaml.safe_load(capsys.readouterr().out)
+    assert (found["seed"], found["bank"]["size"]) == (3, 300 if "d.yaml" in arguments else 200)
+
+
 def test_every_setting_says_what_it_accepts():
     assert all(describe(declared) for _, _, declared in leaves(TrainConfig()))
 

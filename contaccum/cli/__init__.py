@@ -17,7 +17,7 @@ from typing import Any
 from jsonargparse import Namespace
 
 from contaccum.cli.commands import COMMANDS
-from contaccum.cli.parser import check_arguments, command_in, explain, instances, make_parser
+from contaccum.cli.parser import check_arguments, command_in, configs_first, explain, instances, make_parser
 from contaccum.errors import Failed, InputError, Interrupted
 from contaccum.runtime.launch import StopSignals, check_launch, is_main, process_place
 
@@ -57,7 +57,7 @@ def _run_and_report(arguments: list[str], debug: bool) -> int:
     try:
         check_launch()
         check_arguments(COMMANDS, arguments)
-        chosen = make_parser(COMMANDS, arguments).parse_args(arguments)
+        chosen = make_parser(COMMANDS, arguments).parse_args(configs_first(arguments))
         name, options = chosen.subcommand, chosen[chosen.subcommand]
         if name == "data":
             name, options = f"data {options.subcommand}", options[options.subcommand]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from importlib import import_module
-from itertools import pairwise
+from itertools import islice, pairwise
 from operator import attrgetter
 from typing import Any, ClassVar, get_args, get_origin
 
@@ -227,6 +227,19 @@ def command_in(commands: Mapping[str, Command], arguments: list[str]) -> tuple[s
     """Return the name of the command in a command line, and its Command (None if the name is unknown)."""
     name = " ".join(arguments[: 2 if arguments[:1] == ["data"] else 1])
     return name, commands.get(name)
+
+
+def configs_first(arguments: list[str]) -> list[str]:
+    """Move every `--config FILE` to the place after the command, so that the other options override the file."""
+    configs: list[str] = []
+    others: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        if word == "--config":
+            configs += [word, *islice(words, 1)]
+        else:
+            (configs if word.startswith("--config=") else others).append(word)
+    return [*others[:1], *configs, *others[1:]]
 
 
 def check_arguments(commands: Mapping[str, Command], arguments: list[str]) -> None:
