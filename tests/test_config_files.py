@@ -274,7 +274,10 @@ def test_a_switch_of_another_trainer_does_not_swallow_the_next_option(capsys):
             "cont_acum",
             "expected one of in_batch, grad_accum, grad_cache, passage_bank, cont_accum, cont_cache; did you mean cont_accum?",
         ),
+        ("method", "none", "expected one of in_batch, grad_accum, grad_cache, passage_bank, cont_accum, cont_cache\n"),
         ("run.precision", "half", "expected one of fp32, bf16, fp16"),
+        ("model.pooling", "none", "expected one of cls, mean, last, or null\n"),
+        ("model.similarity", "cosin", "expected one of cosine, dot, or null; did you mean cosine?"),
         ("optim.schedule", "cosin", "did you mean cosine?"),
     ],
 )
@@ -286,6 +289,13 @@ def test_wrong_value_is_answered_with_the_allowed_values(name, value, words, wri
     assert err.startswith(f"c.yaml:2: {name} is '{value}', ")
     assert words in err
     assert f"--{name} is " in refused(capsys, "train", "--config", "c.yaml", f"--{name}={value}")
+
+
+@pytest.mark.parametrize("name", ["seed", "model.dropout", "batch.micro_batch_tokens"])
+def test_empty_value_is_answered_with_the_allowed_values(name, written, capsys):
+    """As --seed "$SEED" without SEED. The answer once was a sentence of jsonargparse with Python types."""
+    assert f"--{name} is '', expected a" in refused(capsys, "train", f"--{name}", "")
+    assert f"c.yaml:1: {name} is '', expected a" in refused(capsys, "train", "--config", written(f"{name}: ''\n"))
 
 
 @pytest.mark.parametrize(
@@ -343,6 +353,7 @@ def test_train_with_a_config_for_rounds_points_to_rounds(section, written, capsy
         ("{train: a, weightt: 3}", "data.mixture has no setting 'weightt'; did you mean weight?"),
         ("{train: a, weight: heavy}", "c.yaml:2: data.mixture is 'heavy', expected a list of train, split, weight, "),
         ("{train: a, __path__: x}", "c.yaml:2: found the key '__path__'"),
+        ("scifact", "c.yaml:2: data.mixture is 'scifact', expected a list of train, split, weight, "),
     ],
 )
 def test_wrong_entry_of_a_mixture_is_named(entry, words, written, capsys):

@@ -277,7 +277,7 @@ def check_arguments(commands: Mapping[str, Command], arguments: list[str]) -> No
 
 def explain(commands: Mapping[str, Command], arguments: list[str], error: ArgumentError) -> str:
     """Return an error message of jsonargparse in plain words, with the missing options or the allowed values."""
-    from contaccum.config.declare import describe, spec_of
+    from contaccum.config.declare import choices_of, describe, spec_of
     from contaccum.config.spellings import closest
 
     sentence = " ".join(str(error).split())
@@ -297,13 +297,13 @@ def explain(commands: Mapping[str, Command], arguments: list[str], error: Argume
     if unknown := re.search(r"[Kk]ey \"([\w.]+)\": .* Option '(\w+)' is not accepted", sentence):
         names = [each.name for each in fields(get_args(declared[unknown[1]].type)[0])]
         return f"{unknown[1]} has no setting {unknown[2]!r}{closest(unknown[2], names)}"
-    found = re.search(r'[Kk]ey "([\w.]+)": .*(?:Got value|Given value): (.*)$', sentence)
+    found = re.search(r'[Kk]ey "([\w.]+)": .*(?:Got value|Given value|dot import path string): ?(.*)$', sentence)
     if not found or found[1] not in declared:
         return sentence
     option, value = found[1], found[2]
     given = any(word.partition("=")[0] == f"--{option}" for word in arguments)
     where = f"{ConfigFile.places[option]}: {option}" if option in ConfigFile.places and not given else f"--{option}"
     allowed = describe(declared[option])
-    near = difflib.get_close_matches(value, re.findall(r"\w+", allowed), n=1) if "one of" in allowed else []
+    near = difflib.get_close_matches(value, choices_of(declared[option]), n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     return f"{where} is {value[:100]!r}, expected {allowed}{hint}"

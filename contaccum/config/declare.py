@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, Field, field, fields, is_dataclass
 from types import UnionType
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from contaccum.errors import InputError
 
@@ -176,7 +176,8 @@ def shown(value: Any) -> str:
 
 def describe(declared: Field) -> str:
     """Describe the values that a field accepts, such as ``a whole number (at least 0), or null``."""
-    kinds = get_args(declared.type) if get_origin(declared.type) is UnionType else (declared.type,)
+    # Literal[...] | None is a typing.Union, other unions are a types.UnionType
+    kinds = get_args(declared.type) if get_origin(declared.type) in (Union, UnionType) else (declared.type,)
     words = []
     for kind in kinds:
         origin, inner = get_origin(kind), get_args(kind)
@@ -191,6 +192,12 @@ def describe(declared: Field) -> str:
     return " or ".join(words) + (f" ({allowed})" if allowed else "") + (", or null" if type(None) in kinds else "")
 
 
+def choices_of(declared: Field) -> list[str]:
+    """Return the allowed values of a field whose type is a Literal, or a Literal or None. Other fields have no choices."""
+    kinds = (declared.type, *get_args(declared.type))
+    return [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+
+
 def check_values(options: Any, prefix: str = "") -> None:
     """Raise InputError for the first value that is not allowed for its setting.
 
@@ -203,8 +210,7 @@ def check_values(options: Any, prefix: str = "") -> None:
             if type(None) not in get_args(declared.type):  # jsonargparse accepts null for every type
                 raise InputError(f"{name} is null, expected a value")
             continue
-        literals = [each for each in (declared.type, *get_args(declared.type)) if get_origin(each) is Literal]
-        choices = [choice for each in literals for choice in get_args(each)]
+        choices = choices_of(declared)
         if choices and value not in choices:
             raise InputError(f"{name} is {value!r}, expected one of {', '.join(map(str, choices))}")
         if isinstance(value, str) and len(value) > MAX_TEXT:
