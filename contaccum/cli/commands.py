@@ -86,12 +86,11 @@ def _search(task: options.QueryConfig, encoder: EncoderConfig, settings: SearchC
 def _evaluate(task: options.EvaluateConfig, encoder: EncoderConfig, settings: SearchConfig, policy: DataPolicy) -> str:
     from contaccum.evaluation import evaluate
     from contaccum.evaluation.answers import evaluate_questions
-    from contaccum.evaluation.metrics import render_metrics
+    from contaccum.evaluation.metrics import render_metrics, save_metrics
     from contaccum.evaluation.significance import compare, render_comparison
     from contaccum.runtime.processes import joined
 
     encoder, level = replace(encoder, model=task.model or ""), task.relevance_level
-    refuse_input_as_output(task.output, task.against, folder=True)  # a benchmark has a folder
     output = task.output if is_main() or evaluate.is_benchmark(task.data or "") else None
     with joined(encoder.timeout_minutes) as group:
         how: dict[str, Any] = {"k": task.k, "output": output, "policy": policy, "settings": settings, "group": group}
@@ -104,11 +103,13 @@ def _evaluate(task: options.EvaluateConfig, encoder: EncoderConfig, settings: Se
             how |= {"match": task.match, "processes": task.processes}
             return render_metrics(evaluate_questions(encoder, task.questions, str(task.passages), **how))
         run, qrels = str(task.run), str(task.qrels)
-        metrics = evaluate.evaluate_run_file(run, qrels, output, relevance_level=level, policy=policy)
+        how = {"relevance_level": level, "policy": policy}
         if task.against is None:
-            return render_metrics(metrics)
-        other = evaluate.evaluate_run_file(task.against, qrels, relevance_level=level, policy=policy)
+            return render_metrics(evaluate.evaluate_run_file(run, qrels, output, **how))
+        refuse_input_as_output(output, run, qrels, task.against)
+        metrics, other = (evaluate.evaluate_run_file(path, qrels, **how) for path in (run, task.against))
     tested = compare({0: metrics["per_query"]}, {0: other["per_query"]}, task.metric)
+    save_metrics(metrics, output, {"run": run, "data": qrels})  # only after the second run was found to be valid
     return render_metrics(metrics) + "\n" + render_comparison(tested, task.metric, task.against)
 
 
