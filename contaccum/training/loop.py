@@ -274,7 +274,7 @@ class Training:
         """Undo a step with NaN or infinity, and count it as skipped. Raise InputError if no more steps may be skipped."""
         self.engine.drop_step()
         self.bank.rollback()
-        if self.skipped == self.config.run.skips():
+        if self.skipped >= self.config.run.skips():  # above it if the limit is lower than before the resume
             raise InputError(
                 f"{error}; {self._save_if_good()}. To skip up to N such steps, use --resume --run.on_nan skip:N. "
                 "Otherwise, use --resume --allow_changes true and a lower optim.learning_rate."
@@ -326,15 +326,15 @@ class Training:
         with self.engine.unmeasured(), self.engine.accelerator.autocast():
             metrics = evaluate(self.encoder, self.dev, k=DEV_DEPTH, settings=settings, group=self.engine)
         score = metrics["mean"][name]
-        self.log.evaluation(self.done, metrics["mean"])
-        self.evaluated = self.done
         better = not self.best or score > self.best["score"]
-        self.log.say(f"step {self.done}: dev {name} {score:.4f}{' (best so far)' if better else ''}")
         if better:
-            self.best = {"step": self.done, "score": score, "metric": name, "dev": self.dev.fingerprint()}
             self._save_model()
             if self.engine.is_main:
                 write_json(self.folder / run_folder.DEV_METRICS_FILE, metrics)
+            self.best = {"step": self.done, "score": score, "metric": name, "dev": self.dev.fingerprint()}
+        self.log.evaluation(self.done, metrics["mean"])
+        self.evaluated = self.done  # not earlier: if saving the model fails, a resumed run evaluates this step again
+        self.log.say(f"step {self.done}: dev {name} {score:.4f}{' (best so far)' if better else ''}")
 
     def _save_model(self) -> None:
         if self.engine.is_main or self.engine.sharded:

@@ -183,6 +183,33 @@ def test_failed_evaluation_is_repeated_on_resume(data, tmp_path, monkeypatch):
     assert evaluations[0] == evaluations[1]
 
 
+def test_best_model_that_was_not_saved_is_saved_on_resume(data, tmp_path, monkeypatch):
+    """The disk of ``model/`` is full at the first evaluation, which is the best; the checkpoint does not count it."""
+    changes = {"data.dev": str(data), "run.eval_steps": 3, "run.save_steps": 0}
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    scores = iter([0.9, 0.5, 0.9, 0.9, 0.5])  # of one run, and of the other, which repeats its first evaluation
+    monkeypatch.setattr(
+        "contaccum.training.loop.evaluate", lambda *_, **__: {"mean": {"ndcg@10": next(scores)}, "queries": 1}
+    )
+    train(train_config(data, whole, **changes))
+    save = DualEncoder.save
+
+    def fail(self, folder):
+        if folder == run / "model":
+            raise InputError(f"{folder}: cannot be written (No space left on device)")
+        save(self, folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DualEncoder, "save", fail)
+        with pytest.raises(InputError, match="No space left"):
+            train(train_config(data, run, **changes))
+    train(train_config(data, run, resume=True, **changes))
+    assert weights(run) == weights(whole)
+    assert read_json(run / "dev_metrics.json")["mean"] == {"ndcg@10": 0.9}
+    evaluations = [[line for line in read_log(folder) if "dev" in line] for folder in (run, whole)]
+    assert evaluations[0] == evaluations[1]
+
+
 @pytest.mark.parametrize("precision", ["bf16"])
 def test_bf16_losses_are_close_to_fp32(precision, data, tmp_path):
     losses = {}

@@ -191,6 +191,18 @@ def test_skip_limit_counts_steps_before_a_resume(data, tmp_path, monkeypatch):
     assert [line["step"] for line in read_log(run) if "loss" in line] == [1, 4, 6]
 
 
+@pytest.mark.parametrize("on_nan", ["stop", "skip:1"])
+def test_lower_skip_limit_on_resume_stops_the_run(on_nan, data, tmp_path, monkeypatch):
+    """Two steps were skipped before the resume, which is more than the new limit."""
+    run = tmp_path / "run"
+    for step in (1, 2, 5):
+        spoil_gradient(monkeypatch, step)
+    with pytest.raises(InputError, match="step 5 "):
+        train(train_config(data, run, **{"run.on_nan": "skip:2"}))
+    with pytest.raises(InputError, match="step 5 "):
+        train(train_config(data, run, resume=True, **{"run.on_nan": on_nan}))
+
+
 def test_weights_that_are_not_finite_are_not_saved(data, tmp_path, monkeypatch):
     """Damaged weights do not replace the last good checkpoint."""
     take = Training.take_step
