@@ -37,6 +37,7 @@ HOMES = {
     "huggingface_hub": {
         "catalog/hub_sets.py",
         "catalog/pinned.py",
+        "doctor/__init__.py",
         "integrations/push.py",
         "runtime/hub.py",
     },

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import psutil
 import requests
+from huggingface_hub import constants
 from packaging.requirements import Requirement
 
 from contaccum.errors import Failed
@@ -142,7 +143,10 @@ def devices(found: dict[str, Any]) -> Iterator[Diagnosis]:
     if seen == ["cpu"] and Path("/dev/nvidia0").exists():
         text = f"{found['version']} ({build}) finds no GPU, but /dev/nvidia0 exists"
         advice = "install torch for the CUDA version that nvidia-smi shows: https://pytorch.org/get-started/locally/"
-        yield Diagnosis("broken", "torch", text, advice)
+        if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+            yield Diagnosis("note", "torch", text, "unset CUDA_VISIBLE_DEVICES, which hides all GPUs")
+        else:
+            yield Diagnosis("broken", "torch", text, advice)
     else:
         yield Diagnosis("ok", "torch", f"{found['version']} ({build}), {found['threads']} threads on the CPU")
     for about in found["devices"]:
@@ -163,9 +167,9 @@ def _device(about: dict[str, Any]) -> Diagnosis:
 
 def _search(subject: str, where: str, error: float, advice: str) -> Diagnosis:
     text = f"{where}, maximum error of scores {error:.0e}"
-    if error > TOLERANCE:
-        return Diagnosis("broken", subject, f"{text}; expected at most {TOLERANCE:.0e}", advice)
-    return Diagnosis("ok", subject, text)
+    if error <= TOLERANCE:  # false if the error is NaN
+        return Diagnosis("ok", subject, text)
+    return Diagnosis("broken", subject, f"{text}; expected at most {TOLERANCE:.0e}", advice)
 
 
 def flash_attention(found: dict[str, Any]) -> Diagnosis:
@@ -178,9 +182,9 @@ def flash_attention(found: dict[str, Any]) -> Diagnosis:
     if "difference" not in about:
         return Diagnosis("note", subject, f"{about['version']}, cannot run without a GPU", advice)
     text = f"{about['version']}, maximum difference from PyTorch's attention {about['difference']:.0e}"
-    if about["difference"] > FLASH_TOLERANCE:
-        return Diagnosis("note", subject, f"{text}; expected at most {FLASH_TOLERANCE:.0e}", advice)
-    return Diagnosis("ok", subject, text)
+    if about["difference"] <= FLASH_TOLERANCE:
+        return Diagnosis("ok", subject, text)
+    return Diagnosis("note", subject, f"{text}; expected at most {FLASH_TOLERANCE:.0e}", advice)
 
 
 def faiss(torch_first: dict[str, Any], faiss_first: dict[str, Any]) -> Iterator[Diagnosis]:
@@ -238,17 +242,15 @@ def memory() -> Diagnosis:
 
 def disks() -> Iterator[Diagnosis]:
     """Check the folders that commands write to: the current folder, the cache, the Hub cache and the temporary folder."""
-    home = os.environ.get("HF_HOME") or Path.home() / ".cache/huggingface"
-    hub = os.environ.get("HF_HUB_CACHE") or Path(home) / "hub"
     yield _disk("this folder", Path.cwd(), "change to another folder, or give --output_dir")
     yield _disk("cache", cache_folder(), "set CONTACCUM_CACHE to a folder on another disk")
-    yield _disk("hub cache", Path(hub), "set HF_HOME to a folder on another disk")
+    yield _disk("hub cache", Path(constants.HF_HUB_CACHE), "set HF_HOME to a folder on another disk")
     yield _disk("temporary", Path(tempfile.gettempdir()), "set TMPDIR to a folder on another disk")
 
 
 def _disk(name: str, folder: Path, advice: str) -> Diagnosis:
     """Check whether a folder is writable and has free space. If the folder is missing, check its nearest existing parent."""
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     try:
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
@@ -260,10 +262,10 @@ def _disk(name: str, folder: Path, advice: str) -> Diagnosis:
 
 def network() -> Diagnosis:
     """Check whether the Hub answers. If not, return only a note, because local data and models work without the Hub."""
-    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    endpoint = constants.ENDPOINT
     advice = "use local folders instead of Hub names, and set HF_HUB_OFFLINE=1 to avoid waiting"
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "ON", "YES"):
-        found = "HF_HUB_OFFLINE is set; encoders and data sets are read from the cache only"
+    if constants.is_offline_mode():
+        found = "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set; encoders and data sets are read from the cache only"
         return Diagnosis("note", "network", found)
     try:
         status = requests.head(endpoint, timeout=NETWORK_SECONDS, allow_redirects=False).status_code

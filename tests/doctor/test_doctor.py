@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import numpy as np
 import pytest
+from huggingface_hub import constants
 
 from contaccum import doctor
 from contaccum.doctor import Diagnosis, trials
@@ -46,6 +47,28 @@ def test_wrong_searches_are_broken():
     assert [diagnosis.state for diagnosis in doctor.faiss(about, about)] == ["ok", "broken", "broken", "ok"]
     device = {"version": "1", "cuda": None, "threads": 1, "devices": [{"device": "cpu", "difference": 0.5}]}
     assert list(doctor.devices(device))[-1].state == "broken"
+
+
+def test_nan_scores_are_broken():
+    queries, passages = trials.vectors()
+    rows = np.argsort(-(queries @ passages.T), axis=1)[:, : trials.K]
+    error = json.loads(json.dumps(trials.difference(np.full(rows.shape, np.nan), rows)))  # as a trial prints it
+    device = {"version": "1", "cuda": None, "threads": 1, "devices": [{"device": "cpu", "difference": error}]}
+    assert list(doctor.devices(device))[-1].state == "broken"
+    about = {"version": "1", "options": [], "gpus": 0, "search": {"cpu": error}}
+    assert next(doctor.faiss(about, about)).state == "broken"
+    assert doctor.flash_attention({"flash": {"version": "2", "difference": error}}).state == "note"
+
+
+def test_hidden_gpus_are_a_note(monkeypatch):
+    """/dev/nvidia0 exists, and torch finds no GPU: broken, unless the user has hidden all GPUs."""
+    found = {"version": "1", "cuda": "13.0", "threads": 1, "devices": [{"device": "cpu", "difference": 0.0}]}
+    monkeypatch.setattr(doctor.Path, "exists", lambda _: True)
+    for visible, state in (("", "note"), ("-1", "note"), ("0", "broken")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert next(doctor.devices(found)).state == state
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert next(doctor.devices(found)).state == "broken"
 
 
 def test_missing_extras_are_reported_from_the_metadata():
@@ -100,6 +123,32 @@ def test_disk_threads_memory_and_flash_attention_states(tmp_path, monkeypatch):
     assert states == ["ok", "ok", "note", "note", "note"]
 
 
+def test_folder_of_another_user_is_broken(tmp_path):
+    """Path.exists raises PermissionError there; root, which may read every folder, becomes another user."""
+    locked, user = tmp_path / "locked", os.geteuid()
+    (locked / "cache").mkdir(parents=True)
+    locked.chmod(0)
+    os.seteuid(user or 65534)
+    try:
+        assert doctor._disk("cache", locked / "cache", "move").state == "broken"
+    finally:
+        os.seteuid(user)
+        locked.chmod(0o700)
+
+
+def test_hub_cache_is_the_folder_that_the_hub_library_uses():
+    script = "from contaccum import doctor; print([each.found.split(',')[0] for each in doctor.disks()][2])"
+    names = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME")
+    plain = {name: value for name, value in os.environ.items() if name not in names}
+    for changes, expected in (
+        ({"XDG_CACHE_HOME": "/tmp/xdg"}, "/tmp/xdg/huggingface/hub"),
+        ({"HF_HOME": "~/hf"}, os.path.expanduser("~/hf/hub")),
+        ({"HF_HUB_CACHE": "/tmp/hub"}, "/tmp/hub"),
+    ):
+        done = subprocess.run([*PYTHON, script], env=plain | changes, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == expected
+
+
 class Answer(BaseHTTPRequestHandler):
     def do_HEAD(self):
         self.send_response(200 if self.path == "/" else 503)
@@ -110,21 +159,25 @@ class Answer(BaseHTTPRequestHandler):
 
 
 def test_a_missing_network_is_only_a_note(monkeypatch):
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     with HTTPServer(("127.0.0.1", 0), Answer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
-        monkeypatch.setenv("HF_ENDPOINT", address)
+        monkeypatch.setattr(constants, "ENDPOINT", address)
         assert doctor.network() == Diagnosis("ok", "network", f"{address} answers")
-        monkeypatch.setenv("HF_ENDPOINT", f"{address}/closed")
+        monkeypatch.setattr(constants, "ENDPOINT", f"{address}/closed")
         assert doctor.network().state == "note"
         server.shutdown()
-    monkeypatch.setenv("HF_ENDPOINT", address)
+    monkeypatch.setattr(constants, "ENDPOINT", address)
     assert doctor.network().state == "note"
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert "HF_HUB_OFFLINE is set" in doctor.network().found
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set" in doctor.network().found
+    script = "from contaccum import doctor; print(doctor.network().found)"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "", "TRANSFORMERS_OFFLINE": "1", "HF_ENDPOINT": address}
+    done = subprocess.run([*PYTHON, script], env=environment, capture_output=True, text=True, check=True)
+    assert "TRANSFORMERS_OFFLINE is set" in done.stdout
 
 
 @pytest.mark.acceptance
