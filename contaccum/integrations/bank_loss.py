@@ -116,6 +116,10 @@ class BankLoss:
             )
         group = started_elsewhere(queries.device)
         queries, passages, ids = (group.all_rows(each) for each in (queries, passages, ids))
+        if 0 < self.size < (pairs := len(queries)):
+            raise InputError(
+                f"bank_size is {self.size}; expected 0 or at least {pairs} (pairs in one micro-batch, summed over processes)"
+            )
         rows = _row_ids(ids)
         bank = self.bank = self.bank or self._make_bank(queries, passages)
         if bank.size:
@@ -143,10 +147,6 @@ class BankLoss:
             )
 
     def _make_bank(self, queries: Tensor, passages: Tensor) -> Bank:
-        if 0 < self.size < (pairs := len(queries)):
-            raise InputError(
-                f"bank_size is {self.size}; expected 0 or at least {pairs} (pairs in one micro-batch, summed over processes)"
-            )
         options = replace(self.options, hard_negatives=passages.shape[1] - 1 if self.hard_negatives else 0)
         similarity = self.loss.similarity
         bank = Bank(self.size, queries.shape[1], similarity, options, push=len(queries), device=queries.device)

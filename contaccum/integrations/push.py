@@ -18,7 +18,7 @@ from contaccum.encoder.folders import ADAPTER_FILE, AdapterFile, ModelFile, read
 from contaccum.errors import InputError, library_errors
 from contaccum.evaluation.metrics import read_metrics
 from contaccum.runtime.files import read_json, write_text
-from contaccum.runtime.hub import optional_json
+from contaccum.runtime.hub import is_hub_name, optional_json
 from contaccum.training.log import read_environment, read_log
 from contaccum.training.run_folder import CONFIG_FILE, flat, read_config
 
@@ -74,6 +74,11 @@ def push(path: str, repository: str, private: bool = False, licence: str | None 
     api = HfApi()
     try:
         created = api.create_repo(repository, private=private, exist_ok=True)
+        if private and not api.repo_info(repository).private:
+            raise InputError(
+                f"{repository}: this repository exists and is public; --private needs a new or a private repository. Choose "
+                "another name, or make the repository private on the Hub."
+            )
         sent = api.upload_folder(repo_id=repository, folder_path=model, commit_message="Upload by contaccum push")
     except FAILURES as error:
         reason = " ".join(str(error).replace(token, "***").split())[:300]
@@ -99,7 +104,8 @@ def find_model(path: Path) -> tuple[Path, Path | None]:
     model = Path(model_folder(path))
     if not (model / SETTINGS_FILE).is_file():
         raise InputError(f"{path}: no model found; expected a folder with {SETTINGS_FILE}, or the folder of a run")
-    return model, model.parent if (model.parent / CONFIG_FILE).is_file() else None
+    run = model.absolute().parent  # the path "." has no other parent
+    return model, run if (run / CONFIG_FILE).is_file() else None
 
 
 def adapter_of(model: Path) -> AdapterFile | None:
@@ -149,7 +155,7 @@ def _metadata(config: dict[str, Any], scores: dict[str, Any], repository: str, l
         pipeline_tag="sentence-similarity",
         tags=["sentence-transformers", "feature-extraction", "dense-retrieval", "contaccum"],
         license=licence,
-        base_model=base if base.count("/") == 1 and not Path(base).exists() else None,  # a Hub name
+        base_model=base if base.count("/") == 1 and is_hub_name(base) and not Path(base).exists() else None,
         datasets=list(datasets) or None,
         model_name=repository.rpartition("/")[2] if results else None,
         eval_results=results or None,

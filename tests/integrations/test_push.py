@@ -96,6 +96,16 @@ def test_card_names_every_training_set_and_no_local_path(run, tmp_path):
     assert "secret place" not in str(front) + body
 
 
+@pytest.mark.parametrize(("name", "base"), [("/bert", None), ("./bert", None), ("../bert", None), ("o/n", "o/n")])
+def test_card_names_only_a_base_on_the_hub(name, base, run, tmp_path):
+    """The folder of the base does not exist where the model is pushed; the Hub refuses its path."""
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    config = yaml.safe_load((copy / "config.yaml").read_text())
+    config["model"]["name"] = name
+    (copy / "config.yaml").write_text(yaml.safe_dump(config))
+    assert card_of(copy)[0].get("base_model") == base
+
+
 @pytest.mark.parametrize(("pooling", "similarity"), [("mean", "cosine"), ("cls", "dot"), ("last", "cosine")])
 def test_code_in_the_card_gives_equal_vectors(pooling, similarity, run, tmp_path):
     encoder = DualEncoder.load(run / "model", pooling=pooling, similarity=similarity)
@@ -111,8 +121,11 @@ def test_code_in_the_card_gives_equal_vectors(pooling, similarity, run, tmp_path
         np.testing.assert_allclose(found["passages"], passages, atol=1e-6)
 
 
-def test_push_accepts_only_a_model_or_a_run(run, tmp_path):
+def test_push_accepts_only_a_model_or_a_run(run, tmp_path, monkeypatch):
     assert find_model(run) == find_model(run / "model") == (run / "model", run)
+    with monkeypatch.context() as patch:
+        patch.chdir(run / "model")
+        assert find_model(Path(".")) == (Path("."), run)
     with pytest.raises(InputError, match="no model found"):
         find_model(tmp_path)
     for name, said in (("valleys", "expected owner/name"), ("a/b c", "expected a valid Hub name")):
@@ -125,6 +138,7 @@ class Hub(BaseHTTPRequestHandler):
     """Minimal Hub: creates a repository and accepts files as base64 in one commit."""
 
     seen: dict = {}  # noqa: RUF012
+    private = True  # a new repository gets the visibility that it is asked for
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -146,7 +160,9 @@ class Hub(BaseHTTPRequestHandler):
         )
 
     def do_GET(self) -> None:
-        self.answer({"error": "not found"}, 404)
+        if self.path == f"/api/models/{NAME}":
+            return self.answer({"id": NAME, "private": self.private})
+        return self.answer({"error": "not found"}, 404)
 
     def answer(self, value: dict, status: int = 200) -> None:
         content = json.dumps(value).encode()
@@ -210,6 +226,18 @@ def test_push_uploads_the_folder_unchanged(run, hub, call):
     said = dry + out + err + "".join(refused[1:] + again[1:])
     assert TOKEN not in said
     assert "y" * 34 not in said
+
+
+def test_private_upload_to_a_public_repository_is_refused(hub, call, monkeypatch):
+    """The repository existed, and creating it again does not change its visibility."""
+    monkeypatch.setattr(Hub, "private", False)
+    code, _, err = call(hub, "--private")
+    assert code == 2
+    assert f"{NAME}: this repository exists and is public" in err
+    assert "files" not in Hub.seen
+    code, _, err = call(hub)
+    assert code == 0, err
+    assert "files" in Hub.seen
 
 
 def test_missing_network_and_missing_token_are_one_line_errors(call):
