@@ -316,7 +316,7 @@ class Training:
         return every > 0 and self.done % every == 0
 
     def _evaluation_due(self) -> bool:
-        return self.dev is not None and (self.done == self.total or self._due(self.config.run.eval_steps))
+        return self.dev is not None and (self.done >= self.total or self._due(self.config.run.eval_steps))
 
     def evaluate(self) -> None:
         """Evaluate the current model on the dev set. If its score is the best of the run so far, save the model to ``model/``."""

@@ -227,6 +227,20 @@ def test_checkpoint_of_another_bank_is_refused(data, tmp_path):
         train(train_config(data, run, resume=True, **{"optim.max_steps": 2, "bank.size": 48}))
 
 
+@pytest.mark.parametrize("dev", [True, False])
+def test_run_resumed_after_its_last_step_has_a_model(dev, data, tmp_path):
+    """The checkpoint is of step 4 and the run now has three steps; the model of step 4 is evaluated and saved."""
+    run, changes = tmp_path / "run", {"data.dev": str(data), "run.eval_steps": 50} if dev else {}
+    train(train_config(data, run, **changes))
+    broken = broken_after(run, 4, tmp_path / "broken")
+    model = train(train_config(data, broken, resume=True, allow_changes=True, **changes, **{"optim.max_steps": 3}))
+    saved = newest_checkpoint(broken)
+    assert saved.state["step"] == 4
+    assert weights(broken) == weights(saved.folder)
+    assert model.is_dir()
+    assert (saved.state["best"].get("step"), saved.state["evaluated"]) == ((4, 4) if dev else (None, 0))
+
+
 TWO_STEPS = {"optim.max_steps": 2, "run.metric": "recall@100"}
 
 
