@@ -11,7 +11,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, get_token
 from huggingface_hub.errors import HfHubHTTPError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import DEFAULT_IGNORE_PATTERNS, filter_repo_objects, validate_repo_id
 
 from contaccum.encoder import SETTINGS_FILE, TOWERS, EncoderSettings, make_settings, model_folder
 from contaccum.encoder.folders import ADAPTER_FILE, AdapterFile, ModelFile, read_encoder
@@ -64,8 +64,8 @@ def push(path: str, repository: str, private: bool = False, licence: str | None 
         raise InputError(
             f"{model / CARD}: already exists, so --licence has no effect. Edit the license field of this file instead."
         )
-    files = sorted(file for file in model.rglob("*") if file.is_file())
-    listed = "\n".join(f"{file.stat().st_size:12d}  {file.relative_to(model).as_posix()}" for file in files)
+    files = uploaded_files(model)
+    listed = "\n".join(f"{(model / name).stat().st_size:12d}  {name}" for name in files)
     if dry_run:
         return f"{listed}\nNothing was sent. Without --dry_run, these {len(files)} files are uploaded to {repository}."
     token = get_token()
@@ -87,6 +87,12 @@ def push(path: str, repository: str, private: bool = False, licence: str | None 
         status = error.response.status_code if error.response is not None else "none"
         raise InputError(f"{repository}: the Hub rejected the upload (status {status}: {reason})") from error
     return f"{listed}\n{created}\n{sent.commit_url}"
+
+
+def uploaded_files(model: Path) -> list[str]:
+    """Return the names of the files that ``HfApi.upload_folder`` uploads: all but those of git and of downloads from the Hub."""
+    names = [file.relative_to(model).as_posix() for file in sorted(model.rglob("*")) if file.is_file()]
+    return list(filter_repo_objects(names, ignore_patterns=DEFAULT_IGNORE_PATTERNS))
 
 
 def refuse_links(model: Path) -> None:

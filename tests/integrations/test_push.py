@@ -228,6 +228,21 @@ def test_push_uploads_the_folder_unchanged(run, hub, call):
     assert "y" * 34 not in said
 
 
+def test_listed_files_are_those_that_are_uploaded(run, hub, call):
+    """The Hub's client leaves out the files of git and of its own downloads."""
+    model = run / "model"
+    for name in (".git/config", ".cache/huggingface/download/model.safetensors.metadata"):
+        (model / name).parent.mkdir(parents=True)
+        (model / name).write_text("x")
+    try:
+        code, out, err = call(hub)
+    finally:
+        shutil.rmtree(model / ".git")
+        shutil.rmtree(model / ".cache")
+    assert code == 0, err
+    assert {line.split()[-1] for line in out.splitlines()[:-2]} == set(Hub.seen["files"])
+
+
 def test_private_upload_to_a_public_repository_is_refused(hub, call, monkeypatch):
     """The repository existed, and creating it again does not change its visibility."""
     monkeypatch.setattr(Hub, "private", False)
