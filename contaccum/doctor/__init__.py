@@ -86,7 +86,10 @@ def _result(call: list[str]) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"error": f"no answer in {TRIAL_SECONDS} s"}
     if done.returncode == 0:
-        return dict(json.loads(done.stdout.splitlines()[-1]))
+        try:
+            return dict(json.loads(done.stdout.splitlines()[-1]))
+        except (IndexError, ValueError):  # a library ended the process, or printed a line after the result
+            return {"error": "exit code 0: no result on stdout"}
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
     return {"error": f"{how}: {lines[-1][:300] if lines else 'no output'}"}

@@ -87,6 +87,8 @@ def test_missing_extras_are_reported_from_the_metadata():
 
 def test_crashed_trials_are_reported(monkeypatch):
     assert result_of("print('noise'); print('{\"a\": 1}')") == {"a": 1}
+    assert result_of("print('no result')") == {"error": "exit code 0: no result on stdout"}
+    assert result_of("pass") == {"error": "exit code 0: no result on stdout"}
     assert result_of("import os; os.kill(os.getpid(), 6)") == {"error": "signal 6: no output"}
     crash = result_of("import no_such_module")
     assert crash == {"error": "exit code 1: ModuleNotFoundError: No module named 'no_such_module'"}
