@@ -226,11 +226,13 @@ def _fetch(url: str, file: BinaryIO, folder: Path) -> None:
             if start and range_given == f"bytes */{start}":
                 return  # the part file is complete: an earlier process was stopped before it checked the file
             continues = range_given.startswith(f"bytes {start}-")
+            usable = continues or not start or response.status_code not in _WRONG_RANGE
+            if usable:
+                response.raise_for_status()  # an error keeps the part file, so that the next call can continue it
             if not continues:
                 file.truncate(0)
                 file.seek(0)
-            if continues or not start or response.status_code not in _WRONG_RANGE:
-                response.raise_for_status()
+            if usable:
                 _copy(response, url, file, folder.name)
                 return
         _fetch(url, file, folder)  # the part file was of another file and is now empty: start again

@@ -346,6 +346,22 @@ def test_a_part_that_the_server_cannot_continue_is_dropped(status, tmp_path, mon
         assert beir_folder("nq", tmp_path / "cache", base_url=url, md5=md5).is_dir()
 
 
+@pytest.mark.parametrize("status", [b"503 Service Unavailable", b"429 Too Many Requests", b"404 Not Found"])
+def test_an_error_of_the_server_keeps_the_part(status, tmp_path, monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    data = gzip.compress(random.Random(0).randbytes(800))
+    part = tmp_path / ".biencoder-nq-dev.json.gz.part"
+    part.write_bytes(data[:400])
+    page = b"HTTP/1.1 " + status + b"\r\nContent-Length: 5\r\nConnection: close\r\n\r\nerror"
+    head = b"HTTP/1.1 206 Partial Content\r\nContent-Length: %d\r\nContent-Range: bytes 400-%d/%d\r\n\r\n"
+    with scripted(page, head % (len(data) - 400, len(data) - 1, len(data)) + data[400:]) as (url, seen):
+        with pytest.raises(InputError, match=f"cannot be downloaded .HTTP status {status[:3].decode()}"):
+            dpr_file("nq-dev", tmp_path, base_url=url)
+        assert part.read_bytes() == data[:400]
+        assert dpr_file("nq-dev", tmp_path, base_url=url).read_bytes() == data
+    assert b"Range: bytes=400-" in seen[1]
+
+
 def test_halves_that_do_not_belong_together_are_refused_and_forgotten(tmp_path, monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     (tmp_path / "cache").mkdir()
