@@ -93,7 +93,7 @@ def _save_tower(tower: Tower, folder: Path) -> None:
     if tower.base is not None:
         save_base(tower.base, folder)
     flags = {flag: tower.pooling == pooling for pooling, flag in POOLING_FLAGS.items()}
-    pooling = {"word_embedding_dimension": tower.backbone.config.hidden_size, **flags, "include_prompt": True}
+    pooling = {"word_embedding_dimension": tower.width, **flags, "include_prompt": True}
     write_json(folder / "1_Pooling" / "config.json", pooling)
     for index, dense in enumerate(tower.dense, start=2):
         linear, kind = dense.linear, type(dense.activation)

@@ -78,9 +78,15 @@ class Tower(nn.Module):
             self.dense.requires_grad_(False)
 
     @property
+    def width(self) -> int:
+        """Number of dimensions of the token vectors. Some OPT models project them to ``word_embed_proj_dim`` dimensions."""
+        config = self.backbone.config
+        return int(getattr(config, "word_embed_proj_dim", config.hidden_size))
+
+    @property
     def dim(self) -> int:
         """Number of dimensions of the vectors before truncation."""
-        return int(self.dense[-1].linear.out_features if len(self.dense) else self.backbone.config.hidden_size)
+        return int(self.dense[-1].linear.out_features) if len(self.dense) else self.width
 
     def units(self) -> list[nn.Module]:
         """Return the FSDP units of the backbone: the word embeddings, then each layer."""

@@ -1,6 +1,7 @@
 """Options of the encoder's computation equal the plain one in vectors, gradients and dropout; each with a negative control."""
 
 import copy
+import json
 
 import numpy as np
 import pytest
@@ -262,6 +263,17 @@ def test_unpad_refuses_left_padding():
     encoder.query_tower.tokenizer.padding_side = "left"
     with pytest.raises(InputError, match="pads on the left"):
         encoder.set_attention("auto", unpad=True)
+
+
+def test_token_vectors_narrower_than_the_layers(tmp_path):
+    """As in facebook/opt-350m."""
+    encoder = family_encoder("opt", word_embed_proj_dim=16, ffn_dim=64, do_layer_norm_before=False).eval()
+    vectors = encoder.encode_queries(["a", "b"])
+    assert vectors.shape == (2, 16)
+    encoder.save(tmp_path / "model")
+    np.testing.assert_array_equal(DualEncoder.load(tmp_path / "model").encode_queries(["a", "b"]), vectors)
+    pooling = json.loads((tmp_path / "model" / "query_encoder" / "1_Pooling" / "config.json").read_text())
+    assert pooling["word_embedding_dimension"] == 16
 
 
 def test_fingerprint_of_a_family_with_weights_without_dimensions():
