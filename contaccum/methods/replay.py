@@ -110,7 +110,9 @@ def systematic_sample(probabilities: Tensor, offset: float) -> Tensor:
     therefore the sum of the probabilities, rounded up or down.
     """
     is_certain = probabilities > 1 - 1e-9  # kept in any case, because rounding could move the point out of the interval
-    certain, uncertain = is_certain.nonzero().flatten(), (~is_certain).nonzero().flatten()
+    certain = is_certain.nonzero().flatten()
+    # without probability 0: rounding could move the last point beyond the last interval
+    uncertain = (~is_certain & (probabilities > 0)).nonzero().flatten()
     ends = probabilities[uncertain].cumsum(0)
     total = round(float(ends[-1]), 6) if len(ends) else 0.0
     points = torch.arange(offset, total, 1.0, dtype=torch.float64) if offset < total else ends.new_zeros(0)

@@ -123,6 +123,19 @@ def test_systematic_sample_rounds_a_fractional_count_up_or_down():
     assert sum(counts) == 35
 
 
+def test_text_of_probability_zero_is_never_kept_at_the_end_of_the_line():
+    """The sum of the probabilities is rounded, so the last point can be beyond the last interval."""
+    gradients = torch.cat([torch.rand(31, 4, generator=torch.Generator().manual_seed(0)) + 0.1, torch.zeros(1, 4)])
+    probabilities = keep_probabilities(gradients.norm(dim=1), 32 / 3)
+    end = float(probabilities.sum())
+    offset = (end + round(end, 6)) / 2 % 1
+    weights, _, _ = sample_texts(gradients, 1 / 3, offset)
+    assert end < offset + 10 < round(end, 6)
+    assert weights[-1] == 0
+    assert weights.isfinite().all()
+    assert int(weights.count_nonzero()) == 11
+
+
 def test_batches_keep_to_the_budget_with_little_padding():
     lengths = torch.randint(3, 40, (50,), generator=torch.Generator().manual_seed(4))
     batches = list(token_batches(lengths.tolist(), 120))
