@@ -333,7 +333,7 @@ class Bank:
                 table.values.copy_(tensors[f"{prefix}sums"])
                 table.closed.copy_(tensors[f"{prefix}closed"])
                 table.open = list(numbers[f"{prefix}open"])
-            else:
+            elif self.stored:
                 table.overwrite(0, self.stored, self.stored)
         self._begin_step()
 

@@ -369,6 +369,23 @@ def test_a_bank_read_under_other_settings_has_their_sums(changed):
     assert max(wrong for _, wrong in found) > 0.01
 
 
+@pytest.mark.parametrize("changed", [{"temperature": 0.5}, {"push": 8}], ids=str)
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_an_empty_bank_is_read_under_other_settings(changed, symmetric):
+    """A checkpoint with ``bank.keep`` false stores no rows."""
+
+    def bank(push=16, temperature=1.0):
+        return make_bank(64, DIM, InfoNCE(temperature, symmetric=symmetric), push=push, symmetric=symmetric, keep=False)
+
+    new = bank(**changed)
+    new.load_state(*bank().state())
+    assert new.stored == 0
+    batch = micro_batches(1, 16, passages=40)[0]
+    for each in (new, fresh := bank(**changed)):
+        each.push(*embeddings(batch.ids, 0), batch.ids)
+    assert torch.equal(new.logsumexp(), fresh.logsumexp())
+
+
 def test_a_checkpoint_of_the_removed_visibility_on_step_is_refused():
     """Checkpoints within a step held the rows that waited for its end; those without such rows load."""
     bank = make_bank(6, DIM, InfoNCE(0.1), push=4)
