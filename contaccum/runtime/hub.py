@@ -55,18 +55,19 @@ def _failure(endpoint: str) -> str:
     if not _failures.get(endpoint) and constants.is_offline_mode():
         return "HF_HUB_OFFLINE is set"
     if endpoint not in _failures:
-        _failures[endpoint] = f"{endpoint} does not answer"
+        found = [f"{endpoint} does not answer"]
 
         def ask() -> None:
             try:
                 requests.head(endpoint, timeout=SECONDS, allow_redirects=False)
-                _failures[endpoint] = ""
+                found.append("")
             except requests.RequestException as error:
-                _failures[endpoint] = f"{endpoint} does not answer ({type(error).__name__})"
+                found.append(f"{endpoint} does not answer ({type(error).__name__})")
 
         thread = Thread(target=ask, daemon=True)  # a thread, because the look-up of an address has no time limit
         thread.start()
         thread.join(SECONDS)
+        _failures[endpoint] = found[-1]  # a later answer changes nothing, because offline mode is on
     return _failures[endpoint]
 
 

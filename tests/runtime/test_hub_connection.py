@@ -5,10 +5,16 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+import requests
+from huggingface_hub import constants
 from tiny_families import family_folder
+
+from contaccum.errors import InputError
+from contaccum.runtime import hub
 
 CALL = """
 import json, os, sys, time
@@ -90,3 +96,28 @@ def test_offline_mode_is_named(tmp_path):
     said, seconds = found["owner/name"]
     assert "HF_HUB_OFFLINE is set, so only the cache of the Hub is used" in said
     assert seconds < 4
+
+
+def test_a_late_answer_of_the_hub_is_not_taken_for_a_setting_of_the_user(monkeypatch):
+    """The look-up of an address can take longer than the wait. contaccum has then set HF_HUB_OFFLINE, not the user."""
+    looked_up, asked = threading.Event(), []
+
+    def head(*_, **__):
+        asked.append(threading.current_thread())
+        looked_up.wait(10)
+
+    monkeypatch.setattr(requests, "head", head)
+    monkeypatch.setattr(hub, "SECONDS", 0.05)
+    monkeypatch.setattr(hub, "_failures", {})
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    said = []
+    for _ in range(2):
+        with pytest.raises(InputError) as error, hub.hub_errors("problem", KeyError):
+            raise KeyError("missing")
+        said.append(str(error.value))
+        looked_up.set()
+        asked[0].join(10)
+    assert said[0] == said[1]
+    assert "does not answer, so only the cache of the Hub is used" in said[1]
+    assert len(asked) == 1
