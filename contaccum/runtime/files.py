@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import psutil
 from safetensors import SafetensorError
 
-from contaccum.errors import InputError
+from contaccum.errors import InputError, library_errors
 from contaccum.runtime.checks import require_utf8
 
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<host>[0-9a-f]{8})-(?P<pid>\d+)\.(?P<kind>part|old|gone)", re.DOTALL)
@@ -68,7 +68,7 @@ def sweep(folder: str | Path, name: str | None = None, shared: bool = False) -> 
             continue
         if shared and (found["host"] != _host() or psutil.pid_exists(int(found["pid"]))):
             continue
-        target = path.with_name(found["name"])
+        target = path.with_name(name or found["name"])  # a long name is hashed in ``found``
         if found["kind"] == "old" and not target.exists():
             os.replace(path, target)
         elif path.is_dir() and not path.is_symlink():
@@ -278,13 +278,16 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
     """Yield a temporary folder. At the end of the ``with`` block, flush it to disk and rename it to ``path``.
 
     If the block raises an error, the temporary folder is removed. An older folder at ``path`` is deleted only after the new
-    folder has replaced it. If ``path`` is a symbolic link, the target of the link is replaced.
+    folder has replaced it. If ``path`` is a symbolic link, the target of the link is replaced. Raises InputError if ``path`` is
+    a file.
     """
     path = Path(os.path.realpath(path) if os.path.islink(path) else path)
     part, old = _temporary_path(path, "part"), _temporary_path(path, "old")
     with created_folder(path.parent), write_errors(path), ExitStack() as cleanup:
         cleanup.callback(shutil.rmtree, old, ignore_errors=True)
         cleanup.callback(shutil.rmtree, part, ignore_errors=True)
+        if path.is_file():
+            raise NotADirectoryError(None, "this is a file, not a folder")
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
         _filling.append(part)
@@ -320,7 +323,10 @@ def sha256_of(path: str | Path) -> str:
 
 def cache_folder() -> Path:
     """Return the cache folder: $CONTACCUM_CACHE, else $XDG_CACHE_HOME/contaccum, else ~/.cache/contaccum."""
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    path = Path(os.environ.get("CONTACCUM_CACHE") or caches / "contaccum")
+    with library_errors("there is no home folder for the cache", RuntimeError, fix="; set CONTACCUM_CACHE to a folder"):
+        path = Path(
+            os.environ.get("CONTACCUM_CACHE")
+            or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "contaccum"
+        )
     require_utf8(str(path), f"CONTACCUM_CACHE, {str(path)!a}")  # Arrow opens only files with UTF-8 names
     return path

@@ -3,12 +3,14 @@
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from helpers import train_config, write_beir
 
-from contaccum.runtime.files import is_leftover, sweep, whole_file, whole_folder
+from contaccum.errors import InputError
+from contaccum.runtime.files import cache_folder, is_leftover, sweep, whole_file, whole_folder
 from contaccum.training.loop import train
 from contaccum.training.run_folder import newest_checkpoint
 
@@ -123,6 +125,47 @@ def test_temporary_files_of_a_killed_run_are_removed(tmp_path):
         "model.01234567-1.part",
     ]
     assert (tmp_path / "model" / "weights").read_text() == "the old ones"
+
+
+@pytest.mark.parametrize("name", ["model", "x" * 250, "ä" * 120], ids=len)
+def test_a_folder_of_a_process_that_was_killed_between_two_renames_gets_its_name_back(name, tmp_path):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "a").write_text("old")
+    killed = (
+        "import os, sys; from contaccum.runtime.files import whole_folder; plain = os.replace\n"
+        "os.replace = lambda old, new: (plain(old, new), os._exit(9))\n"
+        "with whole_folder(sys.argv[1]): pass"
+    )
+    assert subprocess.run([sys.executable, "-c", killed, tmp_path / name], check=False).returncode == 9
+    assert not (tmp_path / name).exists()
+    sweep(tmp_path, name)
+    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == [name, f"{name}/a"]
+
+
+def test_a_file_is_not_replaced_by_a_folder(tmp_path):
+    (tmp_path / "model").write_text("mine")
+    refused = pytest.raises(InputError, match=r"model: cannot be written \(this is a file, not a folder\)")
+    with refused, whole_folder(tmp_path / "model") as part:
+        (part / "a").write_text("new")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert (tmp_path / "model").read_text() == "mine"
+
+
+def test_cache_folder_needs_a_home_folder_only_without_settings(monkeypatch, tmp_path):
+    """In a container, a user can have an id without a name and without a home folder."""
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path / "a"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_folder() == tmp_path / "a"
+    monkeypatch.delenv("CONTACCUM_CACHE")
+    with pytest.raises(InputError, match=r"there is no home folder for the cache .*; set CONTACCUM_CACHE"):
+        cache_folder()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "contaccum"
 
 
 def test_temporary_names_of_two_hosts_and_long_names_differ(tmp_path, monkeypatch):
