@@ -8,7 +8,7 @@ import yaml
 
 from contaccum.cli import main
 from contaccum.cli.commands import COMMANDS
-from contaccum.config import GROUPS, TrainConfig, check_values, train_settings
+from contaccum.config import GROUPS, TrainConfig, check_values, to_yaml, train_settings
 from contaccum.config.declare import LIMITS, describe, leaves
 from contaccum.config.file import MAX_BYTES, MAX_NODES
 from contaccum.config.spellings import _OTHER_TRAINERS
@@ -315,6 +315,16 @@ def test_options_override_the_config_also_before_it(arguments, written, capsys):
         main(["train", *arguments, "--print_config"])
     found = yaml.safe_load(capsys.readouterr().out)
     assert (found["seed"], found["bank"]["size"]) == (3, 300 if "d.yaml" in arguments else 200)
+
+
+@pytest.mark.parametrize("arguments", [["train"], ["compare"], ["verify"], ["plan", "--memory", "8GB"]])
+def test_config_of_a_finished_run_is_accepted(arguments, written, capsys):
+    """Plan once answered the line `resume: false`, which every config.yaml has, with: no such setting."""
+    config = TrainConfig(output_dir="out")
+    config.data.train = "nowhere"
+    config.model.name = "tiny"
+    assert main([*arguments, "--config", written(to_yaml(config))]) == 2
+    assert "contaccum: nowhere: " in capsys.readouterr().err
 
 
 def test_every_setting_says_what_it_accepts():

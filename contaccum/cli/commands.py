@@ -271,7 +271,7 @@ COMMANDS = {
         "fine-tuning and for LoRA. Accepts every setting of `contaccum train`.",
         "%(prog)s --config FILE --memory 11GB [--methods NAME,...] [--corpus_size N] [--GROUP.FIELD VALUE ...]",
         "PlanConfig TrainConfig",
-        skip=("resume",),
+        hidden=("resume",),
     ),
     "verify": Command(
         _call("contaccum.experiments.verify:verify", print),
