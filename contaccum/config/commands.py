@@ -226,7 +226,7 @@ class ExploreConfig:
     host: str = "127.0.0.1"
     """Address on which the server listens. The default accepts connections from this machine only. There is no password."""
     port: int = 7860
-    """Port on which the server listens."""
+    """Port on which the server listens. 0: any free port."""
 
 
 @dataclass(eq=False, repr=False)

@@ -66,8 +66,8 @@ def explore(
     """
     require_one_process("explore")
     try:
-        with socket.create_server((options.host, options.port)):
-            pass
+        with socket.create_server((options.host, options.port)) as probe:
+            port = probe.getsockname()[1]  # for port 0, a port that the system chose
     except (OSError, OverflowError) as error:
         raise InputError(
             f"--host {options.host} --port {options.port}: the server cannot listen there ({error}); choose another host or port"
@@ -78,7 +78,7 @@ def explore(
     for system in systems if data.queries else ():
         print(f"contaccum: {system.name}: ranking {len(data.queries)} queries", file=sys.stderr)
         assert system.scores  # computes the rankings and metrics before the page is served
-    serve(Explorer(systems, data, options.split), options.host, options.port)
+    serve(Explorer(systems, data, options.split), options.host, port)
 
 
 def serve(explorer: Explorer, host: str, port: int) -> None:
@@ -191,8 +191,9 @@ class Gate:
                 f"{host!r} is not a name of this server. Use its IP address, or start the server with --host NAME.",
             )
         origin = headers.get(b"origin", b"").decode("latin-1").lower()
+        foreign = bool(origin) and origin.partition("://")[2] != host
         site = headers.get(b"sec-fetch-site", b"none").decode("latin-1")
-        if (origin and urlsplit(origin).netloc != host) or (method == "POST" and site not in ("same-origin", "none")):
+        if foreign or (method == "POST" and site not in ("same-origin", "none")):
             return 403, "Requests from other web sites are not allowed."
         if not (paths := _PATHS.get(method)) or not paths.fullmatch(path):
             return 404, "This address does not exist, or it does not accept this HTTP method."

@@ -24,15 +24,15 @@ def served(tmp_path_factory):
     pytest.importorskip("gradio", reason="needs gradio (extra explore)")
     folder = tmp_path_factory.mktemp("gate")
     data = write_beir(folder / "data")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    call = ["explore", "--models", "bm25", "--data", str(data), "--port", str(port)]
+    call = ["explore", "--models", "bm25", "--data", str(data), "--port", "0"]
     environment = {**os.environ, "CONTACCUM_CACHE": str(folder / "cache"), "GRADIO_TEMP_DIR": str(folder / "uploads")}
     with (folder / "err").open("w") as err:
         process = subprocess.Popen(
             [python(), "-m", "contaccum", *call], stdout=subprocess.PIPE, stderr=err, text=True, env=environment
         )
-        assert process.stdout.readline().startswith("http://"), (folder / "err").read_text()
+        address = re.fullmatch(r"http://127\.0\.0\.1:([1-9]\d*)/\n", process.stdout.readline())
+        assert address, (folder / "err").read_text()
+        port = int(address[1])
         yield SimpleNamespace(port=port, folder=folder, host=f"127.0.0.1:{port}")
         process.kill()
         process.wait()
@@ -70,6 +70,7 @@ REFUSED = {
     "no name": ("GET / HTTP/1.0\nX: y", b"", 421),
     "a foreign page": (JOINED + "\nOrigin: http://evil.example\nContent-Length: 2", b"{}", 403),
     "a page without an origin": (JOINED + "\nOrigin: null\nContent-Length: 2", b"{}", 403),
+    "a page with an invalid origin": (JOINED + "\nOrigin: http://[\nContent-Length: 2", b"{}", 403),
     "a page of another port": (JOINED + "\nOrigin: http://127.0.0.1:1\nContent-Length: 2", b"{}", 403),
     "a page of another site": (JOINED + "\nSec-Fetch-Site: cross-site\nContent-Length: 2", b"{}", 403),
     "a body of 30 MB": (JOINED + "\nContent-Length: 30000000", b"x" * (1 << 20), 413),
