@@ -249,12 +249,13 @@ def test_switches_are_advised_and_refused_as_they_are_written(written, capsys):
     assert "--resume takes no value, but got 'true'" in refused(capsys, "train", "--resume", "true")
 
 
-def test_a_value_that_starts_with_a_hash_is_no_comment(capsys):
-    """It was read as an empty YAML text, that is null: the prefix was left out silently."""
+@pytest.mark.parametrize("prefix", ["# ", "&a", "&query "])
+def test_a_value_that_yaml_reads_as_nothing_is_a_text(prefix, capsys):
+    """A comment or an anchor was read as an empty YAML text, that is null: the prefix was left out silently."""
     with pytest.raises(SystemExit, match="0"):
-        main(["train", "--model.query_prefix", "# ", "--model.passage_prefix", "null", "--print_config"])
+        main(["train", "--model.query_prefix", prefix, "--model.passage_prefix", "null", "--print_config"])
     model = yaml.safe_load(capsys.readouterr().out)["model"]
-    assert (model["query_prefix"], model["passage_prefix"]) == ("# ", None)
+    assert (model["query_prefix"], model["passage_prefix"]) == (prefix, None)
 
 
 def test_a_switch_of_another_trainer_does_not_swallow_the_next_option(capsys):

@@ -31,9 +31,9 @@ _load_yaml = get_loader("yaml")
 
 
 def _load(text: str) -> Any:
-    """Parse a text as YAML. If it is only a comment (# ...), return the text itself: it may be the value of --query."""
+    """Parse a text as YAML. Only null, ~ and an empty text are null: # 1 and &a are texts, for example of --query."""
     value = _load_yaml(text)
-    return text if value is None and text.lstrip().startswith("#") else value
+    return text if value is None and text.strip().lower() not in ("", "~", "null") else value
 
 
 set_loader("yaml", _load, exceptions=(yaml.YAMLError,))
