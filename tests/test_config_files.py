@@ -246,7 +246,8 @@ def test_switches_are_advised_and_refused_as_they_are_written(written, capsys):
     assert "; use --resume, with output_dir" in refused(capsys, "train", "--resume_from_checkpoint", "x")
     advice = refused(capsys, "train", "--config", written("resume_from_checkpoint: x\n"))
     assert "; use resume with the value true, with output_dir" in advice
-    assert "--resume takes no value, but got 'true'" in refused(capsys, "train", "--resume", "true")
+    for switch in (["--resume", "true"], ["--resume=true"]):
+        assert "--resume takes no value, but got 'true'" in refused(capsys, "train", *switch)
 
 
 @pytest.mark.parametrize("prefix", ["# ", "&a", "&query "])

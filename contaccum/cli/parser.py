@@ -294,6 +294,8 @@ def explain(commands: Mapping[str, Command], arguments: list[str], error: Argume
         flag = declared.get(option[2:]) if option.startswith("--") else None
         if flag and spec_of(flag).flag and not value.startswith("--"):
             return f"{option} takes no value, but got {value!r}"
+    if explicit := re.search(r"argument (--\S+): ignored explicit argument (.*)", sentence):
+        return f"{explicit[1]} takes no value, but got {explicit[2]}"
     if unknown := re.search(r"[Kk]ey \"([\w.]+)\": .* Option '(\w+)' is not accepted", sentence):
         names = [each.name for each in fields(get_args(declared[unknown[1]].type)[0])]
         return f"{unknown[1]} has no setting {unknown[2]!r}{closest(unknown[2], names)}"
