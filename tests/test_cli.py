@@ -447,6 +447,12 @@ print("torch" in sys.modules)
         assert done.stdout.splitlines()[-1] == "False"
 
 
+def test_a_query_without_results_is_answered_with_a_sentence(data, capsys):
+    """BM25 finds nothing if no passage has a word of the query. The command once printed an empty line."""
+    assert main(["search", "--model", "bm25", "--data", str(data), "--query", "xylophone"]) == 0
+    assert capsys.readouterr().out == "no passage was found\n"
+
+
 def test_resume_is_a_flag_and_prefixes_are_not_completed():
     train = make_parser(COMMANDS, ["train"])
     assert train.parse_args(["train", "--resume"]).train.resume is True

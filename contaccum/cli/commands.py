@@ -78,7 +78,7 @@ def _search(task: options.QueryConfig, encoder: EncoderConfig, settings: SearchC
         return None
     with joined(encoder.timeout_minutes) as group:
         if task.query is not None:
-            return render_passages(look(encoder, query=task.query, group=group, **how))
+            return render_passages(look(encoder, query=task.query, group=group, **how)) or "no passage was found"
         search(encoder, split=task.split, output=task.output, group=group, **how)
     return task.output
 
