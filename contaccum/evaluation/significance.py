@@ -5,7 +5,6 @@ averaged first. ``permutation_test`` and ``t_test`` then get one difference per 
 between these trained models holds for other queries. ``over_both`` shows whether it holds for other queries and other seeds.
 """
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from contaccum.errors import InputError
 RESAMPLES = 9999
 """Number of random sign flips. With n <= 13 queries, all 2^n sign flips are used instead."""
 BATCH = 256  # number of sign flips in memory at a time
+ROUNDING = 1e-12  # metrics are at most 1, so a smaller difference is a rounding error of means over seeds
 
 QueryScores = Mapping[str, Mapping[str, float]]
 """Values of one trained model: query id -> measure -> value, as in ``per_query`` of metrics.json."""
@@ -69,15 +69,13 @@ def permutation_test(differences: ArrayLike, seed: int = 0) -> float:
 def t_test(differences: ArrayLike) -> tuple[float, float]:
     """Return t and the two-sided p of Student's paired t-test. If all differences are 0, return (0, 1). differences: (n,)."""
     values = np.asarray(differences, dtype=np.float64)
-    if not np.any(values):
+    if not np.any(np.abs(values) >= ROUNDING):
         return 0.0, 1.0
     if len(values) < 2:
         return float("nan"), 1.0
-    if np.ptp(values) == 0:  # the standard deviation is 0
+    if np.ptp(values) < ROUNDING:  # the standard deviation is 0
         return float(np.copysign(np.inf, values[0])), 0.0
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # scipy warns if the values are nearly equal
-        found = stats.ttest_1samp(values, 0.0)
+    found = stats.ttest_1samp(values, 0.0)
     return float(found.statistic), float(found.pvalue)
 
 
@@ -131,8 +129,9 @@ def compare(
         {number: np.array([values[n] for n in names]) for number, values in each.items()} for each in (first, second)
     )
     differences = np.mean(list(one.values()), axis=0) - np.mean(list(two.values()), axis=0)  # (queries,)
+    differences[np.abs(differences) < ROUNDING] = 0
     _, p_t = t_test(differences)
-    mean, spread = float(differences.mean()), float(differences.std(ddof=1)) if len(names) > 1 else 0.0
+    mean, spread = float(differences.mean()), float(differences.std(ddof=1)) if np.ptp(differences) >= ROUNDING else 0.0
     reach = float(stats.t.ppf(0.975, len(names) - 1)) * spread / len(names) ** 0.5 if len(names) > 1 else float("inf")
     pairs = _pairs(one, two)
     return Comparison(

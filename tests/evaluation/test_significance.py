@@ -57,6 +57,28 @@ def test_no_difference_at_all_is_no_evidence():
     assert t_test([0.5])[1] == 1
 
 
+def test_rounding_errors_of_means_over_seeds_are_no_differences():
+    values = np.random.default_rng(0).random((5, 30)).round(4)
+    shuffled = np.random.default_rng(1).permuted(values, axis=0)  # the same values in another order of seeds
+    assert np.any(values.mean(0) != shuffled.mean(0))
+    ours, theirs = (
+        {seed: {str(query): {"mrr@10": value} for query, value in enumerate(row)} for seed, row in enumerate(each)}
+        for each in (values, shuffled)
+    )
+    found = compare(ours, theirs, "mrr@10")
+    assert (found.difference, found.effect, found.wins, found.losses) == (0, 0, 0, 0)
+    assert (found.p_permutation, found.p_t, found.p_both) == (1, 1, 1)
+
+
+def test_equal_differences_have_no_effect_size():
+    values = np.random.default_rng(0).random(20).round(4)
+    ours, theirs = ({0: {str(q): {"mrr@10": v} for q, v in enumerate(each)}} for each in (values + 0.1, values))
+    assert np.ptp(values + 0.1 - values) > 0  # equal only up to rounding
+    found = compare(ours, theirs, "mrr@10")
+    assert (found.effect, found.wins, found.p_t) == (0, 20, 0)
+    assert found.low == found.high == found.difference == pytest.approx(0.1)
+
+
 def test_holm_by_hand():
     """Sorted 0.01, 0.02, 0.03, 0.04 times 4, 3, 2, 1 is 0.04, 0.06, 0.06, 0.04: each at least the one before."""
     assert holm([0.04, 0.01, 0.03, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
