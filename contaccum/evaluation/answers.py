@@ -102,7 +102,7 @@ def _pattern(answer: str, question_id: str) -> "regex.Pattern[str] | None":
         raise InputError(f"question {question_id}: its answer pattern {answer[:60]!r} {fault}")
     try:
         return regex.compile(normalize("NFD", answer), _FLAGS) if answer else None
-    except (regex.error, RecursionError):
+    except (regex.error, RecursionError, ValueError):  # ValueError: a flag that contradicts _FLAGS, such as (?a)
         return None
 
 

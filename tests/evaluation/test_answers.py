@@ -139,8 +139,8 @@ def test_two_processes_count_what_one_counts_and_what_plain_words_say(match):
 
 
 def test_patterns_that_are_none_are_counted():
-    questions = [Question("a", ["Par.s"]), Question("b", ["(", "[", "capital"]), Question("c", [""])]
-    with pytest.warns(UserWarning, match="3 answers are empty or not a regular expression"):
+    questions = [Question("a", ["Par.s"]), Question("b", ["(", "[", "(?a)x", "capital"]), Question("c", [""])]
+    with pytest.warns(UserWarning, match="4 answers are empty or not a regular expression"):
         metrics = answer_accuracy(questions, run_of("p2", "p2", "p2"), CORPUS, match="regex")
     assert metrics["mean"]["top1"] == pytest.approx(2 / 3)
 
