@@ -213,9 +213,12 @@ def benchmark_sets(data: str, split: str) -> list[BenchmarkSet]:
 
 
 def _names(data: str) -> list[str]:
-    """Split ``data`` at commas between names. Keep a comma between columns, as in ``hub:owner/name?query=q&pos=p&neg=a,b``."""
+    """Split ``data`` at commas between names. Keep a comma between columns, as in ``hub:owner/name?query=q&pos=p&neg=a,b``.
+
+    Spaces around a name and empty names are ignored, as in ``scifact, nfcorpus,``.
+    """
     names: list[str] = []
-    for each in data.split(","):
+    for each in filter(None, map(str.strip, data.split(","))):
         is_set = each in MD5 or each in FAMILIES or ":" in each or "/" in each
         if names and names[-1].startswith(HUB_PREFIX) and "?" in names[-1] and not is_set:
             names[-1] += f",{each}"
@@ -264,7 +267,7 @@ def evaluate_benchmark(
         scored_with |= {"dtype": (saved_dtype(saved) or settings.dtype) if saved else "float32"} if encoder else {}
         scored_with |= {"data": each.data, "split": each.split}
         file = Path(output) / f"{name}.json" if output is not None else None
-        metrics = _finished(file, scored_with)
+        metrics = _finished(file, {**scored_with, "evaluator": evaluator})
         if metrics is None:
             metrics = evaluate(encoder or choice, each.data, each.split, settings=own_settings, **arguments)
             if file is not None and group.is_main:
@@ -315,7 +318,7 @@ def _finished(file: Path | None, scored_with: Mapping[str, Any]) -> Any:
     """
     if file is None or not file.is_file():
         return None
-    metrics = read_metrics(file)
+    metrics = {"evaluator": "contaccum", **read_metrics(file)}  # only files of other evaluators name their evaluator
     if changed := [name for name, value in scored_with.items() if metrics.get(name) != value]:
         raise InputError(
             f"{file}: was scored with {changed[0]} {metrics.get(changed[0])!r}; this call has {scored_with[changed[0]]!r}. "

@@ -109,6 +109,16 @@ def test_what_changes_a_search_is_another_benchmark(tmp_path, monkeypatch):
     assert benchmark("bm25") == benchmark("bm25", **index, **kept)
 
 
+@pytest.mark.parametrize(("first", "second"), [("beir", "contaccum"), ("contaccum", "beir")])
+def test_another_evaluator_is_another_benchmark(first, second, tmp_path, monkeypatch):
+    folders = ",".join(str(write_beir(tmp_path / name, 15)) for name in ("one", "two"))
+    monkeypatch.setattr("contaccum.encoder.load_encoder", lambda choice: WordEncoder())
+    call = {"choice": EncoderConfig("tiny"), "data": folders, "output": str(tmp_path / "out")}
+    assert evaluate_benchmark(**call, evaluator=first) == evaluate_benchmark(**call, evaluator=first)
+    with pytest.raises(InputError, match=f"was scored with evaluator '{first}'; this call has '{second}'"):
+        evaluate_benchmark(**call, evaluator=second)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -156,6 +166,7 @@ def test_nanobeir_and_lists_are_taken_apart(tmp_path, monkeypatch):
         "nanobeir/webis-touche2020",
     ]
     assert len(benchmark_sets("beir,nanobeir", "test")) == 14 + 12 + 13
+    assert benchmark_sets(" scifact, nfcorpus,", "test") == benchmark_sets("scifact,nfcorpus", "test")
     assert [part.split for part in benchmark_sets("scifact,fiqa", "dev")] == ["dev", "dev"]
     monkeypatch.chdir(tmp_path)
     for folder in ("a/data", "b/data"):
