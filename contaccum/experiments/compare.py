@@ -164,12 +164,13 @@ class Study:
             self._check_folders()
 
     def _check_folders(self) -> None:
-        names: dict[Path, str] = {}
+        planned: dict[Path, PlannedRun] = {}
         for run in [*self._every_run(), *self.baselines]:
-            if names.setdefault(run.folder, run.name) != run.name:
+            if (other := planned.setdefault(run.folder, run)) != run:
                 raise InputError(
-                    f"{run.folder}: two runs would use this folder: {run.name} and {names[run.folder]}. In folder names, all "
-                    "characters except letters, digits and ._=+- become underscores. Choose labels and values that still differ."
+                    f"{run.folder}: two runs would use this folder: {run.name} and {other.name}. The name of a folder contains "
+                    "no groups of settings, and all characters except letters, digits and ._=+- become underscores. Choose "
+                    "labels and values whose folders differ."
                 )
             self._check_folder(run)
 

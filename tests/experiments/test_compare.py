@@ -436,6 +436,25 @@ def test_launch_in_several_processes_is_refused(study_folder, tmp_path, capsys, 
     assert "verify needs one process, but 2 were started" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: {method: cont_accum, tune: [{bank.warmup_steps: 1}, {optim.warmup_steps: 1}]}",
+        "a: {method: cont_accum, bank.size: 16, tune: [{optim.learning_rate: 0.1}]}\n"
+        "a-learning_rate=0.1: {method: cont_accum, bank.size: 24}",
+        "a b: {method: cont_accum, bank.size: 16}\na_b: {method: cont_accum, bank.size: 24}",
+    ],
+)
+def test_different_runs_with_one_folder_are_refused(study_folder, tmp_path, capsys, text):
+    """The second run would otherwise count as finished, or train with the settings of the first."""
+    settings = tmp_path / "settings.yaml"
+    settings.write_text(text)
+    code, said = call(capsys, study_folder, "--output_dir", tmp_path / "new", "--settings", settings)
+    assert code == 2
+    assert "two runs would use this folder" in said
+    assert not (tmp_path / "new").exists()
+
+
 def test_methods_vary_only_over_settings_that_they_use():
     assert read_values("--vary", ("loss.matryoshka_dims=[64,32],[],[16]",)) == {
         "loss.matryoshka_dims": ["[64,32]", "[]", "[16]"]
