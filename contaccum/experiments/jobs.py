@@ -77,6 +77,7 @@ class Worker:
         variables = {**os.environ, **environment}
         # The worker gets a new session. Ctrl-C in the terminal then reaches only the parent, and the parent stops the workers.
         with open(job.log, "ab") as log:
+            self.start = log.tell()  # earlier calls of the command may have written lines to the log
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=variables, start_new_session=True
             )
@@ -85,8 +86,8 @@ class Worker:
         code = self.process.wait()
         if self.process.stdin is not None:
             self.process.stdin.close()
-        lines = self.job.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return Outcome(self.job, code, time.monotonic() - self.began, lines[-1] if lines else "")
+        lines = self.job.log.read_bytes()[self.start :].decode("utf-8", "replace").strip().splitlines()
+        return Outcome(self.job, code, time.monotonic() - self.began, lines[-1] if lines else "no message")
 
 
 def device_slots(device: str, parallel: int | None) -> list[dict[str, str]]:

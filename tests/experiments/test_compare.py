@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,9 +20,10 @@ from helpers import train_config, weights, write_beir
 from contaccum.cli import main
 from contaccum.config import MixtureConfig, to_yaml
 from contaccum.config.experiments import CompareConfig
-from contaccum.experiments.jobs import baseline_identity
+from contaccum.experiments.jobs import RunJob, Worker, baseline_identity, run_jobs
 from contaccum.experiments.settings import read_tune, read_values, variants
 from contaccum.runtime.files import read_json
+from contaccum.runtime.launch import StopSignals
 from contaccum.training.log import read_log
 
 pytestmark = [
@@ -453,6 +455,20 @@ def test_different_runs_with_one_folder_are_refused(study_folder, tmp_path, caps
     assert code == 2
     assert "two runs would use this folder" in said
     assert not (tmp_path / "new").exists()
+
+
+def test_a_killed_run_does_not_show_the_message_of_an_earlier_call(tmp_path, capsys, monkeypatch):
+    job = RunJob("a-seed0", tmp_path / "a-seed0.json")
+    job.log.write_text("contaccum: data.dev: no such file\n")
+    for program, words in (("false", "no message"), ("echo", "contaccum.experiments.jobs")):
+        monkeypatch.setattr(sys, "executable", shutil.which(program))
+        with StopSignals() as signals:
+            run_jobs([job], [{}], signals)
+        outcome = Worker(job, {}).wait()
+        assert words in outcome.last_line
+        assert "data.dev" not in outcome.last_line
+    assert "a-seed0: exit code 1, no message" in capsys.readouterr().err
+    assert job.log.read_text().startswith("contaccum: data.dev")  # the earlier messages stay in the file
 
 
 def test_methods_vary_only_over_settings_that_they_use():
