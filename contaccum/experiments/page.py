@@ -49,8 +49,10 @@ class Table(NamedTuple):
         return Table([self.heads[n] for n in shown], [[row[n] for n in shown] for row in self.rows])
 
     def markdown(self) -> str:
-        widths = [max(map(len, column)) for column in zip(self.heads, *self.rows, strict=True)]
-        lines = [self.heads, ["-" * width for width in widths], *self.rows]
+        """Return the table as Markdown. Line breaks and vertical bars in cells are escaped."""
+        rows = [[cell.replace("|", "\\|").replace("\n", "\\n") for cell in row] for row in self.rows]
+        widths = [max(map(len, column)) for column in zip(self.heads, *rows, strict=True)]
+        lines = [self.heads, ["-" * width for width in widths], *rows]
         padded = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]
         return "\n".join("| " + " | ".join(cells) + " |" for cells in padded)
 
@@ -250,7 +252,7 @@ def _metric_over_bank(axes: "Axes", groups: list[RunGroup], looks: Looks, metric
     lines: dict[str, list[RunGroup]] = defaultdict(list)
     for group in filter(bank_size, groups):
         if group.scores(metric):
-            lines[re.sub(r" size=\d+", "", group.label)].append(group)
+            lines[re.sub(r"[ -]size=\w+", "", group.label)].append(group)
     if not any(len({bank_size(group) for group in members}) > 1 for members in lines.values()):
         return
     for label, members in lines.items():

@@ -46,7 +46,7 @@ class RunRecord:
 
     @property
     def name(self) -> str:
-        return self.folder.name
+        return os.path.basename(os.path.abspath(self.folder))  # Path(".").name is empty
 
     @property
     def method(self) -> str | None:
@@ -229,7 +229,7 @@ def varied(runs: Iterable[RunRecord]) -> list[str]:
 
 
 def group_runs(runs: list[RunRecord], labels: Mapping[Path, str] | None = None) -> list[RunGroup]:
-    """Group runs that differ only in the seed. A second run with the same seed starts a new group.
+    """Group runs that differ only in the seed. A second run with the same seed starts a new group, and so does a baseline.
 
     labels: folder of a run -> label of the run's group. Default label: the method and the settings that differ.
     """
@@ -239,7 +239,8 @@ def group_runs(runs: list[RunRecord], labels: Mapping[Path, str] | None = None) 
         used = [name for name in names if affects(name, run.method)] if run.method else []
         values = [f"{name.partition('.')[2]}={run.config.get(name)}" for name in used]
         label = (labels or {}).get(run.folder) or " ".join([run.method or run.name, *values])
-        if label in groups and run.seed in {other.seed for other in groups[label].runs}:
+        same = groups[label].runs if label in groups else []
+        if any(other.seed == run.seed or other.method != run.method for other in same):
             label = f"{label} ({run.folder})"
         groups.setdefault(label, RunGroup(label)).runs.append(run)
     return list(groups.values())

@@ -122,6 +122,10 @@ def read_settings(path: str, tuned: Mapping[str, list[str]]) -> list[Variant]:
     path = config_path(path)
     text = read_text(path, "a YAML file with settings", MAX_BYTES)
     rows: dict[str, Any] = yaml.safe_load(check_config_file(path, text, None).text)
+    if not rows:
+        raise InputError(
+            f"{path}: has no entries; expected names with settings, such as: grad_cache: {{replay.share: 0.5}}"
+        )
     return [_row(f"{path}: {label}", str(label), row, tuned) for label, row in rows.items()]
 
 
@@ -129,7 +133,7 @@ def _row(where: str, label: str, row: Any, tuned: Mapping[str, list[str]]) -> Va
     if not isinstance(row, dict):
         raise InputError(f"{where} is {row!r}; it must be a mapping of settings")
     method, tune = row.pop("method", label), row.pop("tune", None)
-    if method not in METHOD_SPECS:
+    if not isinstance(method, str) or method not in METHOD_SPECS:
         raise InputError(f"{where}: method is {method!r}; choose from {', '.join(METHOD_SPECS)}")
     fixed = _values(where, row)
     if tune is None:

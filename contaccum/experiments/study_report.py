@@ -52,7 +52,7 @@ def write_report(output: Path, folders: Sequence[Path], result: StudyResult) -> 
     if result.budget is not None:
         sections.insert(1, _budget_section(groups, metric, found, result.budget))
     if result.tuned:
-        sections.append(_tuning_section(result.tuned, metric))
+        sections.append(tuning_section(result.tuned, metric))
     drawn = draw_all(groups, metric)
     write_json(output / "compare.json", as_json(groups, found, result))
     for plot in drawn:
@@ -125,10 +125,12 @@ def as_json(groups: list[RunGroup], found: list[Difference], result: StudyResult
     return {"metric": result.metric, "budget": budget, "results": rows, "tuned": tuned, "failed": list(result.failed)}
 
 
-def _tuning_section(tuned: Sequence[Tuned], metric: str) -> Section:
+def tuning_section(tuned: Sequence[Tuned], metric: str) -> Section:
+    """Return a section with the chosen values, and a table with the dev metric of each combination in each rung."""
     rows = []
     for each in tuned:
-        chosen = ", ".join(f"{name}={value}" for name, value in each.chosen or ()) or "all runs failed"
+        values = ", ".join(f"{name}={value}" for name, value in each.chosen or ()) or MISSING
+        chosen = "all runs failed" if each.chosen is None else values
         count, cost = str(len(each.variant.candidates)), number(float(each.full_runs), ".2f")
         rows.append([each.variant.label, count, cost, chosen, ", ".join(each.edges()) or MISSING])
     shares = sorted({share for each in tuned for share in each.shares})

@@ -162,6 +162,31 @@ def test_runs_that_differ_only_in_the_seed_form_one_group(tmp_path):
     assert [len(group.runs) for group in again] == [2, 1]
 
 
+def test_a_baseline_whose_folder_has_the_name_of_a_method_is_its_own_group(tmp_path):
+    run = load_run_record(folder(tmp_path / "run", "grad_cache", [1.0], seed=1))
+    baseline = tmp_path / "grad_cache"
+    baseline.mkdir()
+    (baseline / "metrics.json").write_text((run.folder / "metrics.json").read_text())
+    for runs in ([run, load_run_record(baseline)], [load_run_record(baseline), run]):
+        assert [[one.name for one in group.runs] for group in group_runs(runs)] == [[one.name] for one in runs]
+
+
+def test_the_current_folder_is_shown_with_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(folder(tmp_path / "run", "grad_cache", [1.0]))
+    assert cells(console_report(["."], "ndcg@10", None, None))[2][0] == "run"
+
+
+def test_line_breaks_and_bars_in_cells_do_not_change_the_table(tmp_path):
+    prefix = {"model.query_prefix": "Instruct: find\nQuery: "}
+    runs = [folder(tmp_path / "a|b", "grad_cache", [1.0], **prefix), folder(tmp_path / "c", "grad_cache", [1.0])]
+    records = [load_run_record(run) for run in runs]
+    lines = quality(group_runs(records), "ndcg@10").markdown().splitlines()
+    assert len(lines) == 4
+    assert lines[2].startswith("| grad_cache query_prefix=Instruct: find\\nQuery:  |")
+    assert len({len(line) for line in lines}) == 1
+    assert "| a\\|b |" in runs_table(records, "ndcg@10").markdown()
+
+
 def test_mean_deviation_and_reference_equal_hand_computed_values(tmp_path):
     """Standard deviations of two values are their difference over the square root of 2."""
     groups = group_runs(study(tmp_path))
@@ -366,3 +391,20 @@ def test_log_axes_have_plain_numbers(tmp_path):
     plots = {plot.name: plot.svg for plot in draw_all(group_runs(study(tmp_path)), "ndcg@10")}
     assert {"grad-ratio", "metric-bank"} <= plots.keys()
     assert not [name for name, svg in plots.items() if "mathdefault" in svg]
+
+
+def test_bank_sizes_are_plotted_with_the_labels_of_a_comparison_and_with_the_default_size(tmp_path):
+    (tmp_path / "study").mkdir()
+    runs = study(tmp_path / "study")
+    labels = {run.folder: f"cont_accum-size={run.config['bank.size']}" for run in runs if run.method == "cont_accum"}
+    default, large = (
+        load_run_record(folder(tmp_path / str(size), "cont_accum", [1.0], **{"bank.size": size})) for size in (None, 64)
+    )
+    for groups, drawn in (
+        (group_runs(runs, labels), True),
+        (group_runs([default, large]), True),
+        (group_runs([large]), False),
+    ):
+        plots = {plot.name: plot.svg for plot in draw_all(groups, "ndcg@10")}
+        assert ("metric-bank" in plots) == drawn
+        assert not drawn or "size=" not in plots["metric-bank"]

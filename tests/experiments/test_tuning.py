@@ -10,6 +10,7 @@ from helpers import train_config
 from contaccum.config import METHOD_SPECS
 from contaccum.errors import InputError
 from contaccum.experiments.settings import Variant, read_settings, read_values, variants
+from contaccum.experiments.study_report import tuning_section
 from contaccum.experiments.tuning import Tuned, limited, parse_budget, rung_shares, survivors, tune
 
 FULL = Fraction(1)
@@ -120,6 +121,18 @@ def test_optimum_at_the_edge_of_a_range_is_marked():
         assert tuned.edges() == marked
 
 
+def test_the_entrys_own_settings_can_be_chosen():
+    """An entry ``{}`` in a list of combinations changes no setting. If it is the best one, no run has failed."""
+    variant = Variant("a", "grad_cache", (), ((), (("optim.learning_rate", "0.1"),)))
+    for best, words in (((), "-"), (variant.candidates[1], "optim.learning_rate=0.1"), (None, "all runs failed")):
+        tuned = Tuned(variant, rung_shares(2, None))
+        scores = {() if best is None else best: 1.0}
+        tune([tuned], lambda runs, scores=scores: [scores.get(values, 0.0) for _, values, _ in runs])
+        if best is None:
+            tuned.rungs = [{}]
+        assert tuning_section([tuned], "ndcg@10").tables[0].rows[0][3] == words
+
+
 def test_settings_that_a_method_does_not_read_do_not_multiply_its_combinations():
     tuned = read_values("--tune", ("bank.size=16,32", "replay.share=0.5,1", "optim.learning_rate=1,2,3"))
     counts = {one.label: len(one.candidates) for one in variants(list(METHOD_SPECS), {}, tuned)}
@@ -165,6 +178,8 @@ def test_settings_file_gives_grids_and_lists_of_complete_settings(tmp_path):
         ("cont_accum: {tune: {bank.size: 3}}", "tune.bank.size is 3; it must be a non-empty list of values"),
         ("cont_accum: {tune: 3}", "tune is 3; expected settings with lists of values"),
         ("[1]", "found a list"),
+        ("{}", "has no entries; expected names with settings, such as: grad_cache: {replay.share: 0.5}"),
+        ("a: {method: [grad_cache, cont_accum]}", "a: method is ['grad_cache', 'cont_accum']; choose from in_batch"),
     ],
 )
 def test_wrong_settings_file_is_refused(tmp_path, text, sentence):
