@@ -14,6 +14,7 @@ from contaccum.experiments.run_records import (
     RunRecord,
     by_global_batch,
     differences,
+    for_order,
     group_runs,
     load_run_record,
     mean_std,
@@ -174,7 +175,7 @@ def quality(groups: list[RunGroup], metric: str) -> Table:
 
 
 def best_first(groups: list[RunGroup], metric: str) -> list[RunGroup]:
-    return sorted(groups, key=lambda group: -(group.score(metric)[0] or 0.0))
+    return sorted(groups, key=lambda group: for_order(group.score(metric)[0]), reverse=True)
 
 
 def tests_table(found: list[Difference]) -> Table:
@@ -273,7 +274,7 @@ def runs_table(runs: Sequence[RunRecord], metric: str) -> Table:
             number(run.median("grad_norm_ratio"), ".2f"),
             number(run.median("negatives"), ".1f"),
         ]
-        for run in sorted(runs, key=lambda run: -(run.score(metric) or 0.0))
+        for run in sorted(runs, key=lambda run: for_order(run.score(metric)), reverse=True)
     ]
     return Table([*heads, "negatives"], rows)
 

@@ -46,7 +46,8 @@ class RunRecord:
 
     @property
     def name(self) -> str:
-        return os.path.basename(os.path.abspath(self.folder))  # Path(".").name is empty
+        path = Path(os.path.abspath(self.folder))  # Path(".").name is empty
+        return path.parent.name if path.name == METRICS_FILE else path.name
 
     @property
     def method(self) -> str | None:
@@ -169,6 +170,11 @@ def _check_values(line: dict[str, Any]) -> None:
         _ = line["waited"] / line["seconds"], line["peak_memory"] + line["bank_fill"]
         sum(value for name, value in line.items() if name not in ("dev", "drift") and value is not None)
         sum(one["age"] + one["passage"] for one in line.get("drift", []))
+
+
+def for_order(score: float | None) -> float:
+    """Return a sort key: the score, or a number below all scores for a run without a score."""
+    return float("-inf") if score is None else score
 
 
 def mean_std(values: Iterable[float | None]) -> tuple[float | None, float | None]:

@@ -4,6 +4,7 @@ import csv
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,7 +108,10 @@ def cost_of(group: RunGroup) -> dict[str, int]:
 
 
 def as_json(groups: list[RunGroup], found: list[Difference], result: StudyResult) -> dict[str, Any]:
-    """Return the content of compare.json: results, tests and tuning. The numbers are not rounded."""
+    """Return the content of compare.json: results, tests and tuning. The numbers are not rounded.
+
+    JSON has no infinity, so the ends of the confidence interval are None if there is only one query.
+    """
     tests = {one.group.label: one for one in found}
     rows = []
     for group in groups:
@@ -118,7 +122,8 @@ def as_json(groups: list[RunGroup], found: list[Difference], result: StudyResult
             row |= cost_of(group) | {name: group.mean(name) for name in ("train_seconds", "peak_mib")}
         if one := tests.get(group.label):
             holm = dict(zip(P_VALUES, one[3:], strict=True))
-            row["test"] = {"against": one.reference.label, **asdict(one.found), "holm": holm}
+            values = {name: value if isfinite(value or 0.0) else None for name, value in asdict(one.found).items()}
+            row["test"] = {"against": one.reference.label, **values, "holm": holm}
         rows.append(row)
     budget = None if result.budget is None else {"amount": float(result.budget.amount), "unit": result.budget.unit}
     tuned = [each.as_json(result.metric) for each in result.tuned]

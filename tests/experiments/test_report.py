@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from contaccum.experiments.report import (
     verdict,
 )
 from contaccum.experiments.run_records import differences, group_runs, load_run_record
+from contaccum.experiments.study_report import StudyResult, write_report
 
 
 def folder(
@@ -174,6 +176,32 @@ def test_a_baseline_whose_folder_has_the_name_of_a_method_is_its_own_group(tmp_p
 def test_the_current_folder_is_shown_with_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(folder(tmp_path / "run", "grad_cache", [1.0]))
     assert cells(console_report(["."], "ndcg@10", None, None))[2][0] == "run"
+
+
+def test_metrics_files_are_named_after_their_folders(tmp_path):
+    names = ["bm25", "tuned"]
+    files = [str(folder(tmp_path / name, "grad_cache", [1.0]) / "metrics.json") for name in names]
+    rows = cells(console_report(files, "ndcg@10", files[0], None))
+    assert [rows[2][0], rows[3][0], rows[-1][0], rows[-1][1]] == [*names, "tuned", "bm25"]
+
+
+def test_runs_without_a_score_come_after_runs_with_score_0(tmp_path):
+    missing, zero = (load_run_record(folder(tmp_path / n, "grad_cache", [1.0], seed=i)) for i, n in enumerate("ab"))
+    runs = [replace(missing, metrics=None), replace(zero, metrics={"mean": {"ndcg@10": 0.0}})]
+    assert [row[0] for row in runs_table(runs, "ndcg@10").rows] == ["b", "a"]
+    labels = {run.folder: run.name for run in runs}
+    assert [row[0] for row in quality(group_runs(runs, labels), "ndcg@10").rows] == ["b", "a"]
+
+
+def test_results_of_a_single_test_query_are_valid_json(tmp_path):
+    runs = [folder(tmp_path / name, name, [1.0]) for name in ("grad_cache", "cont_accum")]
+    for run, score in zip(runs, (0.3, 0.5), strict=True):
+        values = {"ndcg@10": score}
+        (run / "metrics.json").write_text(json.dumps({"mean": values, "per_query": {"q": values}}))
+    write_report(tmp_path, runs, StudyResult("ndcg@10", {runs[0]}))
+    found = json.loads((tmp_path / "compare.json").read_text(), parse_constant=pytest.fail)
+    test = found["results"][1]["test"]
+    assert (test["low"], test["high"], test["difference"]) == (None, None, pytest.approx(0.2))
 
 
 def test_line_breaks_and_bars_in_cells_do_not_change_the_table(tmp_path):
