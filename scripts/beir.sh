@@ -12,8 +12,8 @@ shift 2
 
 launch=(${LAUNCH:-python -m})
 data=$(contaccum data fetch "$data")
-settings=(--config "$root/configs/finetune.yaml" --data.train "$data" --data.repair true
-    --model.name sentence-transformers/all-MiniLM-L6-v2 --output_dir "$output" "$@")
+settings=(--config "$root/configs/finetune.yaml" --config "$root/scripts/default_model.yaml" --data.train "$data"
+    --data.repair true --output_dir "$output" "$@")
 "${launch[@]}" contaccum train "${settings[@]}" --resume
 flags=$(data_flags "${settings[@]}" --data.strict false) # encode and search have no --strict
 "${launch[@]}" contaccum encode --model "$output/model" --input "$data" --output "$output/embeddings" $flags

@@ -69,7 +69,9 @@ def test_records_that_training_may_skip_are_skipped_afterwards_too(script, data,
 
 
 def test_beir_script_writes_metrics_and_a_run_file(script, data, tmp_path):
-    script("beir.sh", data, tmp_path / "run", *TINY)
+    config = tmp_path / "tiny.yaml"  # overrides the model of the script
+    config.write_text("model: {name: tiny, tiny_width: 32, tiny_layers: 1, tiny_vocabulary: 200}\n")
+    script("beir.sh", data, tmp_path / "run", *TINY[8:], "--config", config)
     assert read_json(tmp_path / "run" / "metrics.json")["queries"] == 10
     assert len((tmp_path / "run" / "test.trec").read_text().splitlines()) == 10 * 40
     script("beir.sh", data, tmp_path / "run", *TINY)
