@@ -57,18 +57,18 @@ class RunRecord:
     def seed(self) -> int:
         return self.config.get("seed", 0)
 
+    def _totals(self, name: str) -> list[float]:
+        """Return the total seconds of each log line. name: seconds or waited, whose logged values are means over steps."""
+        steps = [line["step"] for line in self.steps]  # a line covers the steps since the previous line
+        return [line[name] * (step - last) for line, step, last in zip(self.steps, steps, [0, *steps], strict=False)]
+
     @cached_property
     def times(self) -> dict[int, float]:
         """Logged step -> seconds of training up to this step.
 
         The time of evaluations, checkpoints and drift measurements is not counted.
         """
-        steps = [line["step"] for line in self.steps]
-        # "seconds" is the mean time of the steps since the previous line of the log
-        spans = [
-            line["seconds"] * (step - last) for line, step, last in zip(self.steps, steps, [0, *steps], strict=False)
-        ]
-        return dict(zip(steps, accumulate(spans), strict=True))
+        return dict(zip([line["step"] for line in self.steps], accumulate(self._totals("seconds")), strict=True))
 
     @cached_property
     def evaluation_times(self) -> dict[int, float]:
@@ -83,9 +83,9 @@ class RunRecord:
 
     @property
     def waited(self) -> float | None:
-        """Share of the training time in which training waits for data. The first step is not counted."""
-        steady = self.steps[1:] or self.steps
-        return sum(line["waited"] for line in steady) / sum(line["seconds"] for line in steady) if steady else None
+        """Share of the training time in which training waits for data. The first line of the log is not counted."""
+        waited, seconds = self._totals("waited"), self._totals("seconds")
+        return sum(waited[1:] or waited) / sum(seconds[1:] or seconds) if seconds else None
 
     @property
     def peak_memory(self) -> int | None:

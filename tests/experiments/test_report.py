@@ -81,6 +81,16 @@ def test_log_line_covers_the_steps_since_the_previous_line(tmp_path):
     assert run.times == {5: 5.0, 10: 15.0}
 
 
+def test_share_of_waiting_counts_all_steps_of_a_line_equally(tmp_path):
+    """The last line of a log often covers fewer steps. Here, steps 11 to 20 wait half of the time, and step 21 never waits."""
+    run = folder(tmp_path / "run", "cont_accum", [1.0] * 3)
+    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    for line, step, waited in zip(lines, (10, 20, 21), (1.0, 0.5, 0.0), strict=True):
+        line |= {"step": step, "waited": waited}
+    (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert load_run_record(run).waited == pytest.approx(5 / 11)
+
+
 def test_evaluation_between_two_logged_steps_has_a_time(tmp_path):
     path = folder(tmp_path / "run", "grad_accum", [1.0, 2.0], every=5)
     with open(path / "log.jsonl", "a") as log:
