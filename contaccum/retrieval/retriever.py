@@ -188,6 +188,8 @@ class BM25(Retriever):
     def _best(self, scores: np.ndarray, k: int) -> list[tuple[str, float]]:
         scores = scores[: self._rows]
         k = min(k, len(scores))
+        if k == 0:  # the corpus is empty
+            return []
         least = max(float(np.partition(scores, -k)[-k]), np.finfo(np.float32).tiny)
         return ranked(((self.ids[row], float(scores[row])) for row in np.flatnonzero(scores >= least)), k)
 
@@ -222,7 +224,9 @@ def search_vectors(
         raise InputError(
             f"query vectors have dimension {query_vectors.shape[1]}, but passage vectors have {width}; use one encoder for both"
         )
-    refuse_infinite("query", query_ids, query_vectors)
+    with np.errstate(over="ignore"):  # an overflow gives infinity, which is refused
+        vectors = np.ascontiguousarray(query_vectors, dtype=np.float32)
+    refuse_infinite("query", query_ids, vectors)
     if settings.factory == "Flat":
         rank = exact_ranker(shards, settings.backend, device)
     else:
@@ -230,8 +234,7 @@ def search_vectors(
         index.device = device
         index.set_search_params(settings.search_params)
         rank = index_ranker(index)
-    rankings = rank(np.ascontiguousarray(query_vectors, dtype=np.float32), k)
-    return dict(zip(query_ids, rankings, strict=True))
+    return dict(zip(query_ids, rank(vectors, k), strict=True))
 
 
 def index_ranker(index: Index, shards: Shards | None = None) -> Ranker:

@@ -62,6 +62,10 @@ def test_a_corpus_of_stop_words_finds_nothing():
     assert BM25(corpus).search({"q": "cats"}) == {"q": []}
 
 
+def test_an_empty_corpus_finds_nothing():
+    assert BM25(CORPUS.select([])).search({"q": "cats"}) == {"q": []}
+
+
 def test_k_below_one_is_refused():
     with pytest.raises(InputError, match="k is 0"):
         BM25(CORPUS).search({"q": "cats"}, 0)

@@ -268,9 +268,10 @@ def test_what_does_not_go_together_is_refused_in_one_sentence(given, words):
     assert "\n" not in str(error.value)
 
 
-def test_a_query_vector_that_is_not_finite_is_named():
-    queries = made(3, seed=1)
-    queries[1, 4] = np.nan
+@pytest.mark.parametrize("value", [np.nan, 1e300])  # 1e300 is infinite in float32, the dtype of the search
+def test_a_query_vector_that_is_not_finite_is_named(value):
+    queries = made(3, seed=1).astype(np.float64)
+    queries[1, 4] = value
     with pytest.raises(InputError, match="query 'q1'"):
         search(names(3), queries, cut(made(40), 16), 5)
 
