@@ -250,7 +250,9 @@ def _check_target(folder: Path) -> None:
     """Raise InputError unless the folder is missing, empty, or has the manifest of an index."""
     if (folder / MANIFEST).is_file():
         read_json(folder / MANIFEST, _Manifest)
-    elif folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+    elif folder.is_file():
+        raise InputError(f"{folder}: is a file; expected a folder for an index")
+    elif folder.is_dir() and any(folder.iterdir()):
         raise InputError(
             f"{folder}: contains files that do not belong to an index; choose an empty folder or the folder of an index"
         )

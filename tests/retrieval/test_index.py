@@ -442,7 +442,7 @@ def test_a_folder_of_something_else_is_refused_before_the_index_is_built(tmp_pat
     (tmp_path / "vectors").mkdir()
     write_json(tmp_path / "vectors" / "manifest.json", {"format": "contaccum-embeddings", "version": 1})
     for name, words in (
-        ("file", "contains files that do not belong to an index"),
+        ("file", "is a file; expected a folder for an index"),
         ("photos", "contains files that do not belong to an index"),
         ("vectors", "the field 'origin' is missing"),
     ):
