@@ -105,7 +105,7 @@ class EvaluateConfig:
     grades."""
     evaluator: Literal["contaccum", "beir"] = setting("contaccum", unused_with=("run", "questions"))
     """Code that evaluates --data. `contaccum` is this package. `beir` is the loader, exact search and metrics of the BEIR
-    package; it needs a BEIR folder and one process, and accepts no options for search and data except --batch_tokens."""
+    package. It needs a BEIR folder and one process. Of the options for search and data, it accepts only --batch_tokens."""
     questions: str | None = None
     """DPR question file. Each line has a question, a tab and a list of answers."""
     passages: str | None = None

@@ -62,7 +62,7 @@ def check_version(found: Any, where: str) -> None:
 def check_config_file(path: str | Path, text: str, known: Collection[str] | None) -> ConfigText:
     """Check the text of a YAML file, and return its settings, without ``format_version``.
 
-    known: names of the allowed settings. None allows any names. A removed setting is left out of the result if it has
+    known: names of the allowed settings. None allows any names. A setting that no longer exists is ignored if it has
     its old default (see ``spellings.REMOVED``). With any other value, it is a fault.
 
     Raises InputError, with file and line, for the first of these faults: a setting that is not in ``known``, is given twice or

@@ -34,7 +34,7 @@ from contaccum.training.run_folder import config_differences, read_config
 SETTINGS_FILE = "rounds.yaml"
 _INITIAL = [name.removeprefix("model.") for name in settings_with(initial_encoder=True)]
 TRAINED_MODEL: dict[str, Any] = {name: getattr(ModelConfig, name) for name in _INITIAL}
-"""Defaults of the model settings that only the initial encoder needs. Runs that start from a trained model use these values."""
+"""Default values of settings that describe an initial encoder. Runs that start from a trained model keep these defaults."""
 
 
 def run_rounds(config: TrainConfig, mining: MineConfig, options: RoundsConfig) -> Path:

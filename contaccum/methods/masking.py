@@ -62,7 +62,7 @@ class PairRules:
     missing: bool = False
     """Whether columns can be empty, that is, have the id MISSING. Empty columns are masked for every row."""
     separate: Tensor | None = None
-    """For each training query, whether it is compared only with the columns of its own pair: (n,) bool on the CPU."""
+    """For each training query, whether it is compared only with its own positive and hard negatives: (n,) bool on the CPU."""
     margin: float | None = None
     """Margin of the similarity rule. None: no similarity rule."""
     relative: bool = False

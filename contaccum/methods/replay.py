@@ -20,7 +20,7 @@ HUGE = 1e300
 
 
 def replay_sample(engine: StepEngine, micro_batches: list[MicroBatch], cache: Cache) -> tuple[float, float]:
-    """Make the second pass: encode a sample of the texts with a graph, and backpropagate their weighted cached gradients.
+    """Make the second pass: encode a sample of the texts again, and backpropagate their weighted cached gradients.
 
     Returns the ratio of encoded texts to all texts, and the relative variance: the variance that the sampling added, divided by
     the sum of the squared gradient norms.

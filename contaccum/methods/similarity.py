@@ -145,10 +145,10 @@ class Similarity:
         return columns.find(positives, slice(0, len(column_ids)))
 
     def logits(self, rows: Tensor, columns: Tensor, masked: MaskedPairs) -> Tensor:
-        """Return the similarities of rows and columns, divided by the temperature: (r, c) float32.
+        """Return the logits of rows and columns: similarity / temperature + hardness * similarity, (r, c) float32.
 
-        ``hardness * similarity`` is added to every logit. The caller removes it from the logit of a row's own positive, with
-        ``positive_share``. rows: (r, d). columns: (c, d). masked: the pairs whose logit is minus infinity.
+        The caller must remove the second term from the logit of a row's own positive, with ``positive_share``. rows:
+        (r, d). columns: (c, d). masked: the pairs whose logit is minus infinity.
         """
         with full_precision(rows.device):
             # on a CPU, a short matrix times a long one takes 1.5 times as long as the reverse

@@ -147,8 +147,8 @@ def passage_shards(
     """Return the vectors of the corpus, from a folder or in memory.
 
     If ``settings.embeddings`` names a folder, missing shards are encoded first, and the vectors are read from the folder.
-    Otherwise the corpus is encoded in memory. Each of W processes gets every W-th shard. whole: each process gets all shards of
-    the folder.
+    Otherwise the corpus is encoded in memory. In both cases, each of W processes gets every W-th shard. whole: each process gets
+    all shards of the folder instead.
     """
     texts = Texts.of_corpus(corpus)
     if settings.embeddings is not None:

@@ -172,7 +172,7 @@ def identity_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 def config_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Return a text ``name was x and is y`` for each changed setting. Leave out settings that may always change."""
+    """Return a text ``name was x and is y`` for each changed setting. Leave out settings that users may always change."""
     old, new = with_defaults(flat(old)), flat(new)
     return _changes(old, new, (old.keys() | new.keys()).difference(settings_with(resume="free")))
 
