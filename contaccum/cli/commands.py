@@ -276,7 +276,7 @@ COMMANDS = {
     "verify": Command(
         _call("contaccum.experiments.verify:verify", print),
         "check that equivalent methods give equal results with your model, data and device",
-        "Run a few steps of few pairs with your model and data. Check that equivalent settings give equal results: for example "
+        "Run a few small steps with your model and data. Check that equivalent settings give equal results: for example "
         "grad_cache and in_batch, or one process and two. Print a table of the largest differences. The exit code is 1 if a "
         "difference is too large.",
         "%(prog)s --config FILE [--method NAME] [--GROUP.FIELD VALUE ...]",

@@ -31,7 +31,7 @@ _load_yaml = get_loader("yaml")
 
 
 def _load(text: str) -> Any:
-    """Parse a text as YAML. Only null, ~ and an empty text are null: # 1 and &a are texts, for example of --query."""
+    """Parse a text as YAML. Values such as ``# 1`` and ``&a``, for example of --query, stay texts; YAML reads them as null."""
     value = _load_yaml(text)
     return text if value is None and text.strip().lower() not in ("", "~", "null") else value
 

@@ -116,11 +116,11 @@ def is_ignored(name: str, value: Any) -> bool:
 
 
 def without_removed(values: Mapping[str, Any], where: str | None = None, prefix: str = "") -> dict[str, Any]:
-    """Return ``values`` without the removed settings that have their old default (see ``REMOVED``).
+    """Drop the settings that no longer exist from ``values``, if they have their old default (see ``REMOVED``).
 
-    Raises InputError for other removed settings and for removed values. The message begins with ``where``. If ``where`` is None,
-    these settings and values are kept without an error. prefix: name of the group that contains ``values``, and a dot, such as
-    ``bank.``.
+    Raises InputError if such a setting has another value, or if a setting has a value that no longer exists. The message begins
+    with ``where``. If ``where`` is None, no error is raised, and both are kept. prefix: name of the group that contains
+    ``values``, and a dot, such as ``bank.``.
     """
     kept: dict[str, Any] = {}
     for key, value in values.items():

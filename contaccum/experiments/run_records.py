@@ -164,7 +164,7 @@ AGES = ("bank_age_mean", "bank_age_max")  # names in the log of the mean and the
 
 
 def _check_values(line: dict[str, Any]) -> None:
-    """Calculate with the values of a log line, so that a value of a wrong type raises an error here, not in a report."""
+    """Use the values of a log line in sums, so that a value of a wrong type raises an error here, not in a report."""
     sum(line.get("dev", {}).values())
     if "loss" in line:
         _ = line["waited"] / line["seconds"], line["peak_memory"] + line["bank_fill"]

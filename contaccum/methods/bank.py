@@ -122,8 +122,8 @@ class Bank:
     def partial(self, rows: int, columns: int) -> PartialLogSumExp | None:
         """Return an object in which the loss stores log-sum-exps for the next push, or None if the push cannot reuse them.
 
-        rows: number of rows of the next push. columns: passages per row. The push can reuse them if the loss uses the bank, the
-        bank stores the query and all passages of each row, and the push overwrites one whole block of the last level of ``sums``.
+        rows: number of rows of the next push. columns: passages per row. The push can reuse them if the loss uses the bank, which
+        stores the query and all passages of each row, and if the push overwrites one whole block of the last level of ``sums``.
         """
         one_block = rows == self.push_rows and self.pointer % rows == 0 and self.pointer + rows <= self.size
         if self.sums is None or not self.fill or not one_block or columns != 1 + self.options.hard_negatives:
@@ -188,7 +188,7 @@ class Bank:
             update(self._by_column, slots.start * self.column_ids.shape[1], self.column_ids[slots].view(-1, 1))
 
     def masked_columns(self, positives: Tensor, slots: slice) -> MaskedPairs:
-        """Return each pair of a row of ``positives`` (r, P) and a column in ``slots`` whose passage id is in this row."""
+        """Return all pairs (i, column in ``slots``) where the passage id of the column is in row i of ``positives`` (r, P)."""
         per_slot = self.column_ids.shape[1]
         return self._by_column.find(positives, slice(slots.start * per_slot, slots.stop * per_slot))
 
@@ -197,7 +197,7 @@ class Bank:
         return self._by_positive.find(column_ids.unsqueeze(1), rows)
 
     def rule_rows(self, slots: slice) -> PairRows:
-        """Return the bank rows in ``slots``, as the argument ``rows`` of ``PairRules.leave_out``."""
+        """Return the bank rows in ``slots``, in the form that ``PairRules.leave_out`` takes as ``rows``."""
         # all logits that the rules compare contain the hardness weight, but ``positive_logits`` do not
         scores = self.positive_logits[slots] / self.similarity.positive_share
         return PairRows(self.query_numbers[slots], self.column_ids[slots, 0], scores, self.similarity.scale)

@@ -91,7 +91,8 @@ def replay(
     """Make the second pass: encode texts again with a graph, and backpropagate their cached gradients (paper: steps 3, 4).
 
     Without partial replay, the dropout noise is that of the first pass. last: the rows of the last micro-batch, with the graph
-    from the first pass (not used with partial replay). Returns ``value``. With partial replay, the field ``replayed`` is set.
+    from the first pass; partial replay does not use ``last``. Returns ``value``. With partial replay, the field ``replayed`` is
+    set.
     """
     if engine.replay_share < 1:
         return value._replace(replayed=replay_sample(engine, micro_batches, cache))

@@ -105,8 +105,8 @@ class NestedLogSumExp:
     """Table of the log-sum-exp of each row over each block of columns.
 
     Each level has blocks of one size. The table is ``values``, (LEVELS, fan, M): one entry for each level, block and bank row.
-    The entries of a block are minus infinity if the block contains no column, or if it is open. At each level except the last,
-    one block is open: the block that the pushes overwrite now. The columns of an open block are included in the
+    At each level except the last, one block is open: the block that the pushes overwrite now. The entries of a block are minus
+    infinity if the block is open or contains no column. The columns of an open block are included in the
     entries of the smaller blocks at the next level. The rows are the last dimension, so that a sum over blocks reads contiguous
     memory.
     """

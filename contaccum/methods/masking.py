@@ -94,9 +94,8 @@ class PairRules:
 
         columns: passage id of each column, (c,) on the CPU. of_queries: whether the columns are queries. ``columns`` then has
         each query's row number in the training set, or is None if no rule uses these numbers.
-        pairs: two slices of the training pairs. The rows belong to the pairs of the first slice, and the columns to the pairs of
-        the second. Each pair has one row, and all pairs have the same number of columns. ``pairs`` is None if no row belongs to
-        the same training pair as a column.
+        pairs: the training pairs of the rows and those of the columns, each as a slice. Each training pair has one row, and all
+        have the same number of columns. ``pairs`` is None if no row belongs to the same training pair as a column.
         counts: (2,) int64. The number of unmasked logits is added to the first element. The number of logits that are masked
         because of a high score is added to the second.
         """

@@ -217,8 +217,8 @@ class Index:
     def load(cls, folder: str | Path, expected: Origin | None = None) -> "Index":
         """Read a saved index. The hash of the index file is checked before faiss reads the file.
 
-        Raises InputError if a file is missing or damaged, if the manifest is invalid, or if the origin of the index is not
-        ``expected``.
+        Raises InputError if a file is missing or damaged, if the manifest is invalid, or if ``expected`` is given
+        and the index has another origin.
         """
         path = Path(folder) / MANIFEST
         manifest = read_json(path, _Manifest, version=VERSION)

@@ -1,4 +1,4 @@
-"""Choose the hard negatives of a query: exclude its positives and their copies, filter by score, score with a cross-encoder."""
+"""Choose the hard negatives of a query: exclude its positives and their copies, score with a cross-encoder, filter by score."""
 
 import hashlib
 import json

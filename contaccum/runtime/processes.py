@@ -194,7 +194,7 @@ def run_with_error_file(command: Callable[[], None]) -> None:
 def first_to_say(sentence: str) -> bool:
     """Return whether this is the first call with ``sentence`` among all processes of the launch.
 
-    Always returns True with a single process, and if the launcher's key-value store does not exist (MPI) or has ended.
+    Also returns True if there is only one process, or if the launcher's key-value store cannot be used (MPI has none).
     """
     _, world = process_place()
     if world == 1:
