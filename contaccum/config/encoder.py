@@ -81,7 +81,7 @@ class ModelConfig(EncodingConfig):
     """Encoder of both towers: a name on the Hub; the folder of a run, of a trained model or of another encoder; or `tiny`, a
     small BERT with random weights and a vocabulary learned from the training texts."""
     passage_name: str | None = setting(None, resume="never", initial_encoder=True, unused_with=("model.name tiny",))
-    """Encoder of the passage tower. Its stored settings for passages are used. Default: the same as `model.name`."""
+    """Encoder of the passage tower. Its stored passage prefix is used. Default: the same as `model.name`."""
     tie_towers: bool = setting(False, resume="never")
     """Use the same weights in both towers."""
     max_query_length: int | None = setting(64, kw_only=True, at_least=1, unit="tokens")

@@ -26,7 +26,7 @@ import requests
 from huggingface_hub import constants
 from packaging.requirements import Requirement
 
-from contaccum.errors import Failed
+from contaccum.errors import Failed, InputError
 from contaccum.runtime.files import cache_folder
 
 TOLERANCE = 1e-3  # maximum error of a search score; TF32 causes smaller errors, a wrong kernel larger errors
@@ -88,7 +88,7 @@ def _result(call: list[str]) -> dict[str, Any]:
     if done.returncode == 0:
         try:
             return dict(json.loads(done.stdout.splitlines()[-1]))
-        except (IndexError, ValueError):  # a library ended the process, or printed a line after the result
+        except (IndexError, TypeError, ValueError):  # a library ended the process, or printed a line after the result
             return {"error": "exit code 0: no result on stdout"}
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
@@ -146,7 +146,7 @@ def devices(found: dict[str, Any]) -> Iterator[Diagnosis]:
     if seen == ["cpu"] and Path("/dev/nvidia0").exists():
         text = f"{found['version']} ({build}) finds no GPU, but /dev/nvidia0 exists"
         advice = "install torch for the CUDA version that nvidia-smi shows: https://pytorch.org/get-started/locally/"
-        if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        if found["cuda"] and os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
             yield Diagnosis("note", "torch", text, "unset CUDA_VISIBLE_DEVICES, which hides all GPUs")
         else:
             yield Diagnosis("broken", "torch", text, advice)
@@ -246,7 +246,10 @@ def memory() -> Diagnosis:
 def disks() -> Iterator[Diagnosis]:
     """Check the folders that commands write to: the current folder, the cache, the Hub cache and the temporary folder."""
     yield _disk("this folder", Path.cwd(), "change to another folder, or give --output_dir")
-    yield _disk("cache", cache_folder(), "set CONTACCUM_CACHE to a folder on another disk")
+    try:
+        yield _disk("cache", cache_folder(), "set CONTACCUM_CACHE to a folder on another disk")
+    except InputError as error:
+        yield Diagnosis("broken", "cache", str(error))
     yield _disk("hub cache", Path(constants.HF_HUB_CACHE), "set HF_HOME to a folder on another disk")
     yield _disk("temporary", Path(tempfile.gettempdir()), "set TMPDIR to a folder on another disk")
 

@@ -47,8 +47,7 @@ def evaluate_run(
 
     qrels: query id -> passage id -> grade.
     ignore_identical_ids: before scoring, remove a passage that has the same id as the query, as BEIR does.
-    relevance_level: a passage with this grade or a higher grade is relevant for map, recall, precision and mrr. The deep learning
-    tracks of TREC use 2. ndcg does not use this level; it uses the grades.
+    relevance_level: lowest relevant grade in map, recall, precision and mrr. TREC Deep Learning uses 2. ndcg uses all grades.
 
     mrr uses the order of passages in the run, as BEIR does. The other metrics sort the passages as trec_eval does: by float32
     score, highest first, and equal scores by id, greatest first. Raises InputError if ``qrels`` is empty, or if ``run`` and

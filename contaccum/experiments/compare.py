@@ -117,7 +117,8 @@ class Study:
         """Remove invalid combinations of tuned values. Prepare the tuning of each variant that has several combinations."""
         self.tuned, fixed = [], []
         for variant in self.variants:
-            invalid = {}
+            invalid: dict[str, str] = {}
+            valid = []
             for candidate in variant.candidates:
                 name = named(variant.label, candidate)
                 try:
@@ -131,12 +132,13 @@ class Study:
                     if len(variant.candidates) == 1:
                         raise InputError(f"{name}: {error}") from None
                     invalid[name] = str(error)
-            valid = tuple(each for each in variant.candidates if named(variant.label, each) not in invalid)
+                else:
+                    valid.append(candidate)
             if not valid:
                 raise InputError(
                     f"{variant.label}: no combination of the tuned values is valid. For example, {': '.join(invalid.popitem())}"
                 )
-            left = replace(variant, candidates=valid)
+            left = replace(variant, candidates=tuple(valid))
             fixed.append(left)
             if len(variant.candidates) > 1:
                 self.tuned.append(Tuned(left, rung_shares(len(valid), self.rungs), invalid=invalid))
@@ -167,10 +169,11 @@ class Study:
         planned: dict[Path, PlannedRun] = {}
         for run in [*self._every_run(), *self.baselines]:
             if (other := planned.setdefault(run.folder, run)) != run:
+                changes = "; ".join(config_differences(asdict(other.config), asdict(run.config)))
                 raise InputError(
-                    f"{run.folder}: two runs would use this folder: {run.name} and {other.name}. The name of a folder contains "
-                    "no groups of settings, and all characters except letters, digits and ._=+- become underscores. Choose "
-                    "labels and values whose folders differ."
+                    f"{run.folder}: two runs would use this folder: {run.name} and {other.name} ({changes or 'equal settings'}). "
+                    "Its name has no groups of settings, and all characters except letters, digits and ._=+- become underscores. "
+                    "Choose labels and values whose folders differ, or write two entries with different labels."
                 )
             self._check_folder(run)
 

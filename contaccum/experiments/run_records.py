@@ -157,7 +157,10 @@ def load_run_record(folder: str | Path) -> RunRecord:
         for line in lines:
             _check_values(line)
     steps, evaluations = ([line for line in lines if kind in line] for kind in ("loss", "dev"))
-    return RunRecord(path, with_defaults(config), steps, evaluations, metrics, read_environment(path))
+    record = RunRecord(path, with_defaults(config), steps, evaluations, metrics, read_environment(path))
+    with _content_errors(path / LOG_FILE):
+        _ = record.waited  # division by zero if two lines have the same step
+    return record
 
 
 AGES = ("bank_age_mean", "bank_age_max")  # names in the log of the mean and the maximum age of the bank's rows
@@ -235,20 +238,23 @@ def varied(runs: Iterable[RunRecord]) -> list[str]:
 
 
 def group_runs(runs: list[RunRecord], labels: Mapping[Path, str] | None = None) -> list[RunGroup]:
-    """Group runs that differ only in the seed. A second run with the same seed starts a new group, and so does a baseline.
+    """Group runs that differ only in the seed. A second run with the same seed starts a new group. Baselines never join them.
 
     labels: folder of a run -> label of the run's group. Default label: the method and the settings that differ.
     """
     names = varied(runs)
-    groups: dict[str, RunGroup] = {}
+    groups: dict[tuple[bool, str], RunGroup] = {}
     for run in runs:
         used = [name for name in names if affects(name, run.method)] if run.method else []
         values = [f"{name.partition('.')[2]}={run.config.get(name)}" for name in used]
         label = (labels or {}).get(run.folder) or " ".join([run.method or run.name, *values])
-        same = groups[label].runs if label in groups else []
-        if any(other.seed == run.seed or other.method != run.method for other in same):
+        key = run.method is None, label
+        if key in groups and run.seed in {other.seed for other in groups[key].runs}:
             label = f"{label} ({run.folder})"
-        groups.setdefault(label, RunGroup(label)).runs.append(run)
+        groups.setdefault((run.method is None, label), RunGroup(label)).runs.append(run)
+    for (baseline, label), group in groups.items():
+        if baseline and (False, label) in groups:  # the name of the baseline's folder is a method
+            group.label = f"{label} ({group.runs[0].folder})"
     return list(groups.values())
 
 

@@ -9,7 +9,6 @@ from typing import TypeVar
 
 from contaccum.formats.json_records import refuse_lone_surrogates
 from contaccum.formats.records import (
-    MAX_LINE,
     STRICT,
     Passage,
     Question,
@@ -20,6 +19,7 @@ from contaccum.formats.records import (
 
 Element = TypeVar("Element")
 
+MAX_CELL = 131_072  # default limit of the csv module: number of characters of a cell
 _CORPUS_ROW = "three columns separated by tabs: id, text, title"
 HEADER = ["id", "text", "title"]
 _HEADER_WORDS = {
@@ -130,13 +130,16 @@ def _rows(path: Path, expected: str, rejected: RejectedRecords) -> Iterator[tupl
 
     If a quote is not closed, only the first line of that row is rejected, because the next lines may be valid rows.
     """
-    csv.field_size_limit(MAX_LINE)  # of the whole process; Python's limit of 131,072 characters refuses long passages
     source = numbered_lines(path, blank=True, rejected=rejected)  # a cell in quotes may have empty lines
     again: list[tuple[SourceLocation, str]] = []
     taken: list[tuple[SourceLocation, str]] = []
 
     def lines() -> Iterator[str]:
         while line := again.pop() if again else next(source, None):
+            if (
+                not taken
+            ):  # a cell in one line may be long, but an unclosed quote must not take in more lines than by default
+                csv.field_size_limit(max(MAX_CELL, len(line[1])))
             taken.append(line)
             yield line[1] + "\n"
 

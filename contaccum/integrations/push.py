@@ -5,6 +5,7 @@ environment.json, log.jsonl and metrics.json of the run. The card shows only the
 never contain the access token.
 """
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,7 @@ def find_model(path: Path) -> tuple[Path, Path | None]:
     model = Path(model_folder(path))
     if not (model / SETTINGS_FILE).is_file():
         raise InputError(f"{path}: no model found; expected a folder with {SETTINGS_FILE}, or the folder of a run")
-    run = model.absolute().parent  # the path "." has no other parent
+    run = Path(os.path.abspath(model)).parent  # the parent of Path(".") is Path(".")
     return model, run if (run / CONFIG_FILE).is_file() else None
 
 

@@ -53,7 +53,7 @@ def _failure(endpoint: str) -> str:
     import requests
 
     if not _failures.get(endpoint) and constants.is_offline_mode():
-        return "HF_HUB_OFFLINE is set"
+        return "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set"
     if endpoint not in _failures:
         found = [f"{endpoint} does not answer"]
 

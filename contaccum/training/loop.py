@@ -274,7 +274,7 @@ class Training:
         """Undo a step with NaN or infinity, and count it as skipped. Raise InputError if no more steps may be skipped."""
         self.engine.drop_step()
         self.bank.rollback()
-        if self.skipped >= self.config.run.skips():  # above it if the limit is lower than before the resume
+        if self.skipped >= self.config.run.skips():  # more, if a resumed run has a lower limit
             raise InputError(
                 f"{error}; {self._save_if_good()}. To skip up to N such steps, use --resume --run.on_nan skip:N. "
                 "Otherwise, use --resume --allow_changes true and a lower optim.learning_rate."

@@ -159,6 +159,12 @@ def test_dpr_corpus_reads_a_passage_longer_than_the_csv_modules_limit(tmp_path):
     assert list(read_corpus(write(tmp_path / "psgs.tsv", content))) == rows
 
 
+def test_two_stray_quotes_do_not_hide_the_rows_between_them(tmp_path):
+    rows = [f"{n}\t{'word ' * 200}\tT\n" for n in range(2, 402)]
+    path = write(tmp_path / "psgs.tsv", '1\t"open\tT\n' + "".join(rows) + '402\tend"\tT\n')
+    assert "psgs.tsv:1: field larger than field limit (131072)" in refusal(read_corpus, path)
+
+
 @pytest.mark.parametrize("blank", ["", "\n", " \n\r\n"])
 def test_a_dpr_header_is_skipped_also_after_blank_lines(tmp_path, blank):
     path = write(tmp_path / "psgs.tsv", f"{blank}id\ttext\ttitle\n1\tx\ty\nid\ttext\ttitle\n")

@@ -454,6 +454,7 @@ def test_different_runs_with_one_folder_are_refused(study_folder, tmp_path, caps
     code, said = call(capsys, study_folder, "--output_dir", tmp_path / "new", "--settings", settings)
     assert code == 2
     assert "two runs would use this folder" in said
+    assert re.search(r"\(\S+ was \S+ and is \S+.*\)\. Its name", said)
     assert not (tmp_path / "new").exists()
 
 

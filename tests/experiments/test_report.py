@@ -175,12 +175,14 @@ def test_runs_that_differ_only_in_the_seed_form_one_group(tmp_path):
 
 
 def test_a_baseline_whose_folder_has_the_name_of_a_method_is_its_own_group(tmp_path):
-    run = load_run_record(folder(tmp_path / "run", "grad_cache", [1.0], seed=1))
-    baseline = tmp_path / "grad_cache"
-    baseline.mkdir()
-    (baseline / "metrics.json").write_text((run.folder / "metrics.json").read_text())
-    for runs in ([run, load_run_record(baseline)], [load_run_record(baseline), run]):
-        assert [[one.name for one in group.runs] for group in group_runs(runs)] == [[one.name] for one in runs]
+    trained = [load_run_record(folder(tmp_path / f"run{n}", "grad_cache", [1.0], seed=n)) for n in (1, 2)]
+    file = tmp_path / "grad_cache"
+    file.mkdir()
+    (file / "metrics.json").write_text((trained[0].folder / "metrics.json").read_text())
+    baseline = load_run_record(file)
+    for runs in ([*trained, baseline], [baseline, *trained]):
+        groups = {group.label: [one.name for one in group.runs] for group in group_runs(runs)}
+        assert groups == {"grad_cache": ["run1", "run2"], f"grad_cache ({file})": ["grad_cache"]}
 
 
 def test_the_current_folder_is_shown_with_its_name(tmp_path, monkeypatch):

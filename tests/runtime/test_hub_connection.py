@@ -94,7 +94,7 @@ def test_cached_encoder_loads_without_network(answers):
 def test_offline_mode_is_named(tmp_path):
     found, _ = look_up("http://127.0.0.1:9", tmp_path, "owner/name", HF_HUB_OFFLINE="1")
     said, seconds = found["owner/name"]
-    assert "HF_HUB_OFFLINE is set, so only the cache of the Hub is used" in said
+    assert "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set, so only the cache of the Hub is used" in said
     assert seconds < 4
 
 
