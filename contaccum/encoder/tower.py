@@ -68,6 +68,8 @@ class Tower(nn.Module):
         """Maximum number of tokens of a text that the position embeddings allow. None: no limit."""
         self.vocabulary = word_embeddings(backbone)
         """Number of word embeddings, which is larger than every token id. None: the backbone has no table of word embeddings."""
+        self.width = int(getattr(backbone.config, "word_embed_proj_dim", backbone.config.hidden_size))
+        """Number of dimensions of the token vectors. Some OPT models project them to ``word_embed_proj_dim`` dimensions."""
         self.unpad = False
         self.compiled: Callable[..., Any] | None = None
         self.bucket = 1  # compiled forward passes pad texts to a multiple of this length
@@ -76,12 +78,6 @@ class Tower(nn.Module):
             backbone.pooler.requires_grad_(False)
         if base is not None:
             self.dense.requires_grad_(False)
-
-    @property
-    def width(self) -> int:
-        """Number of dimensions of the token vectors. Some OPT models project them to ``word_embed_proj_dim`` dimensions."""
-        config = self.backbone.config
-        return int(getattr(config, "word_embed_proj_dim", config.hidden_size))
 
     @property
     def dim(self) -> int:
