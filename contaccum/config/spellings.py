@@ -116,7 +116,7 @@ def is_ignored(name: str, value: Any) -> bool:
 
 
 def without_removed(values: Mapping[str, Any], where: str | None = None, prefix: str = "") -> dict[str, Any]:
-    """Drop the settings that no longer exist from ``values``, if they have their old default (see ``REMOVED``).
+    """Return ``values`` without the settings that no longer exist and have their old default (see ``REMOVED``).
 
     Raises InputError if such a setting has another value, or if a setting has a value that no longer exists. The message begins
     with ``where``. If ``where`` is None, no error is raised, and both are kept. prefix: name of the group that contains

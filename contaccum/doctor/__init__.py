@@ -23,7 +23,6 @@ from typing import Any, Literal
 
 import psutil
 import requests
-from huggingface_hub import constants
 from packaging.requirements import Requirement
 
 from contaccum.errors import Failed, InputError
@@ -250,7 +249,10 @@ def disks() -> Iterator[Diagnosis]:
         yield _disk("cache", cache_folder(), "set CONTACCUM_CACHE to a folder on another disk")
     except InputError as error:
         yield Diagnosis("broken", "cache", str(error))
-    yield _disk("hub cache", Path(constants.HF_HUB_CACHE), "set HF_HOME to a folder on another disk")
+    with suppress(ImportError):  # packages() reports a missing package
+        from huggingface_hub import constants
+
+        yield _disk("hub cache", Path(constants.HF_HUB_CACHE), "set HF_HOME to a folder on another disk")
     yield _disk("temporary", Path(tempfile.gettempdir()), "set TMPDIR to a folder on another disk")
 
 
@@ -268,6 +270,10 @@ def _disk(name: str, folder: Path, advice: str) -> Diagnosis:
 
 def network() -> Diagnosis:
     """Check whether the Hub answers. If not, return only a note, because local data and models work without the Hub."""
+    try:
+        from huggingface_hub import constants
+    except ImportError as error:
+        return Diagnosis("note", "network", f"not checked: {error}")
     endpoint = constants.ENDPOINT
     advice = "use local folders instead of Hub names, and set HF_HUB_OFFLINE=1 to avoid waiting"
     if constants.is_offline_mode():

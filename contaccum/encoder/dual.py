@@ -181,9 +181,9 @@ class DualEncoder(nn.Module):
         tokenizer = json.loads(tower.tokenizer.backend_tokenizer.to_str())
         # every call of the tokenizer changes its truncation and padding settings, which do not affect the tokens of a text
         digest.update(json.dumps({**tokenizer, "truncation": None, "padding": None}, sort_keys=True).encode())
-        truncated = ["truncate_dim"] * (self.settings.truncate_dim is not None)
-        names = ("pooling", "similarity", f"max_{kind}_length", f"{kind}_prefix", *truncated)
-        digest.update(json.dumps([getattr(self.settings, name) for name in names]).encode())
+        names = ("pooling", "similarity", f"max_{kind}_length", f"{kind}_prefix")
+        truncated = [] if self.settings.truncate_dim is None else [self.settings.truncate_dim]
+        digest.update(json.dumps([*(getattr(self.settings, name) for name in names), *truncated]).encode())
         return digest.hexdigest()
 
     def set_dropout(self, probability: float) -> None:

@@ -238,7 +238,7 @@ def varied(runs: Iterable[RunRecord]) -> list[str]:
 
 
 def group_runs(runs: list[RunRecord], labels: Mapping[Path, str] | None = None) -> list[RunGroup]:
-    """Group runs that differ only in the seed. A second run with the same seed starts a new group. Baselines never join them.
+    """Group runs that differ only in the seed. A second run with the same seed starts a new group. A baseline starts its own.
 
     labels: folder of a run -> label of the run's group. Default label: the method and the settings that differ.
     """

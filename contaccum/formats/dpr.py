@@ -136,9 +136,8 @@ def _rows(path: Path, expected: str, rejected: RejectedRecords) -> Iterator[tupl
 
     def lines() -> Iterator[str]:
         while line := again.pop() if again else next(source, None):
-            if (
-                not taken
-            ):  # a cell in one line may be long, but an unclosed quote must not take in more lines than by default
+            # a cell in one line may be long, but an unclosed quote must not take in more lines than by default
+            if not taken:
                 csv.field_size_limit(max(MAX_CELL, len(line[1])))
             taken.append(line)
             yield line[1] + "\n"

@@ -120,10 +120,10 @@ class Bank:
         return (self.ages()[: self.fill] * self.options.age_decay).to(self.passages)
 
     def partial(self, rows: int, columns: int) -> PartialLogSumExp | None:
-        """Return an object in which the loss stores log-sum-exps for the next push, or None if the push cannot reuse them.
+        """Return an object in which the loss stores log-sum-exps for the next push, or None if the push cannot use them.
 
-        rows: number of rows of the next push. columns: passages per row. The push can reuse them if the loss uses the bank, which
-        stores the query and all passages of each row, and if the push overwrites one whole block of the last level of ``sums``.
+        rows: number of rows of the next push. columns: passages per row. The push can use them only if the loss uses the bank, if
+        the bank stores all passages and the query of a row, and if the push overwrites one block of the last level of ``sums``.
         """
         one_block = rows == self.push_rows and self.pointer % rows == 0 and self.pointer + rows <= self.size
         if self.sums is None or not self.fill or not one_block or columns != 1 + self.options.hard_negatives:

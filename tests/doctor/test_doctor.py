@@ -89,6 +89,7 @@ def test_crashed_trials_are_reported(monkeypatch):
     assert result_of("print('noise'); print('{\"a\": 1}')") == {"a": 1}
     assert result_of("print('no result')") == {"error": "exit code 0: no result on stdout"}
     assert result_of("pass") == {"error": "exit code 0: no result on stdout"}
+    assert result_of("print(0)") == {"error": "exit code 0: no result on stdout"}
     assert result_of("import os; os.kill(os.getpid(), 6)") == {"error": "signal 6: no output"}
     crash = result_of("import no_such_module")
     assert crash == {"error": "exit code 1: ModuleNotFoundError: No module named 'no_such_module'"}
@@ -136,6 +137,28 @@ def test_folder_of_another_user_is_broken(tmp_path):
     finally:
         os.seteuid(user)
         locked.chmod(0o700)
+
+
+def test_a_missing_home_folder_is_one_broken_check(monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("CONTACCUM_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(doctor.Path, "home", no_home)
+    found = {each.subject: each for each in doctor.disks()}
+    assert list(found) == ["this folder", "cache", "hub cache", "temporary"]
+    assert found["cache"].state == "broken"
+    assert "set CONTACCUM_CACHE" in found["cache"].found
+
+
+def test_doctor_runs_without_the_hub_library():
+    script = (
+        "import sys; sys.modules['huggingface_hub'] = None; from contaccum import doctor; "
+        "print([each.subject for each in doctor.disks()], doctor.network().state)"
+    )
+    done = subprocess.run([*PYTHON, script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['this folder', 'cache', 'temporary'] note"
 
 
 def test_hub_cache_is_the_folder_that_the_hub_library_uses():

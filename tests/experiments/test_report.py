@@ -185,6 +185,15 @@ def test_a_baseline_whose_folder_has_the_name_of_a_method_is_its_own_group(tmp_p
         assert groups == {"grad_cache": ["run1", "run2"], f"grad_cache ({file})": ["grad_cache"]}
 
 
+def test_a_log_with_one_step_twice_is_refused(tmp_path):
+    run = folder(tmp_path / "run", "grad_cache", [1.0])
+    line = json.loads((run / "log.jsonl").read_text().splitlines()[0])
+    line["step"] = 0
+    (run / "log.jsonl").write_text(json.dumps(line) + "\n")
+    with pytest.raises(InputError, match=r"log\.jsonl: unexpected content"):
+        load_run_record(run)
+
+
 def test_the_current_folder_is_shown_with_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(folder(tmp_path / "run", "grad_cache", [1.0]))
     assert cells(console_report(["."], "ndcg@10", None, None))[2][0] == "run"
