@@ -322,6 +322,8 @@ def _accelerator(device: str, precision: str, trackers: list[str], folder: str |
     group = InitProcessGroupKwargs(timeout=wait)
     # InitProcessGroupKwargs has no field for a store, and accelerate rejects subclasses
     group.to_kwargs = partial(dict, timeout=wait, **own_keys(wait))
+    # otherwise accelerate would refuse another precision than that of an earlier trainer of this process
+    AcceleratorState._reset_state(reset_partial_state=True)
     problem = f"run.precision {precision} or run.trackers {trackers} is not available on this machine"
     with library_errors(problem, ValueError, ImportError):
         accelerator = Accelerator(

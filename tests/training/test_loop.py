@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState
+from accelerate import Accelerator
 from forked import python
 from helpers import micro_batches, tiny_encoder, train_config, weights, write_beir
 from opened import open_retrieval_set
@@ -221,6 +221,16 @@ def test_bf16_losses_are_close_to_fp32(precision, data, tmp_path):
     assert DualEncoder.load(tmp_path / precision / "model").query_tower.backbone.dtype == torch.float32
 
 
+def test_a_run_follows_another_trainer_of_this_process(data, tmp_path):
+    """accelerate keeps the precision of the first Accelerator of a process and refuses another one."""
+    Accelerator(cpu=True, mixed_precision="no")
+    train(train_config(data, tmp_path / "bf16", **{"run.precision": "bf16"}))
+    Accelerator(cpu=True, mixed_precision="bf16")
+    train(train_config(data, tmp_path / "after"))
+    train(train_config(data, tmp_path / "alone"))
+    assert weights(tmp_path / "after") == weights(tmp_path / "alone") != weights(tmp_path / "bf16")
+
+
 def test_output_folder_must_be_new_or_empty(data, tmp_path):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "notes.txt").write_text("mine")
@@ -338,7 +348,6 @@ def test_memory_budget_caps_the_gpu_and_is_lifted_at_the_end(monkeypatch):
     monkeypatch.setattr(
         torch._C, "_cuda_setMemoryFraction", lambda share, device: caps.append((share, device)), raising=False
     )
-    AcceleratorState._reset_state(reset_partial_state=True)  # set by an engine that another test did not close
     engine = Engine(device="auto")
     assert engine.device == torch.device("cuda")
     with pytest.raises(InputError, match="but the GPU has 80000000000"):
