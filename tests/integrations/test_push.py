@@ -128,6 +128,7 @@ def test_push_accepts_only_a_model_or_a_run(run, tmp_path, monkeypatch):
         assert find_model(Path(".")) == (Path("."), run)
     with pytest.raises(InputError, match="no model found"):
         find_model(tmp_path)
+    (run / "model" / "README.md").unlink(missing_ok=True)  # other tests write it
     for name, said in (("valleys", "expected owner/name"), ("a/b c", "expected a valid Hub name")):
         with pytest.raises(InputError, match=said):
             push(str(run), name, dry_run=True)
