@@ -203,7 +203,21 @@ def test_a_class_on_the_command_line_is_not_imported(verb, value, tmp_path, cana
 
 def test_a_runs_own_config_runs_nothing(tmp_path, canary):
     (tmp_path / "config.yaml").write_text(f"output_dir: !!python/object/apply:os.mkdir ['{canary}']\n")
-    with pytest.raises(InputError, match=r"config\.yaml: cannot be read as YAML"):
+    with pytest.raises(InputError, match=r"config\.yaml:1: found the tag"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("pair", ["k{}: *a{}", "<<: *a{1}"], ids=["alias", "merge"])
+def test_aliases_in_a_runs_own_config_are_not_expanded(pair, tmp_path):
+    """Ten levels with nine aliases each are 3.5 billion values in less than a kilobyte."""
+    lines = ["a0: &a0 {x: 1}"]
+    for level in range(1, 11):
+        lines.append(f"a{level}: &a{level} {{{', '.join(pair.format(key, level - 1) for key in range(9))}}}")
+    (tmp_path / "config.yaml").write_text("\n".join(lines))
+    with pytest.raises(InputError, match=r"config\.yaml:1: has more than 10000 values"):
+        read_config(tmp_path)
+    (tmp_path / "config.yaml").write_text("a: &a\n  b: *a\n")
+    with pytest.raises(InputError, match=r"config\.yaml:1: values are nested deeper than 20 levels"):
         read_config(tmp_path)
 
 

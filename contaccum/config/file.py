@@ -69,14 +69,7 @@ def check_config_file(path: str | Path, text: str, known: Collection[str] | None
     was removed; a group that is not a mapping; a YAML tag; a key that jsonargparse does not read as a setting, such
     as class_path; too many values; values that are nested too deeply.
     """
-    root = _parsed(path, text)
-    if root is None:
-        raise InputError(f"{path}: is empty, expected YAML with settings")
-    if not isinstance(root, yaml.MappingNode):
-        raise _error(path, root, f"found {_kind(root)}, expected settings, such as 'seed: 1'")
-    found = list(islice(_nodes(path, root), MAX_NODES + 1))
-    if len(found) > MAX_NODES:
-        raise _error(path, root, f"has more than {MAX_NODES} values, so it cannot be a file of settings")
+    root, found = checked_nodes(path, text)
     lines: dict[str, int] = {}
     for name, parent, key, value in found:
         if name in lines:
@@ -96,6 +89,22 @@ def check_config_file(path: str | Path, text: str, known: Collection[str] | None
             continue
         parent.value = [pair for pair in parent.value if pair[0] is not key]
     return ConfigText(yaml.serialize(root), {name: f"{path}:{line}" for name, line in lines.items()})
+
+
+def checked_nodes(path: str | Path, text: str) -> tuple[yaml.MappingNode, list[tuple[str, Any, Any, Any]]]:
+    """Return the root of a YAML file of settings, and all its values (see ``_nodes``).
+
+    Raises InputError for a file without settings, a YAML tag, too many values, or values that are nested too deeply.
+    """
+    root = _parsed(path, text)
+    if root is None:
+        raise InputError(f"{path}: is empty, expected YAML with settings")
+    if not isinstance(root, yaml.MappingNode):
+        raise _error(path, root, f"found {_kind(root)}, expected settings, such as 'seed: 1'")
+    found = list(islice(_nodes(path, root), MAX_NODES + 1))
+    if len(found) > MAX_NODES:
+        raise _error(path, root, f"has more than {MAX_NODES} values, so it cannot be a file of settings")
+    return root, found
 
 
 def _parsed(path: str | Path, text: str) -> yaml.Node | None:

@@ -26,14 +26,14 @@ from typing import Any, NamedTuple, TypedDict
 import yaml
 
 from contaccum.config import ENCODER_SETTINGS, TrainConfig, settings_with
-from contaccum.config.file import CONFIG_VERSION, check_version
+from contaccum.config.file import CONFIG_VERSION, check_version, checked_nodes
 from contaccum.config.spellings import without_removed
 from contaccum.data.retrieval_set import RetrievalSet, same_content
 from contaccum.data.stream import StreamSet
 from contaccum.data.tables import tokenizer_hash
 from contaccum.data.train_set import TrainSet
 from contaccum.encoder import SETTINGS_FILE, DualEncoder, model_folder
-from contaccum.errors import InputError
+from contaccum.errors import InputError, library_errors
 from contaccum.runtime.engine import Engine
 from contaccum.runtime.files import is_leftover, read_json, read_text, sha256_of, sweep
 from contaccum.runtime.launch import is_main
@@ -190,12 +190,10 @@ def _changes(old: dict[str, Any], new: dict[str, Any], names: Iterable[str]) -> 
 def read_config(run: Path, name: str = CONFIG_FILE) -> dict[str, Any]:
     """Read the settings of a run from the file ``name`` in its folder. Return them as nested mappings."""
     path = run / name
-    try:
-        values = yaml.safe_load(read_text(path, "the settings of a run", MAX_CONFIG))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: cannot be read as YAML ({' '.join(str(error).split())})") from error
-    if not isinstance(values, dict):
-        raise InputError(f"{path}: contains {type(values).__name__}; it must map the settings of a run to their values")
+    text = read_text(path, "the settings of a run", MAX_CONFIG)
+    checked_nodes(path, text)  # YAML aliases can make a small file huge
+    with library_errors(f"{path}: cannot be read as YAML", yaml.YAMLError, ValueError):
+        values = yaml.safe_load(text)
     check_version(values.pop("format_version", CONFIG_VERSION), str(path))
     return without_removed(values)
 
