@@ -1,7 +1,10 @@
 """Errors that a command reports in one sentence, each with its exit code."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all control characters except tab and line feed
 
 
 class InputError(ValueError):
@@ -18,6 +21,11 @@ def in_one_line(error: BaseException) -> str:
     words, kind = " ".join(str(error).split())[:300], type(error).__name__
     needs_class = isinstance(error, LookupError | TypeError | AttributeError | ArithmeticError | AssertionError)
     return f"{kind}: {words}" if words and needs_class else words or kind
+
+
+def without_controls(text: str) -> str:
+    """Return ``text`` with escapes such as \\x1b for control characters, because a terminal would obey them."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 @contextmanager

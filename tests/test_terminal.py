@@ -16,6 +16,7 @@ from contaccum.cli import main
 from contaccum.cli.commands import COMMANDS
 from contaccum.config import to_yaml
 from contaccum.errors import InputError
+from contaccum.experiments.page import Table
 from contaccum.runtime.launch import check_launch, local_place, process_place
 
 BROKEN_PIPE = 128 + signal.SIGPIPE
@@ -214,3 +215,25 @@ def test_training_shows_progress_and_the_next_command_only_on_a_terminal(termina
     assert (err.splitlines()[-2:] == ending) == terminal
     for shown in ("2/2", "loss=", "negatives=", "pairs/s=", "peak=", "step/s"):
         assert (shown in err) == terminal, shown
+
+
+def test_control_characters_do_not_reach_the_terminal(monkeypatch, capsys):
+    """Neither in an error nor in a result; a title of the terminal or a cleared screen could be set by a data file."""
+    name = "a\x1b]0;title\x07\x1b[2J\rb\x9b1m\tc"
+    shown = r"a\x1b]0;title\x07\x1b[2J\rb\x9b1m" + "\tc"
+    failing(monkeypatch, InputError(f"{name}: no such setting"))
+    assert main(["doctor"]) == 2
+    assert capsys.readouterr().err == f"contaccum: {shown}: no such setting\n"
+    monkeypatch.setitem(COMMANDS, "doctor", replace(COMMANDS["doctor"], run=lambda: f"{name}\nsecond line"))
+    assert main(["doctor"]) == 0
+    assert capsys.readouterr().out == f"{shown}\nsecond line\n"
+
+
+def test_control_characters_do_not_break_a_table():
+    assert (
+        Table(["run|\r"], [["a\r\nb"]]).markdown()
+        == r"""
+| run\|\r |
+| ------- |
+| a\r\nb  |"""[1:]
+    )

@@ -377,7 +377,7 @@ LINE = {"step": 1, "loss": 1.0, "bank_fill": 0, "seconds": 1.0, "waited": 0.0, "
         ("log.jsonl", {"step": 1, "dev": [0.5]}, "AttributeError"),
         ("config.yaml", "method: best", "KeyError: 'best'"),
         ("config.yaml", "method: grad_accum", "KeyError: 'bank.size'"),
-        ("config.yaml", "[1]", "contains list"),
+        ("config.yaml", "[1]", "found a list"),
         ("environment.json", "[1]", "found array; object is expected"),
         ("environment.json", "{", "line 1"),
     ],
