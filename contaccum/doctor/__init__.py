@@ -32,6 +32,7 @@ TOLERANCE = 1e-3  # maximum error of a search score; TF32 causes smaller errors,
 FLASH_TOLERANCE = 1e-2  # maximum error of a value that flash-attn computes in half precision
 TRIAL_SECONDS, NETWORK_SECONDS = 180, 3
 LOW_MEMORY, LOW_DISK = 4 * 2**30, 5 * 2**30
+CONTROL_GROUP = Path("/sys/fs/cgroup")
 NO_OPTIONS = ("cpu", "gpu", "dev", "docs")  # extras that no option of a command needs
 
 
@@ -230,12 +231,16 @@ def threads() -> Diagnosis:
 
 
 def memory() -> Diagnosis:
-    """Report the free memory of the machine, or of the control group (container) if the group has less."""
+    """Report the free memory of the machine, or of the control group (container) if the group has less.
+
+    Cached content of files counts as free, because Linux drops it if a process needs the memory.
+    """
     machine = psutil.virtual_memory()
     sizes = [(machine.available, machine.total, "machine")]
     with suppress(OSError, ValueError):  # errors if the machine has no control groups (version 2), or no memory limit
-        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
-        sizes.append((max(0, limit - used), limit, "control group"))
+        limit, used, stat = ((CONTROL_GROUP / f"memory.{name}").read_text() for name in ("max", "current", "stat"))
+        cached = sum(map(int, re.findall(r"^(?:in)?active_file (\d+)$", stat, re.MULTILINE)))
+        sizes.append((max(0, int(limit) - int(used) + cached), int(limit), "control group"))
     free, total, where = min(sizes)
     text = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free ({where})"
     advice = "`contaccum plan` estimates what fits; a smaller batch.micro_batch_size needs less memory"

@@ -126,6 +126,15 @@ def test_disk_threads_memory_and_flash_attention_states(tmp_path, monkeypatch):
     assert states == ["ok", "ok", "note", "note", "note"]
 
 
+def test_cached_files_count_as_free_memory_of_a_control_group(tmp_path, monkeypatch):
+    """A container of 1 GiB with 900 MiB in use, of which 600 MiB are cached files."""
+    stat = f"anon 1\nactive_file {200 << 20}\ninactive_file {400 << 20}\nslab_reclaimable 7\n"
+    for name, content in {"max": 1 << 30, "current": 900 << 20, "stat": stat}.items():
+        (tmp_path / f"memory.{name}").write_text(f"{content}\n")
+    monkeypatch.setattr(doctor, "CONTROL_GROUP", tmp_path)
+    assert doctor.memory().found == "0.7 of 1.0 GiB free (control group)"
+
+
 def test_folder_of_another_user_is_broken(tmp_path):
     """Path.exists raises PermissionError there; root, which may read every folder, becomes another user."""
     locked, user = tmp_path / "locked", os.geteuid()
