@@ -159,7 +159,11 @@ SEPARATE = {
         ),
         (
             {"run.memory_budget": "11"},
-            "run.memory_budget is '11', expected a number above 0 and a unit (GiB, MiB, GB, MB",
+            "run.memory_budget is '11', expected a number above 0 and below 1e15, and a unit (GiB, MiB, GB, MB",
+        ),
+        (
+            {"run.memory_budget": f"{'9' * 400}GB"},
+            f"run.memory_budget is '{'9' * 40}', expected a number above 0 and below",
         ),
         ({"run.memory_budget": "0GB"}, "run.memory_budget is '0GB', expected a number above 0"),
         ({"run.memory_budget": "-1GB"}, "run.memory_budget is '-1GB', expected a number above 0"),

@@ -261,6 +261,9 @@ def parse_bytes(text: str, name: str = "run.memory_budget") -> int:
     Raises InputError for any other text. The message names the setting ``name``.
     """
     found = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(BYTES)})", text.strip())
-    if not found or not float(found[1]):
-        raise InputError(f"{name} is {text!r}, expected a number above 0 and a unit ({', '.join(BYTES)}), such as 11GB")
+    if not found or not 0 < float(found[1]) < 1e15:
+        units = ", ".join(BYTES)
+        raise InputError(
+            f"{name} is {text[:40]!r}, expected a number above 0 and below 1e15, and a unit ({units}), such as 11GB"
+        )
     return int(float(found[1]) * BYTES[found[2]])
