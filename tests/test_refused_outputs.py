@@ -15,6 +15,7 @@ from contaccum.data.tables import TextTokens
 from contaccum.errors import InputError
 from contaccum.retrieval.retriever import Retriever, look
 from contaccum.runtime.checks import refuse_input_as_output, require_utf8
+from contaccum.runtime.files import write_text
 
 BM25 = "--model bm25 --data d"
 
@@ -83,12 +84,14 @@ def test_an_output_that_is_an_input_is_refused_and_nothing_changes(call, capsys)
         (f"search {BM25} --split test --output m", "m: is a folder; expected the name of a file"),
         (f"search {BM25} --split test --output .", ".: is a folder; expected the name of a file"),
         (f"evaluate {BM25} --output m", "m: is a folder; expected the name of a file"),
+        (f"search {BM25} --split test --output pipe", "pipe: is a device or a pipe; expected the name of a file"),
         (f"mine {BM25} --output .", ".: exists already; choose a new path"),
         ("data convert ../d . --to beir --split test", ".: this folder cannot be replaced; choose a new path"),
     ],
 )
-def test_a_folder_as_output_is_refused_before_the_work(call, sentence, capsys, monkeypatch):
+def test_an_output_that_is_no_file_is_refused_before_the_work(call, sentence, capsys, monkeypatch):
     monkeypatch.setattr(Retriever, "open", None)
+    os.mkfifo("pipe")
     if "../d" in call:
         Path("empty").mkdir()
         monkeypatch.chdir("empty")
@@ -107,6 +110,24 @@ def test_an_output_next_to_the_inputs_is_written_again(call, capsys):
     output.write_text("older")
     assert main(call.split()) == 0
     assert output.read_bytes() == written
+
+
+def test_a_linked_output_replaces_the_target_of_the_link(tmp_path):
+    """A result on another disk. A device, such as /dev/null for root, is never replaced by a file."""
+    (tmp_path / "disk").mkdir()
+    Path("result.trec").symlink_to("disk/run.trec")
+    assert main(f"search {BM25} --split test --output plain.trec".split()) == 0
+    for _ in range(2):  # the target is missing in the first call, and exists in the second
+        assert main(f"search {BM25} --split test --output result.trec".split()) == 0
+        assert Path("result.trec").is_symlink()
+        assert [path.name for path in (tmp_path / "disk").iterdir()] == ["run.trec"]
+        assert Path("disk/run.trec").read_bytes() == Path("plain.trec").read_bytes()
+    os.mkfifo("pipe")
+    Path("to-pipe").symlink_to("pipe")
+    for name in ("pipe", "to-pipe"):
+        with pytest.raises(InputError, match=r"this is a device or a pipe, not a file"):
+            write_text(name, "text")
+    assert Path("pipe").is_fifo()
 
 
 def test_names_and_objects_are_no_paths(tmp_path):

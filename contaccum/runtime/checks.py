@@ -68,5 +68,6 @@ def refuse_input_as_output(output: str | Path | None, *inputs: object, folder: b
         for path in (Path(each), *files):
             if os.path.exists(path) and os.path.samefile(path, output):
                 raise InputError(f"{output}: is an input of this call ({path}); choose another output")
-    if not folder and os.path.isdir(output):
-        raise InputError(f"{output}: is a folder; expected the name of a file")
+    if not folder and not os.path.isfile(output):
+        what = "a folder" if os.path.isdir(output) else "a device or a pipe"
+        raise InputError(f"{output}: is {what}; expected the name of a file")

@@ -158,16 +158,23 @@ def _is_unfinished(path: Path) -> bool:
     return any(part in (path, *path.parents) for part in _filling)
 
 
+def _linked(path: str | Path) -> Path:
+    """Return the target of a symbolic link. Return any other path unchanged."""
+    return Path(os.path.realpath(path) if os.path.islink(path) else path)
+
+
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[BinaryIO]:
     """Yield a temporary binary file. At the end of the ``with`` block, flush it to disk and rename it to ``path``.
 
-    If the block raises an error, the temporary file is removed. Raises InputError if the disk is full or the folder cannot be
-    written.
+    If the block raises an error, the temporary file is removed. If ``path`` is a symbolic link, the target of the link is
+    replaced. Raises InputError if the disk is full, the folder cannot be written, or ``path`` is a device such as /dev/null.
     """
-    path = Path(path)
+    path = _linked(path)
     part = _temporary_path(path, "part")
     with created_folder(path.parent), write_errors(path), ExitStack() as cleanup:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise OSError(None, "this is a device or a pipe, not a file")
         cleanup.callback(part.unlink, missing_ok=True)
         with open(part, "wb") as file:
             yield file
@@ -281,7 +288,7 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
     folder has replaced it. If ``path`` is a symbolic link, the target of the link is replaced. Raises InputError if ``path`` is
     a file.
     """
-    path = Path(os.path.realpath(path) if os.path.islink(path) else path)
+    path = _linked(path)
     part, old = _temporary_path(path, "part"), _temporary_path(path, "old")
     with created_folder(path.parent), write_errors(path), ExitStack() as cleanup:
         cleanup.callback(shutil.rmtree, old, ignore_errors=True)
