@@ -49,14 +49,31 @@ def represent(engine: StepEngine, micro_batches: list[MicroBatch]) -> list[Rows]
     partial replay, the second pass encodes only a sample of the texts, so all micro-batches are encoded here without a graph.
     """
     earlier, last = (micro_batches[:-1], [micro_batches[-1:]]) if engine.replay_share == 1 else (micro_batches, [])
-    size = engine.no_grad_group_size
-    groups = [earlier[start : start + size] for start in range(0, len(earlier), size)] + last
+    groups = _groups(earlier, engine.no_grad_group_size) + last
     parts: list[Rows] = []
     for group, batch in zip(groups, engine.micro_steps([engine.join(group) for group in groups]), strict=True):
         with torch.set_grad_enabled(len(parts) == len(earlier)):
             queries, passages = engine.encode(batch)
         parts += _split((queries, passages, batch.ids), [len(member.query_ids) for member in group])
     return parts
+
+
+def _groups(micro_batches: list[MicroBatch], size: int) -> list[list[MicroBatch]]:
+    """Divide micro-batches into groups to join. A group has at most ``size`` times as many pairs as its first micro-batch.
+
+    A joined group is padded to its longest text. Micro-batches of a number of tokens are sorted: the first one has the longest
+    texts and the fewest pairs. With a limit on the pairs, a group has about as many padded tokens as ``size`` micro-batches.
+    """
+    groups: list[list[MicroBatch]] = []
+    room = 0
+    for batch in micro_batches:
+        pairs = len(batch.query_ids)
+        if pairs > room:
+            groups.append([])
+            room = size * pairs
+        groups[-1].append(batch)
+        room -= pairs
+    return groups
 
 
 def _split(rows: Rows, sizes: list[int]) -> list[Rows]:

@@ -5,6 +5,7 @@ import importlib
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from helpers import (
     largest_difference,
     peak,
     slow_loss,
+    tiny_encoder,
     train_config,
     weights,
     write_scored_lines,
@@ -23,7 +25,9 @@ from launched import Job, run_jobs
 from opened import open_train_set
 from safetensors.torch import load_file
 
+from contaccum.batch import MicroBatch, RowIds
 from contaccum.config import METHOD_SPECS, validate
+from contaccum.data.batches import pad, partition_by_tokens
 from contaccum.errors import InputError
 from contaccum.methods import METHODS
 from contaccum.methods.bank import Bank, BankOptions
@@ -275,6 +279,40 @@ def test_joined_first_pass_needs_less_memory_than_second_pass(data):
     assert wide < second
     assert whole > second  # and eight at once would take more
     assert peak(first_pass) < 1.1 * second  # the last one's graph, and the vectors of all
+
+
+def test_joined_micro_batches_have_about_as_many_tokens_as_the_group_size_allows(monkeypatch):
+    """Many short texts and a few long ones: joined with 11 others, the longest micro-batch would pad all to its length."""
+    random, size, budget = np.random.default_rng(0), 12, 5120
+    lengths = np.clip(random.lognormal(3.3, 0.8, 1024), 5, 512).astype(int)
+    partition = partition_by_tokens(np.full(1024, 8), lengths[:, None], budget, 1)
+    encoder, engine = tiny_encoder().train(), Engine(device="cpu")
+    engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1))
+    engine.no_grad_group_size = size
+    ids = RowIds(torch.arange(1024).unsqueeze(1), torch.arange(1024).unsqueeze(1))
+    batches = [
+        MicroBatch(
+            pad([np.full(8, 6)] * len(pairs), 0),
+            pad([np.full(length, 7) for length in lengths[pairs]], 0),
+            RowIds(ids.columns[pairs], ids.positives[pairs]),
+            [str(pair) for pair in pairs],
+        )
+        for pairs in partition
+    ]
+    passes = []
+
+    def encode(batch: MicroBatch):
+        passes.append(batch)
+        return torch.zeros(len(batch.query_ids), 32), torch.zeros(len(batch.query_ids), 1, 32)
+
+    monkeypatch.setattr(engine, "encode", encode)
+    rows = represent(engine, batches)
+    assert [len(queries) for queries, *_ in rows] == sizes(batches)
+    assert len(passes) < len(batches) / 2
+    assert max(map(padded_tokens, passes)) < 1.2 * size * budget
+    whole = engine.join(batches[:size])
+    assert padded_tokens(whole) > 3 * size * budget  # negative control
+    engine.close()
 
 
 def test_joined_micro_batches_keep_the_padding_side(data):
