@@ -6,6 +6,7 @@ starts a new process for each method, because memory that one method freed would
 
 import contextlib
 import json
+import math
 import statistics
 import sys
 import time
@@ -56,20 +57,21 @@ class Probe:
         self.longest = subset(train_set, _longest(train_set, most=4 * n))
         random = np.random.default_rng(config.seed)
         self.random_pairs = subset(train_set, random.permutation(self.pairs)[: max(512, 4 * n)])
+        run = {name: getattr(config.run, name) for name in ("device", "precision", "tf32")}
         replay: dict[str, Any] = {"replay_share": config.replay_share, "replay_balance": config.replay.balance}
-        run = config.run
-        self.engine = Engine(device=run.device, precision=run.precision, tf32=run.tf32, seed=config.seed, **replay)
+        self.engine = Engine(seed=config.seed, **run, **replay)
         self.encoder = parts.build_encoder(config, train_set, self.engine.device)
         parts.apply_switches(self.encoder, config)
         self.engine.prepare(self.encoder, parts.make_optimizer(self.encoder, config.optim))
         self.loss = parts.build_loss(config, self.encoder)
 
-    def peak(self, size: int, bank_size: int) -> float | None:
-        """Return the peak memory in bytes of a few steps with the longest texts and a full bank. Return None if memory runs out.
+    def peak(self, size: int, bank_size: int, budget: float = math.inf) -> float | None:
+        """Return the peak memory in bytes of a few steps with the longest texts and a full bank.
 
         size: pairs per micro-batch. On a GPU, the result is the memory that PyTorch reserves (with fragmentation) plus the
-        memory that CUDA itself and other processes use.
+        memory that CUDA itself and other processes use. If memory runs out: infinity on a GPU with ``budget`` bytes, else None.
         """
+        device = self.engine.device
         try:
             bank = self._full_bank(size, bank_size)
             self.engine.free_memory()  # otherwise a step could use memory that another size freed, and its peak would be too low
@@ -78,9 +80,10 @@ class Probe:
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
-            return None
-        if self.engine.device.type == "cuda":
-            return torch.cuda.max_memory_reserved(self.engine.device) + self.context()
+            self.engine.drop_step()
+            return math.inf if device.type == "cuda" and budget <= torch.cuda.mem_get_info(device)[1] else None
+        if device.type == "cuda":
+            return torch.cuda.max_memory_reserved(device) + self.context()
         return self.engine.peak_memory()
 
     def context(self) -> int:
@@ -92,9 +95,8 @@ class Probe:
 
     def usable(self) -> float:
         """Return the bytes that a measurement may use: infinity on a GPU, where an out-of-memory error does no harm."""
-        if self.engine.device.type == "cuda":
-            return float("inf")
-        return USABLE * (psutil.virtual_memory().available + psutil.Process().memory_info().rss)
+        free = psutil.virtual_memory().available + psutil.Process().memory_info().rss
+        return math.inf if self.engine.device.type == "cuda" else USABLE * free
 
     def step_seconds(self, size: int) -> float:
         """Return the seconds of an optimizer step with random pairs. The step has micro-batches of ``size`` pairs."""
@@ -129,9 +131,8 @@ class Probe:
 
     def _sized(self, size: int, bank_size: int, micro_batches: int = MICRO_BATCHES) -> TrainConfig:
         count = 1 if self.config.spec.whole else min(micro_batches, max(1, self.config.batch.global_batch_size // size))
-        batch = replace(
-            self.config.batch, global_batch_size=size * count, micro_batch_size=size, micro_batch_tokens=None
-        )
+        pairs: dict[str, Any] = {"global_batch_size": size * count, "micro_batch_size": size}
+        batch = replace(self.config.batch, micro_batch_tokens=None, **pairs)
         return replace(self.config, batch=batch, bank=replace(self.config.bank, size=bank_size))
 
     def _full_bank(self, size: int, bank_size: int) -> Bank:
@@ -219,13 +220,17 @@ def largest(
     The largest size is predicted and its memory is measured. Then the size is predicted again with this measurement. The error
     is the relative difference between the last measured memory and the memory predicted for this size. peaks: size -> measured
     peak memory in bytes; new measurements are added. measure: function that returns the peak memory of a size. If it returns
-    None because the device cannot measure the size, the prediction is used.
+    None because the device cannot measure the size, the prediction is used. Infinity: the size does not fit.
     """
     error = 0.0
     for _ in range(CORRECTIONS):
         best = max((size for size in choices if predict(peaks, size) <= budget), default=None)
         if best is None or best in peaks or (found := measure(best)) is None:
             return best, error
+        if found == math.inf:
+            measured = max((size for size in peaks if size < best), default=0)
+            choices = [size for size in choices if 2 * size <= best + measured]
+            continue
         error = predict(peaks, best) / found - 1
         peaks[best] = found
     return max((size for size in choices if predict(peaks, size) <= budget), default=None), error
@@ -255,7 +260,7 @@ def fitting_size(probe: Probe, budget: float, processes: int = 1) -> FittingSize
     error = predict(line, high) / peaks[high] - 1 if len(line) > 1 else 0.0
 
     def at_size(size: int) -> float | None:
-        return probe.peak(size, rows) if predict(peaks, size) <= probe.usable() else None
+        return probe.peak(size, rows, budget) if predict(peaks, size) <= probe.usable() else None
 
     choices = [n] if config.spec.whole else [size for size in range(1, n + 1) if n % size == 0]
     best, corrected = largest(peaks, choices, budget, at_size)
@@ -303,20 +308,19 @@ def largest_bank(probe: Probe, rows: int, size: int, budget: float) -> int:
         return 0
 
     def at_rows(each: int) -> float | None:
-        return probe.peak(size, each) if each <= MOST_ROWS and predict(banks, each) <= probe.usable() else None
+        return probe.peak(size, each, budget) if each <= MOST_ROWS and predict(banks, each) <= probe.usable() else None
 
-    if predict(banks, MOST_ROWS) < budget and (peak := at_rows(MOST_ROWS)) is not None:
-        banks[MOST_ROWS] = peak
+    found = at_rows(MOST_ROWS) if predict(banks, MOST_ROWS) < budget else None
+    banks |= {MOST_ROWS: found} if found is not None and found < math.inf else {}
     high = max(banks)
     per_row = (predict(banks, 2 * high) - banks[high]) / high
     estimate = max(1, int(high + (budget - banks[high]) / per_row))
-    unit = max(1, estimate // 256)
-    return largest(banks, range(unit, 2 * estimate, unit), budget, at_rows)[0] or 0
+    unit, end = max(1, estimate // 256), MOST_ROWS if found == math.inf else 2 * estimate
+    return largest(banks, range(unit, end, unit), budget, at_rows)[0] or 0
 
 
-REQUESTS: dict[str, Callable[..., Any]] = {
-    each.__name__: each for each in (measure, fitting_size, sharded_sizes, Probe.seconds_per_step)
-}
+_FUNCTIONS = measure, fitting_size, sharded_sizes, Probe.seconds_per_step
+REQUESTS: dict[str, Callable[..., Any]] = {each.__name__: each for each in _FUNCTIONS}
 
 
 def main() -> int:

@@ -1,6 +1,7 @@
 """`contaccum plan`: lines through synthetic and real peaks, index sizes against faiss's own files, and the command."""
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,8 @@ from contaccum.cli import main
 from contaccum.config import TrainConfig, from_mapping, parse_bytes
 from contaccum.errors import InputError
 from contaccum.experiments import plan
-from contaccum.experiments.measure import Probe, largest, predict
+from contaccum.experiments.measure import Probe, largest, largest_bank, predict
+from contaccum.experiments.measure import fitting_size as measured_size
 from contaccum.experiments.page import duration, gigabytes
 from contaccum.experiments.plan import Measurement, fitting_size, index_costs, lists_for, render
 from contaccum.runtime.sharding import saved_bytes
@@ -52,6 +54,34 @@ def test_the_largest_size_is_measured_and_the_prediction_corrected():
     assert curve(size) <= budget < curve(size + 2)
     unchecked, _ = largest({2: curve(2), 4: curve(4)}, range(1, 200), budget, lambda size: None)
     assert curve(unchecked) > budget  # negative control: without measuring the prediction is wrong
+
+
+def test_sizes_that_run_out_of_memory_on_a_gpu_with_the_budget_do_not_fit(tmp_path, monkeypatch):
+    """A smaller GPU says nothing about the budget, so the prediction is used for it."""
+    changes = {"batch.global_batch_size": 64, "data.hard_negatives": 0, "batch.micro_batch_size": 4}
+    probe = Probe(train_config(write_beir(tmp_path / "data"), tmp_path / "run", "cont_accum", **changes))
+    probe.engine.device = torch.device("cuda")
+    monkeypatch.setattr(probe, "_full_bank", lambda size, rows: (size, rows))
+    monkeypatch.setattr(probe, "context", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: most)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 2300))
+
+    def steps(config, train_set, bank, count):
+        nonlocal most
+        size, rows = bank
+        most = 1000 + 20 * size + size**2 + rows / 1000
+        if most > 2300 or rows > 255_000:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(probe, "_steps", steps)
+    most = 0.0
+    assert [probe.peak(16, 64, budget) for budget in (2300, 2301)] == [pytest.approx(1576.064)] * 2
+    assert [probe.peak(32, 64, budget) for budget in (2300, 2301)] == [math.inf, None]
+    assert measured_size(probe, 2300).size == 16  # a line through 2 and 4 pairs predicts that 32 fit
+    assert measured_size(probe, 2301).size == 32
+    assert 250_064 < largest_bank(probe, 64, 4, 2300) <= 255_000
+    assert largest_bank(probe, 64, 4, 2301) > 1_000_000
 
 
 def test_no_size_fits_below_the_smallest_peak():
