@@ -270,8 +270,7 @@ class Study:
 
     def run(self) -> Path:
         """Train and evaluate all runs that are not finished. Write the report and return the path of report.html."""
-        if self.budget is not None and self.budget.unit == "s":
-            self._check_folders()
+        self._check_folders()  # again: another call may have filled the folders before this call got the lock
         tune(self.tuned, self._train_candidates)
         chosen = {each.variant.label: each.chosen for each in self.tuned}
         rows = {

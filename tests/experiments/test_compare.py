@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -152,6 +153,21 @@ def test_folder_with_other_settings_is_refused(study_folder, capsys):
     code, said = call(capsys, study_folder, *arguments, "--model.tiny_width", 64, "--methods", "in_batch")
     assert code == 2
     assert "computed with settings" in said
+
+
+def test_settings_are_compared_again_after_waiting_for_another_call(study_folder, tmp_path, capsys, monkeypatch):
+    """While this call waits for the lock, the other call finishes a run with the same folder."""
+
+    @contextmanager
+    def waiting(path, after):
+        shutil.copytree(study_folder / "study" / "runs", path.parent / "runs")
+        yield
+
+    monkeypatch.setattr("contaccum.experiments.compare.waiting_lock", waiting)
+    arguments = ["--methods", "grad_accum", "--seeds", 1, "--output_dir", tmp_path / "study", "--baselines", "none"]
+    code, said = call(capsys, study_folder, *arguments, "--optim.max_steps", 4)
+    assert code == 2
+    assert "optim.max_steps was 3 and is 4" in said
 
 
 @pytest.mark.parametrize(
