@@ -77,6 +77,9 @@ def run_auto(configure: Configure, options: AutoConfig) -> str:
     auto = Auto(configure, options)
     auto.output.mkdir(parents=True, exist_ok=True)
     with waiting_lock(auto.output / LOCK_FILE, after=1.0), StopSignals():
+        auto.state = State.read(
+            auto.state.file, auto.state.settings
+        )  # another call may have written it during the wait
         try:
             return auto.run()
         except Interrupted as signal:
@@ -103,7 +106,7 @@ class Auto:
             warnings.warn(
                 f"contaccum auto chooses these settings and ignores your values: {', '.join(ignored)}", stacklevel=2
             )
-        self.output, self.data = Path(base.output_dir), base.data
+        self.base, self.output, self.data = base, Path(base.output_dir), base.data
         self.total, self.memory = parse_time(options.time), parse_bytes(options.memory, "--memory")
         settings = {**asdict(base), "auto": {**asdict(options), "dry_run": False}}
         self.state = State.read(self.output / STATE_FILE, settings)
@@ -119,7 +122,6 @@ class Auto:
         test = options.test or (base.data.train if options.test_split in splits else None)
         self.dev = {"data": str(self.output / "data" / "dev"), "split": "dev"}
         self.test = {"data": test, "split": options.test_split} if test else self.dev
-        self.base = base
 
     def run(self) -> str:
         self._divide()

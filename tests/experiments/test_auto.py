@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -222,6 +223,27 @@ def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path, capsys
     assert code == 2
     assert sentence in capsys.readouterr().err
     assert not (tmp_path / "auto").exists()
+
+
+def test_the_state_is_read_after_waiting_for_another_call(tmp_path, monkeypatch):
+    config = train_config(write_beir(tmp_path / "data"), tmp_path / "auto")
+
+    def run(limit):
+        return auto.run_auto(lambda changes: config, AutoConfig(memory="8GB", time=limit))
+
+    @contextmanager
+    def waiting(path, after):
+        other = auto.Auto(lambda changes: config, AutoConfig(memory="8GB", time="2m"))
+        other.state.seconds = SECONDS
+        other.state.save()
+        yield
+
+    monkeypatch.setattr(auto, "waiting_lock", waiting)
+    monkeypatch.setattr(auto.Auto, "run", lambda self: self.state.seconds)
+    assert run("2m") == SECONDS
+    (tmp_path / "auto" / "auto.json").unlink()
+    with pytest.raises(InputError, match=r"auto\.time was 2m and is 3m"):
+        run("3m")
 
 
 @pytest.mark.acceptance
