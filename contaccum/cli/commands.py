@@ -86,7 +86,7 @@ def _search(task: options.QueryConfig, encoder: EncoderConfig, settings: SearchC
 def _evaluate(task: options.EvaluateConfig, encoder: EncoderConfig, settings: SearchConfig, policy: DataPolicy) -> str:
     from contaccum.evaluation import evaluate
     from contaccum.evaluation.answers import evaluate_questions
-    from contaccum.evaluation.metrics import render_metrics, save_metrics
+    from contaccum.evaluation.metrics import render_benchmark, render_metrics, save_metrics
     from contaccum.evaluation.significance import compare, render_comparison
     from contaccum.runtime.processes import joined
 
@@ -97,7 +97,7 @@ def _evaluate(task: options.EvaluateConfig, encoder: EncoderConfig, settings: Se
         if task.data is not None:
             how |= {"split": task.split, "relevance_level": level, "evaluator": task.evaluator}
             if evaluate.is_benchmark(task.data):
-                return evaluate.render_benchmark(evaluate.evaluate_benchmark(encoder, task.data, **how))
+                return render_benchmark(evaluate.evaluate_benchmark(encoder, task.data, **how))
             return render_metrics(evaluate.evaluate(encoder, task.data, **how))
         if task.questions is not None:
             how |= {"match": task.match, "processes": task.processes}

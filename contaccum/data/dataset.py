@@ -63,6 +63,11 @@ class RetrievalDataset:
         """Format of the data set, detected from the content of the files."""
         return kind_of_data(self.path, self.policy.max_bad_records)
 
+    def check(self) -> None:
+        """Raise InputError if the data set or its split does not exist. Read only the first records of a file."""
+        if self.kind == "beir":
+            qrels_file(self.path, self.split)
+
     @cached_property
     def corpus(self) -> Dataset:
         """Table of passages with columns id, title and text, from a BEIR folder, a corpus.jsonl or a passage TSV."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from urllib.parse import quote
 
 import torch
 
@@ -36,7 +37,6 @@ BEIR = {
 }  # fmt: skip
 """The 15 public data sets of BEIR: name of the data set -> split that papers report."""
 FAMILIES = {"beir": BEIR, "nanobeir": {f"nanobeir/{name}": "test" for name in NANO}}
-SHOWN = ("ndcg@10", "recall@100", "mrr@10", "map@100")
 
 
 def evaluate(
@@ -227,6 +227,16 @@ def _names(data: str) -> list[str]:
     return names
 
 
+def _named_sets(data: str, split: str) -> dict[str, BenchmarkSet]:
+    """Return the data sets that ``data`` names. The keys are different names for their files and folders."""
+    sets = benchmark_sets(data, split)
+    names = [each.data.strip("/").replace("/", "-") for each in sets]
+    return {
+        quote(each.data, safe="") if names.count(name) > 1 else name: each  # a/b and a-b have the same name
+        for name, each in zip(names, sets, strict=True)
+    }
+
+
 def evaluate_benchmark(
     choice: EncoderConfig,
     data: str,
@@ -258,15 +268,19 @@ def evaluate_benchmark(
     shared |= index_settings(settings) if encoder else {}
     shared |= {"evaluator": evaluator} if evaluator != "contaccum" else {}
     arguments = {**measures, "policy": policy, "group": group, "evaluator": evaluator}
+    sets = _named_sets(data, split)
+    files = {name: Path(output) / f"{name}.json" if output is not None else None for name in sets}
+    with group.main_first():  # find a wrong name before the first search
+        for each in (each for name, each in sets.items() if not (file := files[name]) or not file.is_file()):
+            open_dataset(each.data, each.split, policy).check()
     finished: dict[str, list[Metrics]] = {}
-    for each in benchmark_sets(data, split):
-        name = each.data.strip("/").replace("/", "-")  # name of the metrics file and of the folders of this data set
+    for name, each in sets.items():
         saved, index_dir = (value and str(Path(value) / name) for value in (settings.embeddings, settings.index_dir))
         own_settings = replace(settings, embeddings=saved, index_dir=index_dir)
         scored_with = {**shared, "data_sha256": data_digest(each)}
         scored_with |= {"dtype": (saved_dtype(saved) or settings.dtype) if saved else "float32"} if encoder else {}
         scored_with |= {"data": each.data, "split": each.split}
-        file = Path(output) / f"{name}.json" if output is not None else None
+        file = files[name]
         metrics = _finished(file, {**scored_with, "evaluator": evaluator})
         if metrics is None:
             metrics = evaluate(encoder or choice, each.data, each.split, settings=own_settings, **arguments)
@@ -329,17 +343,3 @@ def _finished(file: Path | None, scored_with: Mapping[str, Any]) -> Any:
             f"{file}: the number of queries is missing; expected a file from `contaccum evaluate --output`"
         )
     return metrics
-
-
-def render_benchmark(result: Mapping[str, Any]) -> str:
-    """Return the benchmark table as text. The last rows show the means over the other rows."""
-    names = [name for name in SHOWN if name in result["mean"]]
-    means = [("mean", result["mean"]), ("without msmarco", result.get("mean_without_msmarco"))]
-    rows = [*result["rows"].items(), *means]
-    width = max(len(row) for row, _ in rows)
-    lines = [f"{'':{width}s}" + "".join(f"{name:>12s}" for name in names) + f"{'queries':>9s}"]
-    for row, values in rows:
-        if values:
-            queries = f"{values['queries']:9d}" if "queries" in values else ""
-            lines.append(f"{row:{width}s}" + "".join(f"{values[name]:12.4f}" for name in names) + queries)
-    return "\n".join(lines)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from contaccum.retrieval.runs import Run
 
 CUTOFFS = (1, 3, 5, 10, 20, 100, 1000)
+SHOWN = ("ndcg@10", "recall@100", "mrr@10", "map@100")
 MEASURES = {"ndcg": "ndcg_cut", "map": "map_cut", "recall": "recall", "precision": "P"}
 """Name of each measure in contaccum -> its name in trec_eval."""
 
@@ -140,3 +141,17 @@ def render_metrics(metrics: Metrics) -> str:
     header = " " * 10 + "".join(f"{'@' + cutoff:>9s}" for cutoff in cutoffs)
     rows = [f"{measure:10s}" + "".join(f"{mean[f'{measure}@{c}']:9.4f}" for c in cutoffs) for measure in measures]
     return "\n".join([header, *rows, f"{metrics['queries']} queries"])
+
+
+def render_benchmark(result: Mapping[str, Any]) -> str:
+    """Return the benchmark table as text. The last rows show the means over the other rows."""
+    names = [name for name in SHOWN if name in result["mean"]]
+    means = [("mean", result["mean"]), ("without msmarco", result.get("mean_without_msmarco"))]
+    rows = [*result["rows"].items(), *means]
+    width = max(len(row) for row, _ in rows)
+    lines = [f"{'':{width}s}" + "".join(f"{name:>12s}" for name in names) + f"{'queries':>9s}"]
+    for row, values in rows:
+        if values:
+            queries = f"{values['queries']:9d}" if "queries" in values else ""
+            lines.append(f"{row:{width}s}" + "".join(f"{values[name]:12.4f}" for name in names) + queries)
+    return "\n".join(lines)

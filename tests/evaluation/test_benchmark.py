@@ -68,6 +68,34 @@ def test_several_folders_are_rows_and_their_mean(tmp_path, capsys):
     assert not (tmp_path / "metrics.json").exists()
 
 
+def test_a_wrong_name_or_split_is_found_before_the_first_set_is_scored(tmp_path, capsys):
+    first, second = (write_beir(tmp_path / name, 12) for name in ("one", "two"))
+    (second / "qrels" / "dev.tsv").unlink()
+    call = ["evaluate", "--model", "bm25", "--output", str(tmp_path / "out"), "--data"]
+    for names, said in (
+        (f"{first},scifct", "scifct: no folder or data set has this name"),
+        (f"{first},{tmp_path}/three", "three: no such file"),
+        (f"{first},{second}", f"{second}: split 'dev' not found; available: test, train"),
+    ):
+        assert main([*call, names, "--split", "dev"]) == 2
+        assert said in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+
+
+def test_sets_whose_names_differ_only_in_a_slash_have_their_own_files(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    harder(tmp_path / "a" / "b", 20)
+    harder(tmp_path / "a-b", 25)
+    call = ["evaluate", "--model", "bm25", "--data", "a/b,a-b,a/b/", "--output", "out"]
+    assert main(call) == 0
+    table = capsys.readouterr().out
+    assert [float(line.split()[1]) for line in table.splitlines()[1:4]] == [
+        pytest.approx(evaluate("bm25", folder)["mean"]["ndcg@10"], abs=5e-5) for folder in ("a/b", "a-b", "a/b")
+    ]
+    assert main(call) == 0
+    assert capsys.readouterr().out == table
+
+
 def test_a_changed_folder_in_the_place_of_the_hub_is_another_benchmark(tmp_path, capsys):
     pairs = tmp_path / "hub" / "test.jsonl"
     pairs.parent.mkdir()
