@@ -9,6 +9,7 @@ from helpers import train_config, weights, write_beir
 from contaccum.config import METHOD_SPECS, TrainConfig, validate
 from contaccum.encoder import DualEncoder
 from contaccum.errors import InputError
+from contaccum.experiments.run_records import load_run_record
 from contaccum.methods.loss import InfoNCE, LossValue
 from contaccum.runtime.engine import Engine
 from contaccum.training.log import read_log
@@ -189,6 +190,16 @@ def test_skip_limit_counts_steps_before_a_resume(data, tmp_path, monkeypatch):
     train(train_config(data, run, resume=True, **{"run.on_nan": "skip:3"}))
     assert [(line["step"], line["skips"]) for line in read_log(run) if "skips" in line] == [(2, 1), (3, 2), (5, 3)]
     assert [line["step"] for line in read_log(run) if "loss" in line] == [1, 4, 6]
+
+
+@pytest.mark.parametrize("log_steps", [1, 4])
+def test_steps_before_a_skipped_last_step_are_in_the_report(log_steps, data, tmp_path, monkeypatch):
+    run, changes = tmp_path / "run", {"data.dev": str(data), "run.log_steps": log_steps, "run.on_nan": "skip:1"}
+    spoil_gradient(monkeypatch, 6)
+    train(train_config(data, run, **changes))
+    record = load_run_record(run)
+    assert list(record.times) == ([1, 2, 3, 4, 5] if log_steps == 1 else [4, 5])
+    assert record.evaluation_times == {6: record.train_seconds}
 
 
 @pytest.mark.parametrize("on_nan", ["stop", "skip:1"])
