@@ -42,6 +42,14 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path / "cache"))
 
 
+@pytest.fixture(autouse=True)
+def fresh_accelerate():
+    """An Engine or Accelerator that a test leaves open does not decide the precision of later tests."""
+    yield
+    if "accelerate" in sys.modules:
+        sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
 @pytest.fixture
 def forked_workers(monkeypatch):
     """Processes that a command starts with ``sys.executable`` are forked from one that has imported everything."""

@@ -22,7 +22,7 @@ from contaccum.errors import InputError, NotFiniteError
 from contaccum.methods.bank import Bank, BankOptions
 from contaccum.methods.loss import InfoNCE
 from contaccum.runtime.files import whole_file
-from contaccum.runtime.processes import started_elsewhere
+from contaccum.runtime.processes import started_elsewhere, tensor_defaults
 
 BANK_FILE = "contaccum_bank.safetensors"  # file name in a checkpoint folder of the other library
 State = tuple[dict[str, Tensor], dict[str, Any]]  # complete state of a bank: tensors by name, and other values by name
@@ -94,6 +94,7 @@ class BankLoss:
         """Keep a saved state. The next training batch restores the bank from it. tensors, numbers: the result of ``state``."""
         self.bank, self._state = None, (tensors, numbers)
 
+    @tensor_defaults()
     def __call__(self, queries: Tensor, passages: Tensor, ids: Tensor | None = None, *, training: bool) -> Tensor:
         """Compute the loss of B queries.
 
@@ -102,6 +103,9 @@ class BankLoss:
         training: if True, use the vectors of all processes and of the bank, and then add the new vectors to the bank. If
         False, use only ``queries`` and ``passages``, and do not change the bank.
         """
+        if passages.ndim != 3 or passages[:, 0].shape != queries.shape or not queries.numel():
+            shapes = f"queries have shape {tuple(queries.shape)}, passages {tuple(passages.shape)}"
+            raise InputError(f"{shapes}; expected (B, d) and (B, 1 + H, d) with at least one query")
         queries, passages = queries.float(), passages.float()
         if self.similarity == "cosine":
             queries, passages = F.normalize(queries, dim=-1), F.normalize(passages, dim=-1)

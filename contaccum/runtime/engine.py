@@ -13,12 +13,11 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator, DistributedType
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
@@ -27,12 +26,13 @@ from contaccum.batch import ONE_TOKEN, MicroBatch, RowIds, Tokens
 from contaccum.errors import InputError, library_errors
 from contaccum.runtime import sharding
 from contaccum.runtime.launch import refuse_other_sharding
-from contaccum.runtime.processes import Processes, encoding_device, own_keys, peak_resident, refuse_missing_processes
+from contaccum.runtime.processes import Processes, encoding_device, own_keys, refuse_missing_processes
 
 if TYPE_CHECKING:
     from contaccum.encoder import DualEncoder
 
 PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)  # no sharded models
+_STATES = (PartialState, AcceleratorState, GradientState)  # all Accelerators of a process share one of each
 
 
 class Engine(Processes):
@@ -59,22 +59,21 @@ class Engine(Processes):
         accelerate, such as tensorboard. timeout_minutes: maximum time to wait for other processes.
         """
         wait = datetime.timedelta(minutes=timeout_minutes)
-        self.accelerator = _accelerator(device, precision, trackers or [], tracker_dir, wait)
-        # a failed trainer of another library in this process may have left this off; accelerate would then skip updates
-        self.accelerator.gradient_state._set_sync_gradients(True)
+        # otherwise accelerate would refuse another precision than that of an earlier trainer of this process
+        self.states_before = _replace_states([{}, {}, {}])
+        try:
+            self.accelerator = _accelerator(device, precision, trackers or [], tracker_dir, wait)
+        except BaseException:
+            _replace_states(self.states_before)
+            raise
         names = ("process_index", "num_processes", "local_process_index", "device")
         super().__init__(*(getattr(self.accelerator, name) for name in names))
-        refuse_missing_processes(self.world)
-        if precision == "fp16" and self.device.type == "cpu":  # accelerate would silently use fp32
-            AcceleratorState._reset_state(reset_partial_state=self.world == 1)
-            raise InputError("run.precision is fp16, but the device is cpu; use fp32 or bf16")
         if tf32 and self.device.type != "cuda":
             warnings.warn(f"run.tf32 has no effect on {self.device.type}", stacklevel=2)
         self.tf32_before = torch.backends.cuda.matmul.allow_tf32
         torch.backends.cuda.matmul.allow_tf32 |= tf32
         self.seed, self.replay_share, self.replay_balance, self.limited = seed, replay_share, replay_balance, False
         self.step = 0  # number of finished optimizer steps; seed and step determine all random numbers
-        self.peak_before = 0
         self._encoded: list[tuple[list[str], Tensor]] = []
         self._casts_reusable = False  # whether the next pass may use the half-precision weights of the last pass
         self._separate = sharding.SeparateBackward()  # only for sharded weights
@@ -288,32 +287,7 @@ class Engine(Processes):
         if self.limited:
             torch.cuda.set_per_process_memory_fraction(1.0, self.device.index)
         self.accelerator.end_training()
-        # otherwise accelerate would use the same device, precision and group again
-        AcceleratorState._reset_state(reset_partial_state=True)
-
-    def peak_memory(self) -> int:
-        """Return the peak memory in bytes, outside ``unmeasured`` blocks. GPU: allocated memory. CPU: resident memory."""
-        now = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak_resident()
-        return max(self.peak_before, now)
-
-    @contextlib.contextmanager
-    def unmeasured(self) -> Iterator[None]:
-        """Exclude the memory of the ``with`` block from ``peak_memory``."""
-        before = self.peak_memory()
-        try:
-            yield
-        finally:
-            self.reset_peak_memory()
-            self.peak_before = before
-
-    def reset_peak_memory(self) -> None:
-        """Measure the peak memory from now on."""
-        self.peak_before = 0
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-        else:
-            with contextlib.suppress(OSError):  # writing 5 resets VmHWM, see man proc_pid_clear_refs
-                Path("/proc/self/clear_refs").write_text("5")
+        _replace_states(self.states_before)  # an Accelerator that the user created before this one works again
 
 
 def _accelerator(device: str, precision: str, trackers: list[str], folder: str | None, wait: Any) -> Accelerator:
@@ -322,8 +296,6 @@ def _accelerator(device: str, precision: str, trackers: list[str], folder: str |
     group = InitProcessGroupKwargs(timeout=wait)
     # InitProcessGroupKwargs has no field for a store, and accelerate rejects subclasses
     group.to_kwargs = partial(dict, timeout=wait, **own_keys(wait))
-    # otherwise accelerate would refuse another precision than that of an earlier trainer of this process
-    AcceleratorState._reset_state(reset_partial_state=True)
     problem = f"run.precision {precision} or run.trackers {trackers} is not available on this machine"
     with library_errors(problem, ValueError, ImportError):
         accelerator = Accelerator(
@@ -339,7 +311,19 @@ def _accelerator(device: str, precision: str, trackers: list[str], folder: str |
         raise InputError(f"run.trackers is {trackers}, but not all are installed. Install the missing ones with pip.")
     if (kind := accelerator.distributed_type.value) not in PLAIN:
         raise InputError(f"the launch type {kind} is not supported. Start a single process, or several with torchrun.")
+    refuse_missing_processes(accelerator.num_processes)
+    if precision == "fp16" and accelerator.device.type == "cpu":  # accelerate would silently use fp32
+        raise InputError("run.precision is fp16, but the device is cpu; use fp32 or bf16")
     return accelerator
+
+
+def _replace_states(values: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Replace the content of the global states of accelerate. Return the previous content."""
+    before = [dict(state._shared_state) for state in _STATES]
+    for state, value in zip(_STATES, values, strict=True):
+        state._shared_state.clear()
+        state._shared_state.update(value)
+    return before
 
 
 def mix(*numbers: int) -> int:

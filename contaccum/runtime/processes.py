@@ -35,6 +35,7 @@ class Processes:
         self.rank, self.world, self.local_rank = rank, world, local_rank
         self.device = device or torch.device("cpu")
         self.gathers = 0  # number of finished calls of gather, for out-of-memory recovery
+        self.peak_before = 0  # peak memory before the last ``unmeasured`` block
 
     @property
     def is_main(self) -> bool:
@@ -119,6 +120,30 @@ class Processes:
             dist.all_reduce(message)
             if message.data_ptr() != group[0].data_ptr():
                 torch._foreach_copy_(group, _unflatten_dense_tensors(message, group))
+
+    def peak_memory(self) -> int:
+        """Return the peak memory in bytes, outside ``unmeasured`` blocks. GPU: allocated memory. CPU: resident memory."""
+        now = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak_resident()
+        return max(self.peak_before, now)
+
+    @contextlib.contextmanager
+    def unmeasured(self) -> Iterator[None]:
+        """Exclude the memory of the ``with`` block from ``peak_memory``."""
+        before = self.peak_memory()
+        try:
+            yield
+        finally:
+            self.reset_peak_memory()
+            self.peak_before = before
+
+    def reset_peak_memory(self) -> None:
+        """Measure the peak memory from now on."""
+        self.peak_before = 0
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            with contextlib.suppress(OSError):  # writing 5 resets VmHWM, see man proc_pid_clear_refs
+                Path("/proc/self/clear_refs").write_text("5")
 
 
 ALONE = Processes()
@@ -215,6 +240,30 @@ def encoding_device(device: str) -> torch.device:
     if device == "auto" and torch.backends.mps.is_available():
         return torch.device("mps")
     return torch.device("cpu")
+
+
+@contextlib.contextmanager
+def tensor_defaults() -> Iterator[None]:
+    """Create float32 tensors on the CPU by default inside the ``with`` block, whatever defaults the program set in torch."""
+    dtype, on_cpu = torch.get_default_dtype(), torch.get_default_device().type == "cpu"
+    torch.set_default_dtype(torch.float32)
+    try:
+        with contextlib.nullcontext() if on_cpu else torch.device("cpu"):  # the latter slows down every call of torch
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+@contextlib.contextmanager
+def training_defaults() -> Iterator[None]:
+    """Like ``tensor_defaults``, and also record gradients inside the ``with`` block, whatever the program set in torch.
+
+    Raises InputError inside torch.autocast, which would compute parts of the loss in half precision.
+    """
+    if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        raise InputError("train was called inside torch.autocast; call it outside, and set run.precision")
+    with tensor_defaults(), torch.inference_mode(False), torch.enable_grad():
+        yield
 
 
 def torch_dtype(precision: str) -> torch.dtype:

@@ -25,6 +25,7 @@ from contaccum.runtime.engine import Engine
 from contaccum.runtime.files import write_json, write_text
 from contaccum.runtime.launch import StopSignals, process_place, refuse_launcher_options
 from contaccum.runtime.prefetch import prefetch
+from contaccum.runtime.processes import training_defaults
 from contaccum.training import parts, run_folder
 from contaccum.training.checkpoint import restore, save_checkpoint
 from contaccum.training.log import Drift, RunLog, mean_losses, named_queries, write_environment
@@ -38,13 +39,12 @@ ENGINE_SETTINGS = ("device", "precision", "tf32", "trackers", "timeout_minutes")
 def train(config: TrainConfig) -> Path:
     """Train a model with the settings ``config``. Return the folder of the trained model, ``output_dir/model``.
 
-    Raises InputError for errors that the user can fix. After Ctrl-C or SIGTERM during training, saves a checkpoint and
-    raises Interrupted.
+    Raises InputError for errors that the user can fix. After Ctrl-C or SIGTERM, saves a checkpoint and raises Interrupted.
     """
     validate(config, process_place()[1])
     refuse_launcher_options(config.run.precision)
     parts.check_guide(config)
-    with StopSignals() as signals, run_folder.claimed_folder(config):
+    with training_defaults(), StopSignals() as signals, run_folder.claimed_folder(config):
         settings = {name: getattr(config.run, name) for name in ENGINE_SETTINGS}
         settings |= {"replay_share": config.replay_share, "replay_balance": config.replay.balance}
         engine = Engine(seed=config.seed, tracker_dir=config.output_dir, **settings)

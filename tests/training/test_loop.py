@@ -223,12 +223,48 @@ def test_bf16_losses_are_close_to_fp32(precision, data, tmp_path):
 
 def test_a_run_follows_another_trainer_of_this_process(data, tmp_path):
     """accelerate keeps the precision of the first Accelerator of a process and refuses another one."""
-    Accelerator(cpu=True, mixed_precision="no")
-    train(train_config(data, tmp_path / "bf16", **{"run.precision": "bf16"}))
+    train(train_config(data, tmp_path / "alone"))
     Accelerator(cpu=True, mixed_precision="bf16")
     train(train_config(data, tmp_path / "after"))
-    train(train_config(data, tmp_path / "alone"))
+    train(train_config(data, tmp_path / "bf16", **{"run.precision": "bf16"}))
     assert weights(tmp_path / "after") == weights(tmp_path / "alone") != weights(tmp_path / "bf16")
+
+
+def test_a_run_does_not_depend_on_the_state_of_torch_and_restores_it(data, tmp_path):
+    train(train_config(data, tmp_path / "alone"))
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    try:
+        with torch.inference_mode():
+            train(train_config(data, tmp_path / "after"))
+        found = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device().type
+    finally:
+        torch.set_grad_enabled(True)
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert found == (False, torch.float64, "meta")
+    assert weights(tmp_path / "after") == weights(tmp_path / "alone")
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(InputError, match=r"inside torch\.autocast"):
+        train(train_config(data, tmp_path / "autocast"))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_accelerator_of_the_program_works_after_a_run(fails, data, tmp_path):
+    mine = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
+    model, optimizer = mine.prepare(layer := torch.nn.Linear(1, 1), torch.optim.SGD(layer.parameters(), lr=0.1))
+    synced = []
+    for step in range(4):
+        with mine.accumulate(model):
+            mine.backward(model(torch.ones(1, 1)).sum())
+            optimizer.step()
+        synced.append(mine.sync_gradients)
+        if step == 0 and fails:
+            with pytest.raises(InputError, match="not all are installed"):
+                train(train_config(data, tmp_path / "run", **{"run.trackers": ["comet_ml"]}))
+        elif step == 0:
+            train(train_config(data, tmp_path / "run"))
+    assert (synced, mine.mixed_precision, mine.num_processes) == ([False, True] * 2, "bf16", 1)
 
 
 def test_output_folder_must_be_new_or_empty(data, tmp_path):

@@ -1,0 +1,36 @@
+"""The bank in a training loop of the user, without the trainer of another library."""
+
+import pytest
+import torch
+
+from contaccum.errors import InputError
+from contaccum.integrations.bank_loss import BankLoss
+
+
+def losses() -> list[float]:
+    generator = torch.Generator().manual_seed(0)
+    loss = BankLoss(bank_size=8, similarity="cosine")
+    loss.begin()
+    found = []
+    for _ in range(3):
+        queries, passages = (torch.rand(4, n, 8, generator=generator, dtype=torch.float32) for n in (1, 2))
+        found.append(loss(queries[:, 0], passages, torch.arange(8).view(4, 2), training=True).item())
+        loss.end_step()
+    return found
+
+
+def test_loss_does_not_depend_on_the_default_dtype_of_torch():
+    expected = losses()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert losses() == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (3, 1, 8), (4, 1, 7)])
+def test_passages_of_a_wrong_shape_are_refused(shape):
+    loss = BankLoss(bank_size=8, similarity="dot")
+    loss.begin()
+    with pytest.raises(InputError, match=r"queries have shape \(4, 8\), passages .*; expected \(B, d\) and"):
+        loss(torch.rand(4, 8), torch.rand(shape), training=True)
