@@ -319,9 +319,19 @@ def test_options_override_the_config_also_before_it(arguments, written, capsys):
     assert (found["seed"], found["bank"]["size"]) == (3, 300 if "d.yaml" in arguments else 200)
 
 
-@pytest.mark.parametrize("arguments", [["train"], ["compare"], ["verify"], ["plan", "--memory", "8GB"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train"],
+        ["compare"],
+        ["verify"],
+        ["plan", "--memory", "8GB"],
+        ["rounds", "--data.hard_negatives", "1"],
+        ["auto", "--memory", "8GB", "--time", "1m"],
+    ],
+)
 def test_config_of_a_finished_run_is_accepted(arguments, written, capsys):
-    """Plan once answered the line `resume: false`, which every config.yaml has, with: no such setting."""
+    """Plan, rounds and auto once answered the line `resume: false`, which every config.yaml has, with: no such setting."""
     config = TrainConfig(output_dir="out")
     config.data.train = "nowhere"
     config.model.name = "tiny"

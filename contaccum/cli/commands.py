@@ -237,7 +237,7 @@ COMMANDS = {
         "`contaccum train`.",
         "%(prog)s --config FILE --output_dir DIR [--rounds.count N] [--mine.FIELD VALUE ...] [--GROUP.FIELD VALUE ...]",
         "TrainConfig mine:MineConfig rounds:RoundsConfig",
-        skip=("resume", "allow_changes"),
+        hidden=("resume", "allow_changes"),
     ),
     "compare": Command(
         _call("contaccum.experiments.compare:compare", configured=True),
@@ -260,7 +260,7 @@ COMMANDS = {
         "call continues with the first unfinished stage. Accepts every setting of `contaccum train`.",
         "%(prog)s --data.train DATA --model.name MODEL --memory 8GB --time 30m --output_dir DIR [--dry_run] [options]",
         "AutoConfig TrainConfig",
-        skip=("resume", "allow_changes"),
+        hidden=("resume", "allow_changes"),
     ),
     "plan": Command(
         _call("contaccum.experiments.plan:run_plan"),

@@ -141,12 +141,12 @@ class Auto:
         pairs = int(changes.get("batch.global_batch_size", 1))
         if size := self.state.sizes.get(changes.get("method", "")):
             changes = {**changes, "batch.micro_batch_size": str(gcd(size, pairs))}
-        config = self.configure(changes)
+        config = replace(self.configure(changes), resume=True, allow_changes=False)
         data = replace(config.data, dev=self.dev["data"], dev_split="dev")
         if (part := self.output / "data" / "train").is_dir():
             data = replace(data, train=str(part), split="train")
         batch = replace(config.batch, micro_batch_tokens=None)  # --memory limits the number of pairs
-        return replace(config, data=data, batch=batch, output_dir=str(self.output / folder), resume=True)
+        return replace(config, data=data, batch=batch, output_dir=str(self.output / folder))
 
     def _divide(self) -> None:
         """Write a small dev set: a sample of the dev data or, if there is none, of the training queries (not trained on)."""

@@ -148,7 +148,8 @@ class _Rounds:
                 write_text(finished, "")
 
     def _config(self, number: int) -> TrainConfig:
-        config = replace(self.config, output_dir=str(self.model(number).parent), resume=True)
+        folder = str(self.model(number).parent)
+        config = replace(self.config, output_dir=folder, resume=True, allow_changes=False)
         if number and self.options.start == "previous":
             config = replace(config, model=replace(config.model, name=str(self.model(number - 1)), **TRAINED_MODEL))
         if self.mined(number).exists():
