@@ -339,7 +339,7 @@ def _read_pair(name: str, passage_name: str | Path | None, given: dict[str, Any]
         expected = files.settings.get(key, getattr(EncoderSettings, key))
         if key not in given and settings.get(key, expected) != expected:
             found = f"{key} is {expected} for queries and {settings[key]} for passages"
-            raise InputError(f"{passage_name}: {found}; both towers need the same value. Set {key} to choose it.")
+            raise InputError(f"{passage_name}: {found}; they must be equal. Set {key} (--model.{key}).")
     stated = {key: settings[key] for key in ("max_passage_length", "passage_prefix") if key in settings}
     return files._replace(settings=files.settings | stated, passage=passage)
 
