@@ -98,7 +98,8 @@ def _evaluate(task: options.EvaluateConfig, encoder: EncoderConfig, settings: Se
             how |= {"split": task.split, "relevance_level": level, "evaluator": task.evaluator}
             if evaluate.is_benchmark(task.data):
                 return render_benchmark(evaluate.evaluate_benchmark(encoder, task.data, **how))
-            return render_metrics(evaluate.evaluate(encoder, task.data, **how))
+            only = next((each.data for each in evaluate.benchmark_sets(task.data, task.split)), task.data)
+            return render_metrics(evaluate.evaluate(encoder, only, **how))
         if task.questions is not None:
             how |= {"match": task.match, "processes": task.processes}
             return render_metrics(evaluate_questions(encoder, task.questions, str(task.passages), **how))

@@ -188,6 +188,17 @@ def test_beir_is_fifteen_sets_of_which_one_has_twelve_forums(capsys):
     assert scores["cqadupstack"] == pytest.approx(np.mean(forums))
 
 
+def test_a_list_of_one_data_set_is_this_data_set(tmp_path, monkeypatch, capsys):
+    """The comma at its end was once part of the name."""
+    write_beir(tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    outputs = []
+    for name in ("data", "data,", " data, "):
+        assert main(["evaluate", "--model", "bm25", "--data", name]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[1:] == outputs[:1] * 2
+
+
 def test_nanobeir_and_lists_are_taken_apart(tmp_path, monkeypatch):
     assert [part.data for part in benchmark_sets("nanobeir", "test")][::12] == [
         "nanobeir/arguana",
