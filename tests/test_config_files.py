@@ -339,6 +339,12 @@ def test_config_of_a_finished_run_is_accepted(arguments, written, capsys):
     assert "contaccum: nowhere: " in capsys.readouterr().err
 
 
+def test_a_number_for_a_text_setting_is_answered_with_quotes(written, capsys):
+    """`data.train: 123` was once answered with: data.train is '123', expected text."""
+    found = refused(capsys, "train", "--config", written("data:\n  train: 123\n"))
+    assert "c.yaml:2: data.train is '123', expected text; write it in quotes" in found
+
+
 def test_every_setting_says_what_it_accepts():
     assert all(describe(declared) for _, _, declared in leaves(TrainConfig()))
 

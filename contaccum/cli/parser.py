@@ -308,4 +308,6 @@ def explain(commands: Mapping[str, Command], arguments: list[str], error: Argume
     allowed = describe(declared[option])
     near = difflib.get_close_matches(value, choices_of(declared[option]), n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
+    if allowed.startswith("text") and value[:1] not in ("[", "{"):  # YAML reads 123 as a number
+        hint = "; write it in quotes"
     return f"{where} is {value[:100]!r}, expected {allowed}{hint}"
