@@ -17,7 +17,7 @@ from contaccum.data.corpus import beir_records, find_rows
 from contaccum.data.dataset import RetrievalDataset
 from contaccum.data.retrieval_set import Qrels, RetrievalSet
 from contaccum.errors import InputError
-from contaccum.formats.records import write_beir_folder
+from contaccum.formats.records import Example, write_beir_folder
 from contaccum.runtime.files import whole_folder
 
 SHARE = 10
@@ -35,12 +35,17 @@ def write_dev_set(source: RetrievalSet, folder: Path, most_queries: int, most_pa
     _write_dev(folder, source.corpus, {name: source.queries[name] for name in kept}, source.qrels, most_passages, seed)
 
 
-def hold_out(source: RetrievalDataset, folder: Path, most_queries: int, most_passages: int, seed: int) -> None:
+def hold_out(
+    source: RetrievalDataset, folder: Path, most_queries: int, most_passages: int, seed: int, hard_negatives: int = 0
+) -> None:
     """Divide training queries into a dev set, ``folder/dev``, and a training set, ``folder/train``.
 
     The dev set has at most ``most_queries`` queries and at most a tenth of all queries. Its passages are a sample, as in
     ``write_dev_set``. The training set has the other queries and all passages. All queries with the same text (ignoring case
     and spaces) go to the same set. Raises InputError if the dev set would have no query.
+
+    hard_negatives: number of hard negatives per query in training. If a query has fewer, its other negatives fill the gap, as in
+    ``RetrievalDataset.train_set``.
     """
     examples = source.examples()
     numbers = np.flatnonzero(examples.positives.lengths)
@@ -65,11 +70,16 @@ def hold_out(source: RetrievalDataset, folder: Path, most_queries: int, most_pas
     positives = {ids[number]: {passages[row]: 1 for row in examples.positives.row(number)} for number in held}
     queries = {ids[number]: texts[number] for number in held}
     others = beir_records(examples.queries.select(sorted(set(numbers.tolist()) - set(held))))
-    grades = grades_of(example for example in examples if example.query.id not in queries)
+    grades = grades_of(_filled(example, hard_negatives) for example in examples if example.query.id not in queries)
     with whole_folder(folder) as part:
         _write_dev(part / "dev", examples.passages, queries, positives, most_passages, seed)
         (part / "train").mkdir()
         write_beir_folder(part / "train", beir_records(examples.passages), others, {"train": grades})
+
+
+def _filled(example: Example, hard_negatives: int) -> Example:
+    others = example.others[: max(0, hard_negatives - len(example.negatives))]
+    return example._replace(negatives=[*example.negatives, *others])
 
 
 def _write_dev(

@@ -110,8 +110,8 @@ class Auto:
         self.total, self.memory = parse_time(options.time), parse_bytes(options.memory, "--memory")
         settings = {**asdict(base), "auto": {**asdict(options), "dry_run": False}}
         self.state = State.read(self.output / STATE_FILE, settings)
-        train = open_dataset(base.data.train, base.data.split, base.data.policy)
-        splits = splits_of(train.path) if train.path.is_dir() else []
+        self.source = open_dataset(base.data.train, base.data.split, base.data.policy)
+        splits = splits_of(self.source.path) if self.source.path.is_dir() else []
         dev = base.data.dev or (base.data.train if base.data.dev_split in splits else None)
         self.dev_source = (dev, base.data.dev_split) if dev else None
         if dev is None and base.distils:
@@ -155,7 +155,7 @@ class Auto:
             return
         policy, most = self.data.policy, (DEV_QUERIES, DEV_PASSAGES)
         if self.dev_source is None:
-            hold_out(open_dataset(self.data.train, self.data.split, policy), folder, *most, self.base.seed)
+            hold_out(self.source, folder, *most, self.base.seed, self.data.hard_negatives)
         else:
             write_dev_set(open_dataset(*self.dev_source, policy).retrieval_set, folder / "dev", *most, self.base.seed)
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tiny_data import context, dpr, write
 
 from contaccum.data.dataset import open_dataset
 from contaccum.data.dev_set import hold_out, write_dev_set
@@ -78,3 +79,20 @@ def test_too_few_training_queries_are_refused(folder, tmp_path):
     with pytest.raises(InputError, match=r"has 9 training queries; .* at least 10 queries .*Set data\.dev"):
         hold_out(open_dataset(folder, "train"), tmp_path / "data", 300, 60, seed=3)
     assert not (tmp_path / "data").exists()
+
+
+def test_held_out_training_data_keep_the_negatives_of_a_dpr_file(tmp_path):
+    """A query with too few hard negatives uses negative_ctxs. They were once lost, so auto drew random passages instead."""
+    records = [
+        dpr(f"query {n}", [context(n)], [context(f"h{n}")], [context(f"o{n}"), context(f"x{n}")]) for n in range(20)
+    ]
+    source = open_dataset(write(tmp_path / "dpr.json", json.dumps(records)), "train")
+    hold_out(source, tmp_path / "data", 300, 60, seed=3, hard_negatives=2)
+    sets = source.train_set(2), open_dataset(tmp_path / "data" / "train", "train").train_set(2)
+    before, after = (
+        {text: each.passages[each.negatives.row(n)]["id"] for n, text in enumerate(each.queries["text"])}
+        for each in sets
+    )
+    assert after == {text: before[text] for text in after}
+    assert len(after) == 18
+    assert after["query 0"] == ["h0", "o0"]
