@@ -252,7 +252,7 @@ def _check_target(folder: Path) -> None:
         read_json(folder / MANIFEST, _Manifest)
     elif folder.is_file():
         raise InputError(f"{folder}: is a file; expected a folder for an index")
-    elif folder.is_dir() and any(folder.iterdir()):
+    elif folder.is_dir() and any(path.name != ".DS_Store" for path in folder.iterdir()):
         raise InputError(
             f"{folder}: contains files that do not belong to an index; choose an empty folder or the folder of an index"
         )

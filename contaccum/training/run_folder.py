@@ -85,9 +85,12 @@ def claimed_folder(config: TrainConfig) -> Iterator[None]:
 
 
 def _is_unused(path: Path) -> bool:
-    """Return whether ``path`` may be in the folder of a new run: a link to an empty folder, the lock, or a temporary file."""
+    """Return whether ``path`` may be in the folder of a new run.
+
+    Allowed are a link to an empty folder, the lock, a temporary file, and the file of the macOS Finder.
+    """
     linked = path.is_symlink() and path.name in LINKS and not any(path.iterdir())
-    return linked or path.name == LOCK_FILE or is_leftover(path.name)
+    return linked or path.name in (LOCK_FILE, ".DS_Store") or is_leftover(path.name)
 
 
 def _remove_leftovers(run: Path) -> None:

@@ -319,6 +319,16 @@ def test_a_foreign_or_edited_manifest_is_refused(tmp_path, edit, words):
         ShardFolder(tmp_path / "e")
 
 
+def test_the_file_of_the_macos_finder_is_no_foreign_file(tmp_path):
+    """A folder that was opened in the Finder contains .DS_Store. It was once refused as a file of another program."""
+    for _ in range(2):
+        assert encode_texts(WordEncoder(), passages(), tmp_path / "e", shard_size=10)
+        (tmp_path / "e" / ".DS_Store").touch()
+    (tmp_path / "e" / "notes.txt").touch()
+    with pytest.raises(InputError, match=r"contains 'notes\.txt'"):
+        encode_texts(WordEncoder(), passages(), tmp_path / "e", shard_size=10)
+
+
 def test_a_missing_folder_or_manifest_is_named(tmp_path):
     with pytest.raises(InputError, match=r"no manifest\.json \(no embeddings\)"):
         ShardFolder(tmp_path / "nowhere")

@@ -17,7 +17,7 @@ from contaccum.errors import InputError
 from contaccum.runtime.files import sha256_of
 from contaccum.training.log import read_log
 from contaccum.training.loop import train
-from contaccum.training.run_folder import LINKS, all_checkpoints, newest_checkpoint, read_config
+from contaccum.training.run_folder import LINKS, all_checkpoints, claimed_folder, newest_checkpoint, read_config
 
 LATER_KEYS = (
     "format_version",
@@ -245,6 +245,14 @@ def test_link_to_a_folder_with_other_files_is_refused(again, scene, tmp_path):
     with pytest.raises(InputError, match=r"model: this link points to .*other, which is not empty"):
         train(train_config(scene[0], run, resume=again, **CHANGES, **{"data.dev": str(scene[0])}))
     assert [path.name for path in other.iterdir()] == ["notes.txt"]
+
+
+def test_a_folder_with_only_the_file_of_the_macos_finder_is_empty(tmp_path):
+    (tmp_path / ".DS_Store").touch()
+    with claimed_folder(train_config(tmp_path / "data", tmp_path)):
+        (tmp_path / "notes.txt").touch()
+    with pytest.raises(InputError, match="not empty"), claimed_folder(train_config(tmp_path / "data", tmp_path)):
+        pass
 
 
 # a folder that moves
