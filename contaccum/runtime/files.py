@@ -218,7 +218,7 @@ def read_text(path: str | Path, what: str, max_bytes: int = MAX_JSON) -> str:
                 raise InputError(f"{path}: not a regular file; expected {what}")
             if status.st_size > max_bytes:
                 raise InputError(f"{path}: has {status.st_size} bytes; {what} may have at most {max_bytes}")
-            return file.read(status.st_size).decode("utf-8")
+            return file.read(status.st_size).decode("utf-8-sig")  # drops a byte order mark
     except InputError:
         raise
     except UnicodeDecodeError as error:

@@ -41,6 +41,12 @@ def test_values_that_were_written_are_read_back(tmp_path):
     assert read_json(tmp_path / "m.json") == {**GOOD, "unknown": None}
 
 
+def test_a_byte_order_mark_is_dropped(tmp_path):
+    """Notepad and PowerShell write one. It was once answered with: not JSON (Unexpected UTF-8 BOM)."""
+    (tmp_path / "a.json").write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n')
+    assert read_json(tmp_path / "a.json") == {"a": 1}
+
+
 def test_missing_keys_of_a_dataclass_have_their_defaults(tmp_path):
     write_json(tmp_path / "s.json", {"name": "a"})
     assert read_json(tmp_path / "s.json", Settings) == Settings("a", 3)
