@@ -30,9 +30,17 @@ from contaccum.data.examples import ExampleTable
 from contaccum.data.retrieval_set import JudgedSplit, judged_split, keep_answerable, qrels_file, splits_of
 from contaccum.data.tables import PASSAGE_COLUMNS, column_batches
 from contaccum.errors import InputError
-from contaccum.formats.records import Example, Question, plain_id, plain_split, record_line, write_beir_folder
+from contaccum.formats.records import (
+    Example,
+    Question,
+    plain_id,
+    plain_split,
+    record_line,
+    whole_records,
+    write_beir_folder,
+)
 from contaccum.formats.training import Form, example_record, framed
-from contaccum.runtime.files import sweep, whole_file, whole_folder
+from contaccum.runtime.files import sweep, whole_folder
 
 Stats = dict[str, Any]
 
@@ -210,7 +218,7 @@ def convert(
         with whole_folder(target) as folder:
             write_beir_folder(folder, corpus, queries, {split: grades_of(examples)})
     else:
-        with whole_file(target) as file:
+        with whole_records(target) as file:
             file.writelines(framed((record_line(example_record(example, to)) for example in examples), to))
 
 

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 from contaccum.config import DataPolicy
 from contaccum.errors import InputError
-from contaccum.runtime.files import refuse_url
+from contaccum.runtime.files import refuse_url, whole_file
 
 CHUNK = 1 << 20  # number of bytes that are read at a time
 LONGEST = 2000  # maximum number of characters of a rejected record that are saved
@@ -286,6 +286,17 @@ def _text_of(raw: bytes, location: SourceLocation) -> str:
 
 def not_utf8(error: UnicodeDecodeError) -> str:
     return f"byte 0x{error.object[error.start]:02x} is not UTF-8; the text must be valid UTF-8"
+
+
+@contextmanager
+def whole_records(path: str | Path) -> Iterator[BinaryIO]:
+    """Yield a temporary file, as ``whole_file`` does. If the name ends with .gz, the content of the file is gzipped."""
+    with whole_file(path) as file:
+        if str(path).endswith(".gz"):
+            with gzip.GzipFile("", "wb", 6, file, mtime=0) as packed:
+                yield cast(Any, packed)
+        else:
+            yield file
 
 
 def record_line(record: Mapping[str, Any]) -> bytes:

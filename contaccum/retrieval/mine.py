@@ -22,7 +22,7 @@ from contaccum.config.commands import DataPolicy, EncoderConfig, MineConfig, Sea
 from contaccum.data.corpus import find_rows
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.errors import InputError
-from contaccum.formats.records import Example, Passage, TeacherScores, record_line
+from contaccum.formats.records import Example, Passage, TeacherScores, record_line, whole_records
 from contaccum.formats.training import Form, example_record, framed
 from contaccum.retrieval.encode import Texts
 from contaccum.retrieval.negatives import CrossEncoder, MiningQueries, select_negatives
@@ -293,7 +293,7 @@ def write_mined(
             settings = {"settings": asdict(mining.settings)}
             report = {**about, "search": mining.retriever.index_settings, **settings, **blocks.report()}
             write_json(about_path(output), report)
-            with whole_file(output) as file:
+            with whole_records(output) as file:
                 file.writelines(framed(blocks.lines(), mining.to))
             remove_folder(blocks.folder)
     group.barrier()

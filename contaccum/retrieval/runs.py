@@ -16,8 +16,7 @@ from datasets import Dataset
 from contaccum.data.corpus import find_rows
 from contaccum.data.tables import column_batches
 from contaccum.errors import InputError
-from contaccum.formats.records import numbered_lines
-from contaccum.runtime.files import whole_file
+from contaccum.formats.records import numbered_lines, whole_records
 
 Run = dict[str, list[tuple[str, float]]]
 """Query id -> list of (passage id, score), best first."""
@@ -38,7 +37,7 @@ def write_run(path: str | Path, run: Run, tag: str = "contaccum") -> None:
     format does not allow this.
     """
     _refuse_white_space(tag, "tag", path)
-    with whole_file(path) as file:
+    with whole_records(path) as file:
         for query_id, hits in run.items():
             _refuse_white_space(query_id, "query id", path)
             for rank, (passage_id, score) in enumerate(hits, 1):

@@ -1,5 +1,6 @@
 """Round trips between the formats, and refused conversions."""
 
+import gzip
 import itertools
 import json
 
@@ -30,6 +31,15 @@ def meaning(path, split="train"):
         example.query: tuple({row.id: row.content for row in rows} for rows in (example.positives, example.negatives))
         for example in read_examples(path)
     }
+
+
+@pytest.mark.parametrize("form", ["dpr", "jsonl", "tevatron"])
+def test_a_target_with_the_ending_gz_is_gzipped(tmp_path, form):
+    """The file once had plain text under a .gz name."""
+    for name in ("plain", "packed.gz", "again.gz"):
+        convert(beir(tmp_path / f"source-{name}"), tmp_path / name, form)
+    assert gzip.decompress((tmp_path / "packed.gz").read_bytes()) == (tmp_path / "plain").read_bytes()
+    assert (tmp_path / "packed.gz").read_bytes() == (tmp_path / "again.gz").read_bytes()
 
 
 @pytest.mark.parametrize(("first", "second"), list(itertools.permutations(FORMS, 2)))

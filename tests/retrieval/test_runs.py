@@ -43,6 +43,13 @@ def test_the_score_decides_and_not_the_rank_column_or_the_lines_order(tmp_path):
     assert read_run(path) == {"q": [("high", 0.9), ("middle", 0.5), ("low", 0.1)]}
 
 
+def test_a_run_with_the_ending_gz_is_gzipped(tmp_path):
+    run = {"q": [("d", 2.0), ("e", 1.0)]}
+    write_run(tmp_path / "run.trec.gz", run)
+    assert gzip.decompress((tmp_path / "run.trec.gz").read_bytes()).splitlines()[1] == b"q Q0 e 2 1.0 contaccum"
+    assert read_run(tmp_path / "run.trec.gz") == run
+
+
 def test_a_gzipped_run_is_read(tmp_path):
     with gzip.open(tmp_path / "run.gz", "wt") as file:
         file.write("q Q0 d 1 2 x\n")
