@@ -70,16 +70,16 @@ def _search(task: options.QueryConfig, encoder: EncoderConfig, settings: SearchC
     from contaccum.runtime.processes import joined
 
     k = (100 if task.output else 10) if task.k is None else task.k
-    how: dict[str, Any] = {"data": task.data, "k": k, "settings": settings, "policy": policy}
+    how: dict[str, Any] = {"data": task.data, "split": task.split, "k": k, "settings": settings, "policy": policy}
     if task.interactive:
         from contaccum.explore.app import converse
 
-        converse(encoder, split=task.split, **how)
+        converse(encoder, **how)
         return None
     with joined(encoder.timeout_minutes) as group:
         if task.query is not None:
             return render_passages(look(encoder, query=task.query, group=group, **how)) or "no passage was found"
-        search(encoder, split=task.split, output=task.output, group=group, **how)
+        search(encoder, output=task.output, group=group, **how)
     return task.output
 
 

@@ -69,8 +69,9 @@ class QueryConfig:
 
     data: str
     """Data set: BEIR folder or name of a data set."""
-    split: str = setting("test", unused_with=("query",))
-    """Split whose queries are run. With --interactive, results that are relevant in this split are marked."""
+    split: str = "test"
+    """Split whose queries are run. With --interactive, results that are relevant in this split are marked. With --query, only a
+    data set of the Hub needs a split."""
     output: str | None = None
     """TREC run file to write."""
     query: str | None = None

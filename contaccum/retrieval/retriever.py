@@ -338,10 +338,12 @@ def look(
     settings: SearchConfig = DEFAULTS,
     policy: DataPolicy = DEFAULT_POLICY,
     group: Processes = ALONE,
+    split: str = "test",
 ) -> list[RankedPassage]:
-    """Return the k best passages of a corpus for one query text, with title and text. For ``group`` see ``search``."""
+    """Return the k best passages for one query text, with title and text. split: used only for a data set of the Hub."""
     require_utf8(query, "the query")
     with group.main_first():
-        corpus = open_dataset(data, policy=policy).corpus
+        given = open_dataset(data, split, policy)
+        corpus = given.corpus if given.path.is_dir() else given.searchable_set.corpus
     run = Retriever.open(choice, corpus, settings, group).search({"query": query}, k)
     return read_passages(corpus, run["query"])

@@ -149,9 +149,7 @@ def test_passage_encoder_with_another_pooling_or_similarity_is_refused(key, valu
     words_encoder().save(tmp_path / "query")
     words_encoder(**{key: value}).save(tmp_path / "passage")
     names = {"name": tmp_path / "query", "passage_name": tmp_path / "passage"}
-    with pytest.raises(
-        InputError, match=f"passage: {key} is .* for queries and {value} for passages; .*--model.{key}"
-    ):
+    with pytest.raises(InputError, match=f"passage: {key} is .* for queries and {value} for passages; .*--model.{key}"):
         DualEncoder.load(**names)
     assert getattr(DualEncoder.load(**names, **{key: value}).settings, key) == value
 

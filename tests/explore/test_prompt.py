@@ -44,6 +44,22 @@ def test_queries_from_a_pipe(data, monkeypatch, capsys):
     assert unjudged == "\n".join(lines[:-1]).replace("+", " ") + "\n\n"
 
 
+@pytest.mark.parametrize("name", ["pairs.jsonl", "hub:faq?query=question&pos=answer"])
+def test_one_query_searches_what_the_prompt_searches(name, tmp_path, monkeypatch, capsys):
+    """--query once refused a file of examples, and a table without a split named test, although --interactive read both."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "faq").mkdir()
+    (tmp_path / "faq" / "a.csv").write_text("question,answer\nwhere,here we are\nwhen,now or never\n")
+    (tmp_path / "pairs.jsonl").write_text('{"query": "when", "pos": ["now or never"], "neg": ["here we are"]}\n')
+    call = ["search", "--model", "bm25", "--data", name, "--split", "train"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("now\n"))
+    assert main([*call, "--interactive"]) == 0
+    prompted = capsys.readouterr().out
+    assert main([*call, "--query", "now"]) == 0
+    assert capsys.readouterr() == (prompted.rstrip("\n") + "\n", "")
+    assert "now or never" in prompted
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
