@@ -27,7 +27,14 @@ from contaccum.config import DataPolicy
 from contaccum.data.corpus import beir_records
 from contaccum.data.dataset import DEFAULT_POLICY, RetrievalDataset, open_dataset
 from contaccum.data.examples import ExampleTable
-from contaccum.data.retrieval_set import JudgedSplit, judged_split, keep_answerable, qrels_file, splits_of
+from contaccum.data.retrieval_set import (
+    JudgedSplit,
+    judged_split,
+    keep_answerable,
+    qrels_file,
+    splits_of,
+    warn_of_own_ids,
+)
 from contaccum.data.tables import PASSAGE_COLUMNS, column_batches
 from contaccum.errors import InputError
 from contaccum.formats.records import (
@@ -96,6 +103,7 @@ def _beir(data: RetrievalDataset, split: str | None) -> Stats:
 def _split(path: Path, name: str, judged: JudgedSplit, strict: bool) -> Stats:
     source, qrels = qrels_file(path, name), judged.qrels
     kept = keep_answerable(source, qrels, strict)
+    warn_of_own_ids(source, kept)
     counts = Counter(grade for grades in qrels.values() for grade in grades.values())
     return {
         "queries": len(qrels),

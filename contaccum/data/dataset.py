@@ -22,6 +22,7 @@ from contaccum.data.retrieval_set import (
     qrels_file,
     read_grades,
     splits_of,
+    warn_of_own_ids,
 )
 from contaccum.data.tables import report_rejected
 from contaccum.data.train_set import Member, TrainSet, check_hard_negatives, check_scores, from_examples, mixture_of
@@ -100,13 +101,16 @@ class RetrievalDataset:
         grades = read_grades(source, self._policy)
         report_rejected(source, grades.rejected)
         self._count(source.name, len(grades.rejected.entries))
-        return keep_answerable(source, grades.qrels, self._policy.strict)
+        kept = keep_answerable(source, grades.qrels, self._policy.strict)
+        warn_of_own_ids(source, kept)
+        return kept
 
     @cached_property
     def retrieval_set(self) -> RetrievalSet:
         """Corpus, judged queries and qrels of a BEIR split or of training examples. Positives of examples have grade 1."""
         found = self._judged if self.kind == "beir" else examples_as_retrieval(self.path, self.policy)
         self.left_out |= found.left_out
+        warn_of_own_ids(self.path, found.qrels)
         return found
 
     @cached_property

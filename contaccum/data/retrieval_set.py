@@ -203,6 +203,16 @@ def keep_answerable(source: Path, qrels: Qrels, strict: bool) -> Qrels:
     return kept
 
 
+def warn_of_own_ids(source: Path, qrels: Qrels) -> None:
+    """Warn about queries that have the id of one of their positives. As in BEIR, a search leaves out such a passage."""
+    if count := sum(grades.get(query, 0) > 0 for query, grades in qrels.items()):
+        warnings.warn(
+            f"{source}: {count} queries have the same id as one of their positives. As in BEIR, the passage with the id of the "
+            "query is left out of its results, so these positives count as not found. Use ids such as q1 and p1.",
+            stacklevel=4,
+        )
+
+
 def examples_as_retrieval(path: Path, policy: DataPolicy) -> RetrievalSet:
     """Convert a file of training examples to a retrieval set. The corpus has all passages; positives get grade 1."""
     examples = load_examples(path, policy)

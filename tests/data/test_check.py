@@ -1,10 +1,12 @@
 """Statistics of small data sets, against hand counts."""
 
 import json
+import warnings
 
 import pytest
 from tiny_data import beir, context, dpr, lines, write, write_gzip
 
+from contaccum import evaluate
 from contaccum.config.commands import DataPolicy
 from contaccum.data.commands import check, render
 from contaccum.errors import InputError
@@ -42,6 +44,23 @@ def test_check_counts_queries_in_several_splits(tmp_path):
     beir(tmp_path, "q0\tp0\t1\nq1\tp0\t1\n", "train")
     beir(tmp_path, "q1\tp1\t1\n", "test")
     assert check(tmp_path)["queries in several splits"] == 1
+
+
+def test_queries_with_the_id_of_a_positive_are_counted(tmp_path):
+    """Two tables of a database often number their rows from 1. Every metric was then 0, without a word."""
+    records = [{"query_id": n, "query": f"red {n}", "pos": ["a red fox"], "pos_id": [0]} for n in range(4)]
+    found = "1 queries have the same id as one of their positives"
+    with pytest.warns(UserWarning, match=rf"pairs.jsonl: {found}"):
+        evaluate("bm25", str(write(tmp_path / "pairs.jsonl", lines(*records))))
+    for name, ids in (("same", "x\tx"), ("other", "x\ty")):
+        write(tmp_path / name / "corpus.jsonl", lines(*({"_id": key, "text": key} for key in "xy")))
+        write(tmp_path / name / "queries.jsonl", lines({"_id": "x", "text": "x"}))
+        write(tmp_path / name / "qrels" / "test.tsv", f"{ids}\t1\nx\tx\t{int(name == 'same')}\n")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            check(tmp_path / name)
+            evaluate("bm25", str(tmp_path / name))
+        assert len([each for each in caught if "the same id as" in str(each.message)]) == (2 if name == "same" else 0)
 
 
 def test_strict_refuses_queries_without_a_positive(tmp_path):
