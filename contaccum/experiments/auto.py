@@ -77,9 +77,8 @@ def run_auto(configure: Configure, options: AutoConfig) -> str:
     auto = Auto(configure, options)
     auto.output.mkdir(parents=True, exist_ok=True)
     with waiting_lock(auto.output / LOCK_FILE, after=1.0), StopSignals():
-        auto.state = State.read(
-            auto.state.file, auto.state.settings
-        )  # another call may have written it during the wait
+        # another call may have written the state during the wait
+        auto.state = State.read(auto.state.file, auto.state.settings)
         try:
             return auto.run()
         except Interrupted as signal:
@@ -102,10 +101,8 @@ class Auto:
                 "contaccum auto supports neither data.mixture nor data.streaming; set data.train to one data set"
             )
         given, default = flat(asdict(base)), flat(asdict(TrainConfig()))
-        if ignored := [name for name in CHOSEN if given[name] != default[name]]:
-            warnings.warn(
-                f"contaccum auto chooses these settings and ignores your values: {', '.join(ignored)}", stacklevel=2
-            )
+        if ignored := ", ".join(name for name in CHOSEN if given[name] != default[name]):
+            warnings.warn(f"contaccum auto chooses these settings and ignores your values: {ignored}", stacklevel=2)
         self.base, self.output, self.data = base, Path(base.output_dir), base.data
         self.total, self.memory = parse_time(options.time), parse_bytes(options.memory, "--memory")
         settings = {**asdict(base), "auto": {**asdict(options), "dry_run": False}}
