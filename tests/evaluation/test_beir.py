@@ -166,6 +166,7 @@ def test_own_id_is_dropped_before_the_cutoff():
     assert retriever.search({"a": "red apples"}, 2, ignore_identical_ids=True) == {"a": hits[1:]}
 
 
+@pytest.mark.filterwarnings("ignore:.*queries have the same id as one of their positives")
 @pytest.mark.parametrize(("given", "score"), [({}, 1.0), ({"query_id": 1}, 0.0)])
 def test_only_an_id_that_the_data_gives_makes_a_passage_the_query_itself(given, score, tmp_path):
     records = [
