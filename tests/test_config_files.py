@@ -376,10 +376,34 @@ def test_train_with_a_config_for_rounds_points_to_rounds(section, written, capsy
 
 
 @pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("seed:", "seed is null, expected a value"),
+        ("run: {<<: {save_steps: a}}", "c.yaml:1: run.save_steps is 'a', expected a whole number (at least 0)"),
+        ("run: {<<: [{seed: 1}]}", "c.yaml:1: run.seed: no such setting; did you mean seed?"),
+        ("<<: {run: 3}", "c.yaml:1: run is '3', expected a group of settings"),
+        ("<<: {optim: {fused: false}}", "c.yaml:1: optim.fused is false, but this setting was removed"),
+        (
+            "run:\n  save_steps: a\n  <<: {save_steps: 5}",
+            "c.yaml:2: run.save_steps is 'a', expected a whole number (at least 0)",
+        ),
+    ],
+)
+def test_wrong_setting_is_named_where_yaml_merges_it_and_without_a_value(text, words, written, capsys):
+    assert words in refused(
+        capsys, "train", "--config", written(text), "--output_dir", "out", "--data.train", "nowhere"
+    )
+
+
+@pytest.mark.parametrize(
     ("entry", "words"),
     [
-        ("{train: a, weightt: 3}", "data.mixture has no setting 'weightt'; did you mean weight?"),
-        ("{train: a, weight: heavy}", "c.yaml:2: data.mixture is 'heavy', expected a list of train, split, weight, "),
+        ("{train: a, weightt: 3}", "c.yaml:2: data.mixture[0].weightt: no such setting; did you mean weight?"),
+        ("{train: a, weight: heavy}", "c.yaml:2: data.mixture[0].weight is 'heavy', expected a number (more than 0)"),
+        (
+            "{train: a, weight: 1}, {train: b, weight: heavy}",
+            "c.yaml:2: data.mixture: weight is 'heavy', expected a number (more than 0), or null",
+        ),
         ("{train: a, __path__: x}", "c.yaml:2: found the key '__path__'"),
         ("scifact", "c.yaml:2: data.mixture is 'scifact', expected a list of train, split, weight, "),
     ],

@@ -298,16 +298,28 @@ def explain(commands: Mapping[str, Command], arguments: list[str], error: Argume
         return f"{explicit[1]} takes no value, but got {explicit[2]}"
     if unknown := re.search(r"[Kk]ey \"([\w.]+)\": .* Option '(\w+)' is not accepted", sentence):
         names = [each.name for each in fields(get_args(declared[unknown[1]].type)[0])]
-        return f"{unknown[1]} has no setting {unknown[2]!r}{closest(unknown[2], names)}"
+        return f"{_source(unknown[1], arguments, unknown[2])}: no such setting{closest(unknown[2], names)}"
     found = re.search(r'[Kk]ey "([\w.]+)": .*(?:Got value|Given value|dot import path string): ?(.*)$', sentence)
     if not found or found[1] not in declared:
         return sentence
-    option, value = found[1], found[2]
-    given = any(word.partition("=")[0] == f"--{option}" for word in arguments)
-    where = f"{ConfigFile.places[option]}: {option}" if option in ConfigFile.places and not given else f"--{option}"
-    allowed = describe(declared[option])
-    near = difflib.get_close_matches(value, choices_of(declared[option]), n=1)
+    option, value, wrong = found[1], found[2], declared[found[1]]
+    where = _source(option, arguments)
+    inner = re.search(r'[Kk]ey "(\w+)": ', sentence)
+    if inner and (items := next(filter(is_dataclass, get_args(wrong.type)), None)):  # a key of an item of data.mixture
+        wrong = next(each for each in fields(items) if each.name == inner[1])
+        where = _source(option, arguments, inner[1])
+    near = difflib.get_close_matches(value, choices_of(wrong), n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    if allowed.startswith("text") and value[:1] not in ("[", "{"):  # YAML reads 123 as a number
+    if (allowed := describe(wrong)).startswith("text") and value[:1] not in ("[", "{"):  # YAML reads 123 as a number
         hint = "; write it in quotes"
     return f"{where} is {value[:100]!r}, expected {allowed}{hint}"
+
+
+def _source(option: str, arguments: list[str], key: str = "") -> str:
+    """Return the name of a setting, with the file and line of its value if a file sets it. key: key of an item of a list."""
+    if any(word.partition("=")[0] == f"--{option}" for word in arguments):
+        return f"--{option}: {key}" if key else f"--{option}"
+    items = [name for name in ConfigFile.places if re.fullmatch(rf"{re.escape(option)}\[\d+\]\.{key}", name)]
+    name = items[0] if len(items) == 1 else option
+    found = f"{ConfigFile.places[name]}: {name}" if name in ConfigFile.places else f"--{option}"
+    return f"{found}: {key}" if key and name == option else found

@@ -1,6 +1,7 @@
 """Find and check YAML files of settings. Files that are too large or contain anything but settings are refused."""
 
 import os
+import re
 from collections.abc import Collection, Iterator
 from itertools import islice
 from pathlib import Path
@@ -21,6 +22,8 @@ READY = Path(__file__).parent.parent / "configs"
 """Folder of the ready-made configs."""
 CONFIG_VERSION = 1
 """``format_version`` that a run writes into its config.yaml. This code reads this version and older versions."""
+MERGE = "tag:yaml.org,2002:merge"
+_MERGED = re.compile(r"\[<<\](\[\d+\])?")  # part of the names of merged settings (``<<: *name``)
 _IMPORTING = {"class_path", "init_args", "config"}  # keys for which jsonargparse imports a class or reads another file
 
 
@@ -75,20 +78,27 @@ def check_config_file(path: str | Path, text: str, known: Collection[str] | None
         if name in lines:
             raise _error(path, key, f"duplicate setting {name!r} (first in line {lines[name]}); give each setting once")
         lines[name] = key.start_mark.line + 1
+        if key.tag == MERGE:
+            continue
+        name = _MERGED.sub("", name).lstrip(".")
         is_group = any(each.startswith(f"{name}.") for each in known or ())
         if is_group and not isinstance(value, yaml.MappingNode):
             raise _error(path, value, f"{name} is {_kind(value)}, expected a group of settings")
         text = value.value if isinstance(value, yaml.ScalarNode) else _kind(value)
         plain = {"true": True, "false": False}.get(text.lower(), text)
+        place = f"{path}:{key.start_mark.line + 1}"
         if name == "format_version":
-            check_version(text, f"{path}:{lines[name]}")
+            check_version(text, place)
         elif not is_ignored(name, plain):
-            refuse_removed(f"{path}:{lines[name]}: ", name, plain)
+            refuse_removed(f"{place}: ", name, plain)
             if "[" not in name and known is not None and name not in known and not is_group:
                 raise _error(path, key, f"{name}: no such setting{unknown(name, text, known)}")
             continue
         parent.value = [pair for pair in parent.value if pair[0] is not key]
-    return ConfigText(yaml.serialize(root), {name: f"{path}:{line}" for name, line in lines.items()})
+    merged_first = sorted(lines, key=lambda name: "<<" not in name)  # other settings override merged ones
+    places = {_MERGED.sub("", name).lstrip("."): f"{path}:{lines[name]}" for name in merged_first}
+    # jsonargparse would take a text of one key without a value, such as "seed:", for the name of a file
+    return ConfigText(f"# settings\n{yaml.serialize(root)}", places)
 
 
 def checked_nodes(path: str | Path, text: str) -> tuple[yaml.MappingNode, list[tuple[str, Any, Any, Any]]]:
@@ -134,8 +144,7 @@ def _nodes(
                 raise _error(path, key, f"found {_kind(key)} as a key, expected the name of a setting")
             if (last := key.value.rpartition(".")[2]) in _IMPORTING or last.startswith("__"):
                 raise _error(path, key, f"found the key {key.value!r}, which is not a setting; remove it")
-            merged = key.tag == "tag:yaml.org,2002:merge"
-            name = f"{prefix}[<<]" if merged else f"{prefix}.{key.value}".lstrip(".")
+            name = f"{prefix}[<<]" if key.tag == MERGE else f"{prefix}.{key.value}".lstrip(".")
         if not value.tag.startswith("tag:yaml.org,2002:") or "python" in value.tag:
             raise _error(path, value, f"found the tag {value.tag!r}, expected plain values")
         if value.tag.endswith(":int") and len(value.value) > MAX_DIGITS:

@@ -1,5 +1,6 @@
 """Read the variants that ``contaccum compare`` trains: methods, fixed values, and combinations of values to tune."""
 
+import datetime
 import json
 import re
 import warnings
@@ -163,4 +164,5 @@ def _values(where: str, row: dict[Any, Any]) -> Values:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    # YAML reads 2026-11-25 as a date
+    return str(value) if isinstance(value, str | datetime.date) else json.dumps(value, default=str)

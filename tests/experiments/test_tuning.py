@@ -169,6 +169,15 @@ def test_settings_file_gives_grids_and_lists_of_complete_settings(tmp_path):
     }  # fmt: skip
 
 
+def test_dates_in_a_settings_file_are_texts(tmp_path):
+    file = tmp_path / "methods.yaml"
+    file.write_text("cont_accum: {model.query_prefix: 2026-11-25, tune: {bank.size: [[2026-11-25], 64]}}")
+    (row,) = read_settings(str(file), {})
+    assert row.changes(row.candidates[0]) == {
+        "method": "cont_accum", "model.query_prefix": "2026-11-25", "bank.size": '["2026-11-25"]',
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
