@@ -453,6 +453,13 @@ def test_a_query_without_results_is_answered_with_a_sentence(data, capsys):
     assert capsys.readouterr().out == "no passage was found\n"
 
 
+@pytest.mark.parametrize("query", ["null", "~"])
+def test_a_query_that_yaml_reads_as_no_value_is_searched(query, tmp_path, capsys):
+    data = write_beir(tmp_path / "data")
+    assert main(["search", "--model", "bm25", "--data", str(data), "--query", query]) == 0
+    assert capsys.readouterr().out == "no passage was found\n"
+
+
 def test_resume_is_a_flag_and_prefixes_are_not_completed():
     train = make_parser(COMMANDS, ["train"])
     assert train.parse_args(["train", "--resume"]).train.resume is True

@@ -155,7 +155,8 @@ def _keywords(option: str, declared: Field) -> dict[str, Any]:
     spec, default = spec_of(declared), default_of(declared)
     if spec.flag and "." not in option:
         return {"action": "store_true"}
-    keywords: dict[str, Any] = {"type": declared.type}
+    # any text can be a query, also "null", which YAML reads as no value
+    keywords: dict[str, Any] = {"type": str if option == "query" else declared.type}
     if spec.metavar or spec.unit:
         keywords["metavar"] = spec.metavar or spec.unit.upper()
     if spec.several:
