@@ -322,6 +322,18 @@ def test_settings_that_leave_out_pairs_have_an_effect(changes, recwarn):
     assert not recwarn.list
 
 
+def test_a_config_of_cont_cache_that_samples_texts_for_grad_cache_is_named(recwarn):
+    """--config demo --method grad_cache keeps the config's replay.share."""
+    sampled = {"method": "grad_cache", "replay.share": 0.5}
+    validate(config(**sampled))
+    validate(config(**{**sampled, "method": "cont_cache"}))
+    assert not recwarn.list
+    with pytest.warns(
+        UserWarning, match=r"replay\.share is 0\.5, so the second pass of grad_cache encodes only a sample"
+    ):
+        validate(config(**sampled, **{"bank.age_decay": 1.0}))
+
+
 REMOVED_CALLS = [
     ("model.pack_linears", "true", "Training no longer packs linear layers. To train faster, use model.unpad"),
     ("bank.visibility", "on_step", "always visible"),

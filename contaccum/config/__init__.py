@@ -5,7 +5,7 @@ This module declares the config of a training run, checks it, and writes it as Y
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -170,6 +170,14 @@ def validate(config: TrainConfig, world: int = 1, warn: bool = True) -> None:
     if warn and config.bank_size() and config.spec.pushes_whole_step and not config.bank.keep:
         warnings.warn(
             "With bank.keep=false, the bank is emptied before its rows are used, so the bank has no effect.",
+            stacklevel=2,
+        )
+    of_cont_cache = replace(config.bank, size=None) != BankConfig()
+    if warn and config.method == "grad_cache" and config.replay_share < 1 and of_cont_cache:
+        # a ready-made config of cont_cache with another method: --config demo --method grad_cache
+        warnings.warn(
+            f"replay.share is {config.replay.share}, so the second pass of grad_cache encodes only a sample of the texts. "
+            "For GradCache without sampling, set replay.share to 1 and replay.balance to false.",
             stacklevel=2,
         )
 
