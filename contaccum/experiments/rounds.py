@@ -5,7 +5,7 @@ Content of ``output_dir``:
 - ``round-0``: first training run
 - ``mined-1.jsonl``: hard negatives that the model of ``round-0`` found
 - ``round-1``: training run with these negatives, and so on
-- ``rounds.yaml``: settings; only ``rounds.count`` can change later
+- ``rounds.yaml``: settings, of which only ``rounds.count`` can change later, and hashes of the data
 
 The command skips finished training runs and finished mining.
 """
@@ -21,6 +21,7 @@ import yaml
 from contaccum.config import ModelConfig, TrainConfig, settings_with, validate
 from contaccum.config.commands import EncoderConfig, MineConfig, SearchConfig
 from contaccum.config.experiments import RoundsConfig
+from contaccum.data.dataset import open_dataset
 from contaccum.errors import InputError, Interrupted
 from contaccum.retrieval.mine import mine, render_mined
 from contaccum.retrieval.retriever import BM25_NAME
@@ -76,14 +77,16 @@ def _check(config: TrainConfig, mining: MineConfig, options: RoundsConfig) -> No
 
 
 def _claim(output: Path, config: TrainConfig, mining: MineConfig, options: RoundsConfig) -> None:
-    """Write the settings to ``output``. Raise InputError if it has files but no settings, or different settings.
+    """Write the settings to ``output``. Raise InputError if it has files but no settings, or different settings or data.
 
     Only ``rounds.count`` may be different.
     """
     settings = {**asdict(config), "mine": asdict(mining), "rounds": asdict(options)}
-    file = output / SETTINGS_FILE
+    file, content = output / SETTINGS_FILE, {}
     if file.is_file():
-        changes = config_differences(read_config(output, SETTINGS_FILE), settings)
+        earlier = read_config(output, SETTINGS_FILE)
+        content = earlier.pop("content", {})  # empty in files of older versions
+        changes = config_differences(earlier, settings)
         if found := "; ".join(change for change in changes if not change.startswith("rounds.count ")):
             raise InputError(
                 f"{output}: contains rounds of an earlier call with other settings ({found}). Use the earlier settings, or "
@@ -91,7 +94,16 @@ def _claim(output: Path, config: TrainConfig, mining: MineConfig, options: Round
             )
     elif any(not path.name.startswith((".", LOCK_FILE)) for path in output.iterdir()):
         raise InputError(f"{output}: contains files that `contaccum rounds` did not write. Use a new or empty folder.")
-    write_text(file, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+    data, hashes = config.data, {}
+    for kind, name, split in (("training", data.train, data.split), ("dev", data.dev, data.dev_split)):
+        if name:
+            hashes[kind] = open_dataset(name, split, data.policy).retrieval_set.fingerprint()
+            if content.get(kind, hashes[kind]) != hashes[kind]:
+                raise InputError(
+                    f"{output}: contains rounds of an earlier call, but the {kind} data ({name}) changed since then. Undo the "
+                    "change, or use another output_dir."
+                )
+    write_text(file, yaml.safe_dump({**settings, "content": hashes}, sort_keys=False, allow_unicode=True))
 
 
 class _Rounds:

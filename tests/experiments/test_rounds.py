@@ -1,6 +1,7 @@
 """`contaccum rounds`: equality with the single commands, kills in each stage, and refused options."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from contaccum.cli import main
 from contaccum.config import to_yaml
 from contaccum.config.commands import EncoderConfig, MineConfig
 from contaccum.config.experiments import RoundsConfig
+from contaccum.errors import InputError
+from contaccum.experiments import rounds
 from contaccum.experiments.rounds import run_rounds
 from contaccum.training.log import read_log
 
@@ -130,6 +133,24 @@ def test_rounds_can_start_from_the_previous_model_and_the_data_s_negatives(data,
     run_rounds(config, MINING, replace(options, count=2))  # more rounds may follow
     assert (tmp_path / "rounds" / "round-2" / "model").is_dir()
     assert {path: path.stat().st_mtime_ns for path in again} == again
+
+
+@pytest.mark.parametrize(
+    ("file", "kind"), [("corpus.jsonl", "training"), ("qrels/train.tsv", "training"), ("qrels/dev.tsv", "dev")]
+)
+def test_rounds_do_not_continue_on_changed_data(file, kind, data, tmp_path, monkeypatch):
+    folder = shutil.copytree(data, tmp_path / "data")
+    config = train_config(folder, tmp_path / "rounds", **CHANGES, **{"data.dev": str(folder)})
+    monkeypatch.setattr(rounds._Rounds, "mine", lambda self, number: None)
+    monkeypatch.setattr(rounds._Rounds, "train", lambda self, number: None)
+    for count in (1, 2):
+        run_rounds(config, MINING, RoundsConfig(count, "data"))
+    *lines, last = (folder / file).read_text().splitlines()
+    (folder / file).write_text(
+        "\n".join([*lines, last.replace("valley", "city").replace("\t1", "\t2").replace("\t0", "\t1")])
+    )
+    with pytest.raises(InputError, match=rf"the {kind} data \({folder}\) changed since then"):
+        run_rounds(config, MINING, RoundsConfig(2, "data"))
 
 
 @pytest.mark.parametrize(
