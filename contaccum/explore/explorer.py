@@ -18,7 +18,7 @@ from contaccum.explore.html import grades_of_text, losses
 from contaccum.retrieval.encode import Texts
 from contaccum.retrieval.retriever import BM25_NAME, Retriever
 from contaccum.retrieval.runs import RankedPassage, Run, read_passages
-from contaccum.retrieval.shards import ShardFolder
+from contaccum.retrieval.shards import ShardFolder, saved_dtype
 from contaccum.runtime.files import cache_folder
 
 QUERIES_PER_PAGE = 50
@@ -99,10 +99,11 @@ def cached_settings(settings: SearchConfig, encoder: str, source: str, given: st
     encoder, source: fingerprints of the encoder and the texts. given: folder with the vectors. None: a folder in the cache.
     The folder of the index is filled in only for an approximate index.
     """
-    vectors = given or _cached(encoder, source, settings.dtype)
+    dtype = (given and saved_dtype(given)) or settings.dtype
+    vectors = given or _cached(encoder, source, dtype)
     if settings.factory == "Flat":
         return replace(settings, embeddings=vectors)
-    index = _cached(encoder, source, settings.dtype, settings.factory, str(settings.seed))
+    index = _cached(encoder, source, dtype, settings.factory, str(settings.seed))
     return replace(settings, embeddings=vectors, index_dir=index)
 
 

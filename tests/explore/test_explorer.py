@@ -137,6 +137,18 @@ def test_vectors_are_made_once_and_kept(trained, tmp_path, capsys, monkeypatch):
     assert len(list((tmp_path / "other-cache" / "explore").iterdir())) == 1
 
 
+def test_an_index_of_float16_vectors_is_not_used_for_float32(trained, tmp_path):
+    half, choice = str(tmp_path / "half"), EncoderConfig("")
+    call = ["encode", "--model", trained.model, "--input", str(trained.data), "--output", half, "--dtype", "float16"]
+    assert main(call) == 0
+    every_list = SearchConfig(factory="IVF2,Flat", search_params="nprobe=2")
+    exact, _, index = (
+        open_systems([trained.model], choice, trained.read, 10, settings, folders)[0].ask("red fox", 3)
+        for settings, folders in ((SearchConfig(), []), (every_list, [half]), (every_list, []))
+    )
+    assert [hit.score for hit in index] == pytest.approx([hit.score for hit in exact], abs=2e-7)
+
+
 def test_data_without_judgements_is_a_corpus_alone(tmp_path):
     data = write_beir(tmp_path / "data")
     assert len(open_searchable_set(data, "dev").queries) == 10
