@@ -33,7 +33,7 @@ from contaccum.evaluation.metrics import read_metrics
 from contaccum.evaluation.significance import Comparison, compare
 from contaccum.experiments.auto_state import EVALUATIONS, FEWEST_STEPS, STATE_FILE, TUNING, State, parse_time
 from contaccum.experiments.compare import Configure
-from contaccum.experiments.jobs import delete_weights, run_job
+from contaccum.experiments.jobs import delete_weights, run_job, unchanged_data
 from contaccum.experiments.page import duration, gigabytes
 from contaccum.experiments.plan import fitting_size
 from contaccum.experiments.run_records import METRICS_FILE, TUNED_FILE, dev_score
@@ -75,7 +75,6 @@ def run_auto(configure: Configure, options: AutoConfig) -> str:
     Raises InputError for wrong settings or data. Raises Interrupted after a signal.
     """
     auto = Auto(configure, options)
-    auto.output.mkdir(parents=True, exist_ok=True)
     with waiting_lock(auto.output / LOCK_FILE, after=1.0), StopSignals():
         # another call may have written the state during the wait
         auto.state = State.read(auto.state.file, auto.state.settings)
@@ -121,6 +120,9 @@ class Auto:
         self.test = {"data": test, "split": options.test_split} if test else self.dev
 
     def run(self) -> str:
+        test = None if self.test is self.dev else (self.test["data"], self.test["split"])
+        sources = {"training": (self.data.train, self.data.split), "dev": self.dev_source, "test": test}
+        self.state.content = unchanged_data(self.output, self.state.content, sources, self.data.policy)
         self._divide()
         self._measure()
         candidates, budget = self.state.tuning_plan(self._candidates(), self.total)
@@ -333,17 +335,13 @@ class Auto:
 
 def described(values: Values) -> str:
     """Return a combination of settings as text, such as: grad_cache, N = 64, learning rate 0.001."""
-    changes = dict(values)
-    return (
-        f"{changes['method']}, N = {changes['batch.global_batch_size']}, learning rate {changes['optim.learning_rate']}"
-    )
+    method, size, rate = map(dict(values).__getitem__, ("method", "batch.global_batch_size", "optim.learning_rate"))
+    return f"{method}, N = {size}, learning rate {rate}"
 
 
 def verdict(found: Comparison, metric: str) -> str:
     """Return a text that says whether to use the trained model. found: trained model compared with the untrained model."""
     interval = f"{metric} {found.difference:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
-    if found.low > 0:
-        return f"{interval} against the untrained model: the trained model is better; use it"
-    if found.high < 0:
-        return f"{interval} against the untrained model: the trained model is worse; do not use it"
-    return f"{interval} against the untrained model: no significant difference"
+    word = "the trained model is better; use it" if found.low > 0 else "no significant difference"
+    word = "the trained model is worse; do not use it" if found.high < 0 else word
+    return f"{interval} against the untrained model: {word}"

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict
@@ -19,7 +20,7 @@ from typing import Any, Literal, NamedTuple, TypedDict
 import torch
 
 from contaccum.config import TrainConfig, affects, from_mapping
-from contaccum.config.commands import EncoderConfig, SearchConfig
+from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
 from contaccum.data.dataset import open_dataset, open_training
 from contaccum.encoder import DualEncoder
 from contaccum.errors import InputError, Interrupted
@@ -193,6 +194,26 @@ def data_hashes(kind: str, config: TrainConfig) -> dict[str, str]:
     hashes = {"train_content": open_training(data, config.distils).fingerprint}
     if kind == "run" and data.dev:
         hashes["dev_content"] = open_dataset(data.dev, data.dev_split, data.policy).retrieval_set.fingerprint()
+    return hashes
+
+
+def unchanged_data(
+    folder: Path, saved: Mapping[str, str], sources: Mapping[str, tuple[str, str] | None], policy: DataPolicy
+) -> dict[str, str]:
+    """Return a hash of each data set: training, dev or test -> hash. Raise InputError if a hash in ``saved`` is different.
+
+    folder: results of earlier calls, for the message. saved: hashes of these calls; older versions saved none. sources: name and
+    split of each data set, or None.
+    """
+    hashes = {}
+    for kind, source in sources.items():
+        if source is not None:
+            hashes[kind] = open_dataset(*source, policy).retrieval_set.fingerprint()
+            if saved.get(kind, hashes[kind]) != hashes[kind]:
+                raise InputError(
+                    f"{folder}: contains results of an earlier call, but the {kind} data ({source[0]}) changed since then. Undo "
+                    "the change, or use another output_dir."
+                )
     return hashes
 
 

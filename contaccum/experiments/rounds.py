@@ -21,8 +21,8 @@ import yaml
 from contaccum.config import ModelConfig, TrainConfig, settings_with, validate
 from contaccum.config.commands import EncoderConfig, MineConfig, SearchConfig
 from contaccum.config.experiments import RoundsConfig
-from contaccum.data.dataset import open_dataset
 from contaccum.errors import InputError, Interrupted
+from contaccum.experiments.jobs import unchanged_data
 from contaccum.retrieval.mine import mine, render_mined
 from contaccum.retrieval.retriever import BM25_NAME
 from contaccum.runtime.files import remove_folder, write_text
@@ -94,15 +94,9 @@ def _claim(output: Path, config: TrainConfig, mining: MineConfig, options: Round
             )
     elif any(not path.name.startswith((".", LOCK_FILE)) for path in output.iterdir()):
         raise InputError(f"{output}: contains files that `contaccum rounds` did not write. Use a new or empty folder.")
-    data, hashes = config.data, {}
-    for kind, name, split in (("training", data.train, data.split), ("dev", data.dev, data.dev_split)):
-        if name:
-            hashes[kind] = open_dataset(name, split, data.policy).retrieval_set.fingerprint()
-            if content.get(kind, hashes[kind]) != hashes[kind]:
-                raise InputError(
-                    f"{output}: contains rounds of an earlier call, but the {kind} data ({name}) changed since then. Undo the "
-                    "change, or use another output_dir."
-                )
+    data = config.data
+    sources = {"training": (data.train, data.split), "dev": (data.dev, data.dev_split) if data.dev else None}
+    hashes = unchanged_data(output, content, sources, data.policy)
     write_text(file, yaml.safe_dump({**settings, "content": hashes}, sort_keys=False, allow_unicode=True))
 
 

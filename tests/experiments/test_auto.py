@@ -16,7 +16,7 @@ from helpers import train_config, write_beir
 
 from contaccum.cli import main
 from contaccum.config.experiments import AutoConfig
-from contaccum.errors import InputError
+from contaccum.errors import InputError, Interrupted
 from contaccum.evaluation.significance import compare
 from contaccum.experiments import auto
 from contaccum.experiments.auto_state import parse_time
@@ -244,6 +244,28 @@ def test_the_state_is_read_after_waiting_for_another_call(tmp_path, monkeypatch)
     (tmp_path / "auto" / "auto.json").unlink()
     with pytest.raises(InputError, match=r"auto\.time was 2m and is 3m"):
         run("3m")
+
+
+@pytest.mark.parametrize("kind", ["train", "dev", "test"])
+def test_a_call_on_changed_data_is_refused(kind, tmp_path, monkeypatch):
+    data = write_beir(tmp_path / "data")
+    config = train_config(data, tmp_path / "auto")
+
+    def stop(self):
+        raise Interrupted(signal.SIGTERM, "stopped")
+
+    def run():
+        auto.run_auto(lambda changes: config, AutoConfig(memory="8GB", time="2m"))
+
+    monkeypatch.setattr(auto.Auto, "_divide", stop)
+    for _ in range(2):
+        with pytest.raises(Interrupted):
+            run()
+    qrels = data / "qrels" / f"{kind}.tsv"
+    qrels.write_text(qrels.read_text() + "q0\tp3\t1\n")
+    name = "training" if kind == "train" else kind
+    with pytest.raises(InputError, match=rf"the {name} data \({data}\) changed since then"):
+        run()
 
 
 @pytest.mark.acceptance
