@@ -23,7 +23,7 @@ def table(file: str) -> list[list[str]]:
     return [line.split("\t") for line in text.splitlines()]
 
 
-def fetch(name: str | Path, split: str = "test") -> Path:
+def fetch(name: str | Path, split: str = "test", max_unpacked: float | None = None) -> Path:
     """Return the local path of a data set; download the data set into the cache if necessary.
 
     name: one of these:
@@ -36,7 +36,7 @@ def fetch(name: str | Path, split: str = "test") -> Path:
     - a MIRACL language: ``miracl/sw``
     - a DPR file: ``dpr/nq-train``, ``dpr/psgs_w100``
 
-    split: split of a Hub data set or MTEB task, ignored for other data sets.
+    split: split of a Hub data set or MTEB task, ignored for other data sets. max_unpacked: for a Hub data set, see DataPolicy.
 
     Raises InputError if the name is unknown or the download fails.
     """
@@ -52,7 +52,7 @@ def fetch(name: str | Path, split: str = "test") -> Path:
     if text.startswith(HUB_PREFIX):
         from contaccum.catalog.hub_sets import fetch_hub
 
-        return fetch_hub(text, split)
+        return fetch_hub(text, split, max_unpacked)
     if family in ("mteb", "miracl") and member:
         from contaccum.catalog.pinned import miracl_folder, mteb_folder
 

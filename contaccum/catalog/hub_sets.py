@@ -30,13 +30,13 @@ from yaml import YAMLError
 from contaccum.catalog import HUB_PREFIX
 from contaccum.errors import InputError, in_one_line, library_errors
 from contaccum.formats.json_records import Record, id_field, json_stream, known_fields, string_field, title_field
-from contaccum.formats.readers import grade_of, kind_of_record
+from contaccum.formats.readers import grade_of, kind_of_record, within_limit
 from contaccum.formats.records import (
     RejectedRecords,
+    RowLocation,
     SourceLocation,
     decoded,
     open_bytes,
-    unpacked_limit,
     write_beir_folder,
 )
 from contaccum.runtime.hub import hub_errors
@@ -68,9 +68,10 @@ class HubName:
     configuration: str | None = None
     split: str | None = None
     columns: dict[str, list[str]] = field(default_factory=dict)  # our field -> columns; empty: the name maps no columns
+    max_unpacked: float | None = None  # see DataPolicy
 
     @classmethod
-    def of(cls, text: str) -> "HubName":
+    def of(cls, text: str, max_unpacked: float | None = None) -> "HubName":
         """Divide a name into parts. Raise InputError if the name is invalid."""
         name, mark, mapping = text.removeprefix(HUB_PREFIX).partition("?")
         ends = [end.start() for end in re.finditer("[@:]|$", name)]
@@ -90,7 +91,8 @@ class HubName:
                 "hub:owner/name[@revision][:configuration][:split][?query=COLUMN&pos=COLUMN]"
             )
         parts: dict[str, Any] = {part: value or None for part, value in found.groupdict().items()}
-        return cls(text, **{**parts, "repository": folder or parts["repository"]}, columns=columns)
+        parts["repository"] = folder or parts["repository"]
+        return cls(text, **parts, columns=columns, max_unpacked=max_unpacked)
 
     def builder(self, configuration: str | None) -> DatasetBuilder:
         """Return the ``datasets`` builder of a configuration. The builder lists the files."""
@@ -99,7 +101,7 @@ class HubName:
 
     def rows(self, files: Iterable[str]) -> Rows:
         """Read the rows of files. A file that is an address on the Hub is downloaded first."""
-        return chain.from_iterable(map(file_rows, [self._fetch(file) for file in files]))
+        return chain.from_iterable(file_rows(file, self.max_unpacked) for file in [self._fetch(file) for file in files])
 
     def _fetch(self, file: str) -> str:
         if not (remote := _REMOTE.fullmatch(file)):
@@ -147,7 +149,7 @@ def _key(files: list[str]) -> list[Any]:
     return [file if _REMOTE.fullmatch(file) else file_key(Path(file)) for file in files]
 
 
-def fetch_hub(text: str, split: str) -> Path:
+def fetch_hub(text: str, split: str, max_unpacked: float | None = None) -> Path:
     """Download a Hub data set, and return the path of a local copy in one of our formats.
 
     A data set with the configurations ``corpus`` and ``queries`` (as in NanoBEIR and MTEB) becomes a BEIR folder. The judgements
@@ -157,7 +159,7 @@ def fetch_hub(text: str, split: str) -> Path:
 
     text: ``hub:`` name of the data set. split: split of the examples or judgements, used if ``text`` names no split.
     """
-    name = HubName.of(text)
+    name = HubName.of(text, max_unpacked)
     if name.is_retrieval_set():
         return _retrieval_folder(name, split)
     files = split_files(name, name.builder(name.configuration), name.split or split)
@@ -176,9 +178,9 @@ def fetch_hub(text: str, split: str) -> Path:
 class HubLines:
     """Training examples of a Hub data set as JSON lines. The files are read over the network and not stored."""
 
-    def __init__(self, text: str, split: str) -> None:
+    def __init__(self, text: str, split: str, max_unpacked: float | None = None) -> None:
         """Find the files of a data set. Raise InputError if the data set has a corpus and queries instead of examples."""
-        self._name = HubName.of(text)
+        self._name = HubName.of(text, max_unpacked)
         if self._name.is_retrieval_set():
             raise InputError(
                 f"{text}: a data set with a corpus and queries cannot be streamed. Set data.streaming to false."
@@ -208,7 +210,7 @@ class HubLines:
     def _rows(self) -> Iterator[Record]:
         with self._name.available():
             for file in self._files:
-                yield from (row for _, row in file_rows(file))
+                yield from (row for _, row in file_rows(file, self._name.max_unpacked))
 
 
 def example_lines(name: HubName, rows: Iterable[Record]) -> Iterator[tuple[int, str]]:
@@ -275,33 +277,31 @@ def _retrieval_folder(name: HubName, split: str) -> Path:
     return cached_folder("hub", [name.repository, split, *map(_key, parts)], write)
 
 
-class _RowLocation(SourceLocation):
-    """Location of a row in a Parquet or CSV file, for error messages."""
-
-    def __str__(self) -> str:
-        return f"{self.path}, row {self.line}"
-
-
-def file_rows(file: str) -> Rows:
+def file_rows(file: str, max_unpacked: float | None = None) -> Rows:
     """Read the rows of a local file, or of a Hub file over the network. The rows are not stored in a cache."""
     ending = Path(file.removesuffix(".gz")).suffix
     if ending not in _FORMATS:
         raise InputError(f"{file}: unknown file ending; expected one of {', '.join(_FORMATS)}")
-    return _json_rows(file) if _FORMATS[ending] == "json" else numbered(Path(file), _table_rows(file, ending))
+    if _FORMATS[ending] == "json":
+        return _json_rows(file, max_unpacked)
+    rows = numbered(Path(file), _table_rows(file, ending))
+    return rows if _REMOTE.fullmatch(file) else within_limit(rows, Path(file), max_unpacked)
 
 
-def _json_rows(file: str) -> Rows:
+def _json_rows(file: str, max_unpacked: float | None) -> Rows:
     if not _REMOTE.fullmatch(file):
-        with open_bytes(Path(file)) as lines:
+        with open_bytes(Path(file), max_unpacked) as lines:
             yield from json_stream(lines, Path(file), "a row (an object)")
         return
-    with HfFileSystem().open(file, "rb") as raw, decoded(BufferedReader(raw), unpacked_limit(raw.size)) as lines:
+    with HfFileSystem().open(file, "rb") as raw, decoded(BufferedReader(raw), raw.size, max_unpacked) as lines:
         yield from json_stream(lines, Path(file), "a row (an object)")
 
 
 def _table_rows(file: str, ending: str) -> Iterator[Record]:
     load = partial(load_dataset, _FORMATS[ending], data_files=[file], split="train", streaming=True)
-    if _FORMATS[ending] == "csv":  # with these options, pandas reads 007 and NA as texts
+    if _FORMATS[ending] == "parquet":
+        load = partial(load, batch_size=256)  # number of rows in memory
+    else:  # with these options, pandas reads 007 and NA as texts
         load = partial(load, sep="\t" if ending == ".tsv" else ",", na_filter=False)
         first: Record = next(iter(load()), {})
         if "__index_level_0__" in first:  # for pandas, the first of three cells under two names is an index
@@ -315,7 +315,7 @@ def numbered(path: Path, rows: Iterable[Record]) -> Iterator[tuple[SourceLocatio
     number = 0
     try:
         for number, row in enumerate(rows, 1):
-            yield _RowLocation(path, number), row
+            yield RowLocation(path, number), row
     except _UNREADABLE as error:
         raise InputError(
             f"{path}: cannot be read after row {number} ({in_one_line(error)}); the file is probably damaged"

@@ -26,8 +26,8 @@ class DataPolicy:
     """Maximum number of invalid records to skip in each file. The skipped records are written to a file in the cache, and a
     warning names this file. With more invalid records, the command stops."""
     max_unpacked: float | None = setting(None, above=0, unit="GB")
-    """Maximum size of the unpacked data of a gzip file, in GB. The command stops at a larger file. Default: 0.5 GB + 100
-    times the size of the gzip file."""
+    """Maximum size of the unpacked data of a gzip or Parquet file, in GB. The command stops at a larger file. Default: 0.5 GB +
+    100 times the size of the file."""
 
 
 @dataclass

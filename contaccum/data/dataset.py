@@ -48,7 +48,7 @@ class RetrievalDataset:
     @cached_property
     def path(self) -> Path:
         """Local path of the folder or file. A data set that is opened by name is downloaded into the cache."""
-        return fetch(self.name, self.split)
+        return fetch(self.name, self.split, self._policy.max_unpacked)
 
     @cached_property
     def policy(self) -> DataPolicy:

@@ -138,7 +138,7 @@ def open_stream(data: DataConfig, scores: bool = False) -> StreamSet:
     without examples.
     """
     if data.train.startswith(HUB_PREFIX) and not os.path.exists(data.train):
-        rows = HubLines(data.train, data.split)
+        rows = HubLines(data.train, data.split, data.max_unpacked)
         kind = kind_of_record(dict.fromkeys(rows.columns()), SourceLocation(rows.path, 1))
         return StreamSet(
             data.train,
@@ -147,7 +147,7 @@ def open_stream(data: DataConfig, scores: bool = False) -> StreamSet:
             data,
             scores,
         )
-    path = fetch(data.train, data.split)
+    path = fetch(data.train, data.split, data.max_unpacked)
     if kind_of_data(path, data.max_bad_records) == "beir":
         raise InputError(
             f"{path}: is a BEIR folder, but data.streaming reads one file of examples. Set data.streaming to false."

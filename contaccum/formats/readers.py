@@ -33,8 +33,10 @@ from contaccum.formats.records import (
     Query,
     RejectedRecords,
     SourceLocation,
+    above_limit,
     first_character,
     numbered_lines,
+    unpacked_limit,
 )
 from contaccum.formats.training import RECORDS, reader_of
 
@@ -269,6 +271,22 @@ def kind_of_record(record: Record, location: SourceLocation, number: int = 1) ->
             return kind
     found = f"fields {', '.join(map(repr, list(record)[:8]))}" if record else "an empty object"
     raise location.error(f"found {found}; a record must be {_RECORDS}")
+
+
+def within_limit(
+    rows: Iterable[tuple[SourceLocation, Record]], path: Path, max_unpacked: float | None
+) -> Iterator[tuple[SourceLocation, Record]]:
+    """Yield the rows of a table. Raise InputError if they are larger than ``unpacked_limit`` allows for the file ``path``.
+
+    A Parquet file stores equal texts once, so it can unpack to as much as a gzip file. A plain CSV file is never too large.
+    """
+    size = path.stat().st_size
+    left = limit = max(size, unpacked_limit(size, max_unpacked))
+    for location, row in rows:
+        left -= sum(len(str(value)) for value in row.values())
+        if left < 0:
+            raise above_limit(str(path), limit)
+        yield location, row
 
 
 def _kind_of_lines(path: Path, max_bad_records: int) -> Kind:

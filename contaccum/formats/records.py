@@ -120,6 +120,13 @@ class SourceLocation(NamedTuple):
         return InputError(f"{self}: {message}")
 
 
+class RowLocation(SourceLocation):
+    """Location of a row in a Parquet or CSV file, for error messages."""
+
+    def __str__(self) -> str:
+        return f"{self.path}, row {self.line}"
+
+
 class RejectedRecords:
     """Invalid records of one file. The first ``limit`` invalid records are skipped; the error of the next one is raised.
 
@@ -189,12 +196,16 @@ class _Unpacked(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         self._left -= (count := self._file.readinto(buffer))
         if self._left < 0:
-            name = os.fsdecode(self._file.name)
-            raise InputError(
-                f"{name}: unpacks to more than {self._limit} bytes, which is the limit. Raise --max_unpacked (data.max_unpacked, "
-                "in GB) if the file is correct."
-            )
+            raise above_limit(os.fsdecode(self._file.name), self._limit)
         return count
+
+
+def above_limit(name: str, limit: int) -> InputError:
+    """Return the InputError for a file that unpacks to more than ``limit`` bytes."""
+    return InputError(
+        f"{name}: unpacks to more than {limit} bytes, which is the limit. Raise --max_unpacked (data.max_unpacked, in GB) if the "
+        "file is correct."
+    )
 
 
 @contextmanager
@@ -209,7 +220,7 @@ def open_bytes(path: Path, max_unpacked: float | None = None) -> Iterator[io.Buf
     try:
         if not stat.S_ISREG(os.stat(path).st_mode) and not os.path.isdir(path):
             raise InputError(f"{path}: is a pipe or device; it must be a file, because it is read more than once")
-        with open(path, "rb") as raw, decoded(raw, unpacked_limit(path.stat().st_size, max_unpacked)) as file:
+        with open(path, "rb") as raw, decoded(raw, path.stat().st_size, max_unpacked) as file:
             yield file
     except FileNotFoundError as error:
         raise InputError(f"{path}: no such file") from error
@@ -222,8 +233,9 @@ def open_bytes(path: Path, max_unpacked: float | None = None) -> Iterator[io.Buf
 
 
 @contextmanager
-def decoded(raw: io.BufferedReader, limit: int) -> Iterator[io.BufferedReader]:
-    """Unpack an open file if it is gzipped, and skip a byte order mark. ``limit`` is the maximum number of unpacked bytes."""
+def decoded(raw: io.BufferedReader, packed: int, gigabytes: float | None) -> Iterator[io.BufferedReader]:
+    """Unpack an open file if it is gzipped, and skip a byte order mark. packed, gigabytes: see ``unpacked_limit``."""
+    limit = unpacked_limit(packed, gigabytes)
     zipped = raw.read(2) == _GZIP
     raw.seek(0)
     with io.BufferedReader(cast(Any, _Unpacked(raw, limit)), CHUNK) if zipped else raw as file:

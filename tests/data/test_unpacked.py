@@ -4,6 +4,8 @@ import gzip
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from helpers import write_beir
 
@@ -38,6 +40,7 @@ CASES = {
     "questions": ("data check qa.csv.gz", "qa.csv.gz", "who was it?\t['she']\n"),
     "converted examples": ("data convert pairs.jsonl.gz out --to dpr", "pairs.jsonl.gz", EXAMPLE),
     "judgements": ("evaluate --run run.trec --qrels qrels.tsv.gz", "qrels.tsv.gz", "q0\tp0\t1\n"),
+    "a CSV file of a Hub set": ("data check hub:set?query=query&pos=pos", "set/train.csv.gz", "query,pos\n"),
     "a searched corpus": ('search --model bm25 --data d --query "word"', "d/corpus.jsonl.gz", PASSAGE),
 }
 
@@ -69,6 +72,28 @@ def test_the_limit_can_be_raised_and_lowered(capsys, tmp_path, monkeypatch):
     assert main(["evaluate", "--model", "bm25", "--data", str(data), "--max_unpacked", "0.000001"]) == 2
     assert f"unpacks to more than {1000} bytes" in capsys.readouterr().err
     assert main(["evaluate", "--model", "bm25", "--data", str(data)]) == 0
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl.gz"])
+def test_the_limit_of_a_hub_set_can_be_raised(ending, capsys, tmp_path):
+    """A Parquet file stores equal texts once: here, 300 kB in 3 kB."""
+    path, rows = tmp_path / "set" / f"train.{ending}", {"query": ["q" * 300] * 1000, "pos": ["p"] * 1000}
+    path.parent.mkdir()
+    if ending == "parquet":
+        pq.write_table(pa.table(rows), path)
+    else:
+        path.write_bytes(gzip.compress((json.dumps({"query": "q" * 300, "pos": ["p"]}) + "\n").encode() * 1000))
+    call = ["data", "check", "hub:set?query=query&pos=pos"]
+    assert main([*call, "--max_unpacked", "0.0002"]) == 2
+    assert f"train.{ending}: unpacks to more than 200000 bytes" in capsys.readouterr().err
+    assert not list((tmp_path / "cache").rglob("examples.jsonl"))
+    assert main([*call, "--max_unpacked", "0.0004"]) == 0
+
+
+def test_a_plain_csv_file_has_no_limit(tmp_path):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.csv").write_text("query,pos\n" + "query,pos\n" * 1000)
+    assert main(["data", "check", "hub:set?query=query&pos=pos", "--max_unpacked", "0.000001"]) == 0
 
 
 def test_text_that_compresses_well_is_read(tmp_path):
