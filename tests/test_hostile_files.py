@@ -33,8 +33,8 @@ from contaccum.errors import InputError
 from contaccum.evaluation.answers import answer_accuracy
 from contaccum.formats.records import Question, write_beir_folder
 from contaccum.retrieval.index import Index
-from contaccum.retrieval.shards import Shard, ShardFolder
-from contaccum.runtime.files import write_json
+from contaccum.retrieval.shards import EncodingJob, Shard, ShardFolder, write_manifest, write_shard
+from contaccum.runtime.files import _temporary_path, write_json, write_text
 from contaccum.training.run_folder import newest_checkpoint, read_config
 
 SECONDS = 30
@@ -114,6 +114,29 @@ def test_vectors_that_are_pickled_objects_are_refused(tmp_path, canary):
     write_shards(tmp_path / "evil", np.array([[Bomb(canary), Bomb(canary)]], dtype=object))
     with pytest.raises(InputError, match=r"00000\.npy"):
         ShardFolder(tmp_path / "evil")[0]
+
+
+@pytest.mark.parametrize(
+    "header", ["{'descr': ", f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({10**30}, 2), }}", ""]
+)
+def test_vectors_with_a_hostile_header_are_refused(header, tmp_path, monkeypatch):
+    line = header.encode().ljust(117) + b"\n"
+    data = b"\x93NUMPY\x01\0" + struct.pack("<H", len(line)) + line + bytes(8) if header else b""
+    monkeypatch.setattr(np, "save", lambda path, *_, **__: Path(path).write_bytes(data))
+    write_shards(tmp_path / "shards", np.zeros((1, 2)))
+    with pytest.raises(InputError, match=r"00000\.npy: contains no array of numbers"):
+        ShardFolder(tmp_path / "shards")[0]
+
+
+def test_parquet_vectors_with_a_hostile_dimension_are_refused(tmp_path):
+    vectors = [Shard(["p"], np.zeros((1, 2), dtype=np.float32))]
+    job = EncodingJob("passage", "e", "s", 1, 1, "float32", "parquet")
+    write_shard(tmp_path, 0, job, vectors[0])
+    write_manifest(tmp_path, job)
+    text = (tmp_path / "manifest.json").read_text()
+    (tmp_path / "manifest.json").write_text(text.replace('"dimension": 2', f'"dimension": {2**31}'))
+    with pytest.raises(InputError, match=r"00000\.parquet: not a Parquet file"):
+        ShardFolder(tmp_path)[0]
 
 
 def test_a_model_of_pickled_weights_alone_is_refused(trained, tmp_path, canary, capsys):
@@ -316,6 +339,16 @@ def test_aliases_in_a_repositorys_readme_are_not_expanded(scifact):
     (scifact / "README.md").write_text("---\n" + "\n".join(bomb) + f"\nconfigs:\n{names}---\n")
     with pytest.raises(InputError, match=r"README\.md: its metadata has \d+ values; at most \d+ are allowed"):
         fetch("mteb/SciFact")
+
+
+def test_a_link_with_the_name_of_a_temporary_file_is_not_followed(tmp_path):
+    """In a shared folder, such as /tmp, anybody can create one before the output is written."""
+    (tmp_path / "ours").write_text("kept")
+    _temporary_path(tmp_path / "output", "part").symlink_to(tmp_path / "ours")
+    write_text(tmp_path / "output", "new")
+    assert (tmp_path / "ours").read_text() == "kept"
+    assert (tmp_path / "output").read_text() == "new"
+    assert not (tmp_path / "output").is_symlink()
 
 
 def test_a_manifest_names_no_file_outside_its_folder(trained, tmp_path):

@@ -128,8 +128,10 @@ class CrossEncoder:
             ) from error
         self.name, self._batch_size = name, batch_size
         fix = "; give the folder or the Hub name of a cross-encoder"
-        with library_errors(f"{name}: not a cross-encoder", OSError, ValueError, fix=fix):
-            self._model = Model(name, device=device, trust_remote_code=trust_remote_code)
+        with library_errors(f"{name}: not a cross-encoder", Exception, fix=fix):
+            # without this option, transformers would also load pickled weights
+            safe = {"use_safetensors": True}
+            self._model = Model(name, device=device, trust_remote_code=trust_remote_code, model_kwargs=safe)
         if self._model.num_labels != 1:
             raise InputError(f"{name}: has {self._model.num_labels} outputs; expected a cross-encoder with one output")
 

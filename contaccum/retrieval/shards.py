@@ -209,12 +209,12 @@ def _read_parquet(path: Path, rows: int, dimension: int, dtype: str) -> tuple[li
 
     Raises InputError if this is not a Parquet file, or if its columns, types or sizes are wrong.
     """
-    kind = pa.list_(pa.from_numpy_dtype(dtype), dimension)
     expected = f"; expected {rows} rows with the columns id (string) and embedding ({dtype}, {dimension} numbers)"
     with (
-        library_errors(f"{path}: not a Parquet file", pa.ArrowException, OSError, fix=expected),
+        library_errors(f"{path}: not a Parquet file", pa.ArrowException, OSError, OverflowError, fix=expected),
         pq.ParquetFile(path) as file,
     ):
+        kind = pa.list_(pa.from_numpy_dtype(dtype), dimension)
         found = {field.name: field.type for field in file.schema_arrow}
         if (file.metadata.num_rows, found.get("id"), found.get("embedding")) != (rows, pa.string(), kind):
             raise InputError(f"{path}: has {file.metadata.num_rows} rows with the columns {found}{expected}")
@@ -325,7 +325,7 @@ class ShardFolder(Sequence[Shard]):
         path, shape = self.folder / record.vectors, (record.rows, self.dimension)
         if self.job.format == "parquet":
             return Shard(*_read_parquet(path, *shape, self.job.dtype))
-        with library_errors(f"{path}: contains no array of numbers", ValueError):
+        with library_errors(f"{path}: contains no array of numbers", Exception):  # such as EOFError and TokenError
             vectors = np.load(path, mmap_mode="r", allow_pickle=False)
         ids = read_json(self.folder / record.ids, list[str], max_bytes=record.bytes["ids"])
         if (vectors.shape, vectors.dtype, len(ids)) != (shape, self.job.dtype, len(vectors)):

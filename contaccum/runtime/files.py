@@ -176,7 +176,8 @@ def whole_file(path: str | Path) -> Iterator[BinaryIO]:
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise OSError(None, "this is a device or a pipe, not a file")
         cleanup.callback(part.unlink, missing_ok=True)
-        with open(part, "wb") as file:
+        part.unlink(missing_ok=True)
+        with open(part, "xb") as file:  # in a shared folder, somebody could make this name a link to one of our files
             yield file
         _sync(part)
         os.replace(part, path)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import torch
 from datasets import Dataset
 from helpers import write_beir
 from opened import open_corpus, open_examples, read_examples
+from safetensors.torch import load_file
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 from word_encoder import WordEncoder
 
@@ -259,6 +261,15 @@ def test_a_model_that_is_no_cross_encoder_is_refused(models, tmp_path):
         CrossEncoder(str(tmp_path / "three"), "cpu", 7)
     with pytest.raises(InputError, match="absent: not a cross-encoder"):
         CrossEncoder(str(tmp_path / "absent"), "cpu", 7)
+    shutil.copytree(models / "cross", tmp_path / "damaged")
+    weights = tmp_path / "damaged" / "model.safetensors"
+    torch.save(load_file(weights), weights.with_name("pytorch_model.bin"))
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(InputError, match=r"damaged: not a cross-encoder .*header"):
+        CrossEncoder(str(tmp_path / "damaged"), "cpu", 7)
+    weights.unlink()
+    with pytest.raises(InputError, match=r"damaged: not a cross-encoder .*no file named model\.safetensors"):
+        CrossEncoder(str(tmp_path / "damaged"), "cpu", 7)
 
 
 def test_an_approximate_index_is_scored_exactly(queries, tmp_path):
