@@ -12,7 +12,9 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
+from threading import Lock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -28,13 +30,14 @@ from contaccum.encoder.saving import check_hashes, save_encoder, send_weights
 from contaccum.encoder.tokenizer import default_batch_tokens, tokenized
 from contaccum.encoder.tower import Tower, TowerLoader, check_flash_attention, check_unpad, set_attention
 from contaccum.errors import InputError
-from contaccum.runtime.checks import require_utf8
+from contaccum.runtime.checks import require_texts
 from contaccum.runtime.files import whole_folder
 from contaccum.runtime.prefetch import prefetch
 from contaccum.runtime.processes import Processes
 
 BUCKET = 32  # with CUDA graphs, text lengths are rounded up to a multiple of this number of tokens
 PACK_FROM = 64  # minimum number of texts for packed linear layers; with fewer texts, packing takes longer than it saves
+_LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()  # not attributes: a lock cannot be copied
 # matches the names of module attributes that hold a dropout probability as a number, but not layerdrop
 DROPOUT_NUMBER = re.compile("dropout|pdrop")
 
@@ -136,14 +139,13 @@ class DualEncoder(nn.Module):
     def _encode(self, side: str, texts: list[str], batch_tokens: int | None, progress: bool) -> np.ndarray:
         tower = getattr(self, f"{side}_tower")
         max_length, prefix = (getattr(self.settings, name) for name in (f"max_{side}_length", f"{side}_prefix"))
-        if isinstance(texts, str):
-            raise InputError(f"found one {side} ({texts[:40]!r}); expected a list of texts")
-        texts = [require_utf8(prefix + text, f"{side} {number}") for number, text in enumerate(texts)]
+        texts = require_texts(texts, side, prefix)
         budget = default_batch_tokens(self.device) if batch_tokens is None else batch_tokens
         if budget < 1:
             raise InputError(f"batch_tokens is {budget}; expected at least 1")
         vectors = np.empty((len(texts), self.dim), dtype=np.float32)
         with ExitStack() as stack:
+            stack.enter_context(_LOCKS.setdefault(self, Lock()))  # other threads change the tokenizer's length
             # weights that are gathered in inference mode cannot be trained
             stack.enter_context(torch.inference_mode() if self.group is None else torch.no_grad())
             stack.enter_context(self.without_dropout())
@@ -224,9 +226,8 @@ class DualEncoder(nn.Module):
     def compile_backbones(self, graphs: bool = False) -> None:
         """Compile both backbones with torch.compile. Only training uses the compiled backbones.
 
-        One compilation works for all text lengths. The names of the weights do not change. graphs: whether to record CUDA
-        graphs, one for each text length. Texts are then padded to multiples of BUCKET tokens, which limits the number of
-        graphs.
+        One compilation works for all text lengths. The names of the weights do not change. graphs: whether to record CUDA graphs,
+        one for each text length. Texts are then padded to multiples of BUCKET tokens, which limits the number of graphs.
         """
         self.graphs = graphs
         for tower in self.towers:
@@ -301,9 +302,8 @@ class DualEncoder(nn.Module):
         name: a run, a saved DualEncoder, a sentence-transformers model or a plain encoder. passage_name: encoder for the passage
         tower; its settings for passages have priority over those of ``name``. None: the encoder in ``name``.
         tie_towers: whether queries and passages use the same tower. If None: False if ``passage_name`` is given, else the value
-        saved with the encoder, or True if no value is saved.
-        dtype, device: precision of the weights, and device of both towers. append_eos: whether texts end with the end-of-text
-        token. None: see ``contaccum.config.ModelConfig``.
+        saved with the encoder, or True if no value is saved. dtype, device: precision of the weights, and device of both towers.
+        append_eos: whether texts end with the end-of-text token. None: see ``contaccum.config.ModelConfig``.
         adapters: options of new LoRA adapters. The other weights are then frozen. None: no new adapters. merge: whether to merge
         the saved adapters into the base weights. Quantized base weights are dequantized first.
         overrides: values for fields of EncoderSettings. A value of None changes nothing.

@@ -1,6 +1,7 @@
 """Checks: texts are valid UTF-8, tokenizers are fast, token ids have embeddings, and no output overwrites an input."""
 
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,13 @@ from contaccum.errors import InputError
 
 
 def require_utf8(text: str, where: str) -> str:
-    """Return ``text`` if it can be encoded as UTF-8, else raise InputError.
+    """Return ``text`` if it is a string that can be encoded as UTF-8, else raise InputError.
 
     where: name of the text in the error message. A command line can contain bytes that are not UTF-8.
     Python turns each of them into a lone surrogate, which UTF-8 cannot encode.
     """
+    if not isinstance(text, str):
+        raise InputError(f"{where}: found {type(text).__name__}; expected a text")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -21,6 +24,18 @@ def require_utf8(text: str, where: str) -> str:
         found = f"byte 0x{code - 0xDC00:02x} is not UTF-8" if is_byte else "found half a character (a lone surrogate)"
         raise InputError(f"{where}: {found}; the text must be valid UTF-8") from error
     return text
+
+
+def require_texts(texts: Iterable[str], what: str, prefix: str) -> list[str]:
+    """Return the texts as a list, each after ``prefix``. Raise InputError if ``texts`` is one string or a mapping.
+
+    what: kind of the texts in error messages, such as query.
+    """
+    if isinstance(texts, str | Mapping):
+        found = f"one {what} ({texts[:40]!r})" if isinstance(texts, str) else "a mapping"
+        raise InputError(f"found {found}; expected a list of texts")
+    prefix = require_utf8(prefix, f"{what} prefix")
+    return [prefix + require_utf8(text, f"{what} {number}") for number, text in enumerate(texts)]
 
 
 def require_fast(tokenizer: Any) -> None:

@@ -1,6 +1,8 @@
 """DualEncoder: pooling, folders for transformers and sentence-transformers, refusals."""
 
 import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -129,7 +131,28 @@ def test_one_text_instead_of_a_list_is_refused():
     for side, encode in (("query", encoder.encode_queries), ("passage", encoder.encode_passages)):
         with pytest.raises(InputError, match=rf"found one {side} \('the red fox'\); expected a list of texts"):
             encode("the red fox")
+        with pytest.raises(InputError, match="found a mapping; expected a list of texts"):
+            encode({"q1": "the red fox"})
+        with pytest.raises(InputError, match=f"{side} 1: found float; expected a text"):
+            encode(["the red fox", float("nan")])
     assert encoder.encode_queries(["the red fox"]).shape == (1, 32)  # control
+
+
+def test_threads_can_encode_at_the_same_time():
+    encoder = words_encoder(tie=True, max_query_length=4, max_passage_length=8)
+    texts = ["the red fox sees the owl"] * 70  # enough texts for packed layers
+    sides = [encoder.encode_queries, encoder.encode_passages] * 40
+    expected = [encode(texts) for encode in sides[:2]]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda encode: encode(texts), sides))
+    finally:
+        sys.setswitchinterval(before)
+    for number, vectors in enumerate(found):
+        np.testing.assert_array_equal(vectors, expected[number % 2])
+    assert np.abs(expected[0] - expected[1]).max() > 0.01  # control: the lengths matter
 
 
 def test_passage_encoder_keeps_its_settings_for_passages(tmp_path):
