@@ -3,6 +3,7 @@
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from helpers import train_config
@@ -434,6 +435,43 @@ def test_learning_rate_scaling():
         for scaling in ("none", "linear", "sqrt")
     }
     assert rates == pytest.approx({"none": 1e-4, "linear": 2.5e-5, "sqrt": 5e-5})
+
+
+def assigned(**changes) -> TrainConfig:
+    """Return a config after assignments, which Python allows for every name."""
+    made = config()
+    for name, value in changes.items():
+        group, _, key = name.rpartition(".")
+        setattr(getattr(made, group) if group else made, key, value)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"optim.max_steps": "6"}, r"optim.max_steps is '6', expected a whole number \(at least 1\), or null"),
+        ({"bank.size": 24.0}, r"bank.size is 24.0, expected a whole number"),
+        ({"optim.learning_rate": True}, "optim.learning_rate is True, expected a number"),
+        ({"resume": "false"}, "resume is 'false', expected true or false"),
+        ({"loss.matryoshka_dims": ["8"]}, r"loss.matryoshka_dims is \['8'\], expected a list of whole numbers"),
+        ({"data.mixture": [{"train": "a"}]}, "data.mixture is .*, expected a list of train, split"),
+        ({"bank": {"size": 8}}, r"bank is {'size': 8}, expected a BankConfig"),
+        ({"optim.lr": 1e-4}, "optim.lr: no such setting; use optim.learning_rate with the value 0.0001"),
+        ({"micro_batch_size": 4}, r"micro_batch_size: no such setting; did you mean batch.micro_batch_size\?"),
+        ({"bank.visibility": "on_step"}, "bank.visibility is on_step, but this setting was removed"),
+    ],
+)
+def test_a_config_of_python_refuses_wrong_types_and_names(changes, sentence):
+    with pytest.raises(InputError, match=sentence):
+        validate(assigned(**changes))
+
+
+def test_a_config_of_python_accepts_paths_and_numpy_numbers():
+    wanted = {"optim.learning_rate": 2e-5, "seed": 3, "data.train": "a", "loss.matryoshka_dims": [8]}
+    given = {"optim.learning_rate": np.float64(2e-5), "seed": np.int64(3), "data.train": Path("a")}
+    made = assigned(**given, **{"loss.matryoshka_dims": np.array([8]), "bank.visibility": "immediate"})
+    validate(made)
+    assert to_yaml(made) == to_yaml(config(**wanted))
 
 
 def test_specs_and_methods_name_the_same_six():

@@ -35,7 +35,7 @@ from contaccum.config.groups import (
     ReplayConfig,
 )
 from contaccum.config.run import METRIC_CUTS, METRIC_MEASURES, RunConfig
-from contaccum.config.spellings import without_removed
+from contaccum.config.spellings import is_ignored, refuse_removed, unknown, without_removed
 from contaccum.errors import InputError
 
 __all__ = [
@@ -159,6 +159,13 @@ def validate(config: TrainConfig, world: int = 1, warn: bool = True) -> None:
     world: number of processes. warn: whether to warn about settings that have no effect.
     """
     check_values(config)
+    for group in ("", *GROUPS):
+        part = getattr(config, group) if group else config
+        for key in sorted(vars(part).keys() - {each.name for each in fields(part)}):
+            name, value = f"{group}.{key}".lstrip("."), getattr(part, key)
+            if not is_ignored(name, value):
+                refuse_removed("", name, value)
+                raise InputError(f"{name}: no such setting{unknown(name, str(value), train_settings())}")
     if not config.output_dir:
         raise InputError("output_dir is not set, expected a path")
     for group in GROUPS:

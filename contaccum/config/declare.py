@@ -2,6 +2,7 @@
 
 import math
 import operator
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, Field, field, fields, is_dataclass
@@ -187,7 +188,8 @@ def describe(declared: Field) -> str:
             items = {int: "whole numbers", float: "numbers", str: "texts"}.get(inner[0])
             words.append(f"a list of {items or ', '.join(each.name for each in fields(inner[0]))}")
         elif kind is not type(None):
-            words.append({int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "text"))
+            other = f"a {kind.__name__}" if isinstance(kind, type) and is_dataclass(kind) else "text"
+            words.append({int: "a whole number", float: "a number", bool: "true or false"}.get(kind, other))
     allowed = spec_of(declared).range()
     return " or ".join(words) + (f" ({allowed})" if allowed else "") + (", or null" if type(None) in kinds else "")
 
@@ -198,14 +200,35 @@ def choices_of(declared: Field) -> list[str]:
     return [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
 
 
-def check_values(options: Any, prefix: str = "") -> None:
-    """Raise InputError for the first value that is not allowed for its setting.
+def plain(value: Any) -> Any:
+    """Convert a path to text, a number of NumPy or torch to a number, and an array to a list. Return other values unchanged."""
+    if isinstance(value, list):
+        return [plain(each) for each in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else getattr(value, "tolist", lambda: value)()
 
-    Not allowed are: null, unless the type of the setting contains None; numbers that are infinite, NaN or out of range; strings
-    that are too long; values that are not among the choices.
+
+def has_type(value: Any, kind: Any) -> bool:
+    """Return whether a value has the type of a setting. Whole numbers are also numbers. Choices are not checked."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return any(has_type(value, each) for each in inner)
+    if origin in (list, tuple):
+        return isinstance(value, list | tuple) and all(has_type(each, inner[0]) for each in value)
+    if isinstance(value, bool) or origin is Literal:
+        return kind is bool or origin is Literal
+    return isinstance(value, int | float if kind is float else kind)
+
+
+def check_values(options: Any, prefix: str = "") -> None:
+    """Raise InputError for the first value that is not allowed for its setting. Paths and NumPy numbers are converted first.
+
+    Not allowed are: null, unless the type of the setting contains None; values of another type; numbers that are infinite, NaN or
+    out of range; strings that are too long; values that are not among the choices.
     """
     for name, owner, declared in leaves(options, prefix):
-        value, spec = getattr(owner, declared.name), spec_of(declared)
+        given, spec = getattr(owner, declared.name), spec_of(declared)
+        if (value := plain(given)) is not given:
+            object.__setattr__(owner, declared.name, value)  # the dataclass may be frozen
         if value is None:
             if type(None) not in get_args(declared.type):  # jsonargparse accepts null for every type
                 raise InputError(f"{name} is null, expected a value")
@@ -213,6 +236,8 @@ def check_values(options: Any, prefix: str = "") -> None:
         choices = choices_of(declared)
         if choices and value not in choices:
             raise InputError(f"{name} is {value!r}, expected one of {', '.join(map(str, choices))}")
+        if not has_type(value, declared.type):
+            raise InputError(f"{name} is {repr(value)[:200]}, expected {describe(declared)}")
         if isinstance(value, str) and len(value) > MAX_TEXT:
             raise InputError(f"{name} has {len(value)} characters, expected at most {MAX_TEXT}")
         if isinstance(value, float) and not math.isfinite(value):
