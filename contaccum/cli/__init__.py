@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     reads stdout closed the pipe. With `--debug`, an error also prints its traceback.
     """
     _prepare_streams()
-    warnings.showwarning = _show_warning
+    before, warnings.showwarning = warnings.showwarning, _show_warning
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in arguments
     if debug:
@@ -45,6 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
         code = _run_and_report(arguments, debug)
     finally:
         unwritten = _flush_stdout()
+        warnings.showwarning = before  # a program may call this function
     if unwritten is None or code:
         return code
     if isinstance(unwritten, BrokenPipeError):

@@ -1,7 +1,9 @@
 """Options of the encoder: how to load it, how to encode texts with it, and how to train it."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from contaccum.config.declare import setting
@@ -68,6 +70,11 @@ class EncoderConfig(EncodingConfig, ProcessConfig):
     Default: as stored in the folder of the encoder, else all dimensions."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of weights and arithmetic. bf16 is several times faster than fp32 on GPUs that support bf16."""
+
+    @classmethod
+    def of(cls, model: "EncoderConfig | str | Path") -> "EncoderConfig":
+        """Return ``model`` if it is a config, else the config of the encoder with this name or in this folder."""
+        return model if isinstance(model, cls) else cls(os.fspath(model))  # type: ignore[arg-type]
 
 
 _TINY: dict[str, Any] = {"resume": "never", "initial_encoder": True, "needs": "model.name tiny"}

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 from typing import NamedTuple
 from unicodedata import normalize
 
@@ -214,16 +215,16 @@ def _each(batches: Iterator[Batch], processes: int) -> Iterator[tuple[list[int |
 
 
 def evaluate_questions(
-    choice: EncoderConfig,
-    questions: str,
-    passages: str,
+    choice: EncoderConfig | str | Path,
+    questions: str | Path,
+    passages: str | Path,
     *,
     k: int = 100,
     settings: SearchConfig = DEFAULTS,
     match: str = "string",
     processes: int = 1,
     policy: DataPolicy = DEFAULT_POLICY,
-    output: str | None = None,
+    output: str | Path | None = None,
     group: Processes = ALONE,
 ) -> Metrics:
     """Search the passages for each question of a DPR file, and compute the answer accuracy.
@@ -233,6 +234,7 @@ def evaluate_questions(
     group, policy: see ``contaccum.search``.
     """
     cutoffs = cutoffs_within(CUTOFFS, k)
+    choice = EncoderConfig.of(choice)
     refuse_input_as_output(output, questions, passages, choice.model, settings.embeddings, settings.index_dir)
     with group.main_first():
         sources = {questions: open_dataset(questions, policy=policy), passages: open_dataset(passages, policy=policy)}
@@ -240,5 +242,5 @@ def evaluate_questions(
     queries = {str(number): question.text for number, question in enumerate(read)}
     run = Retriever.open(choice, corpus, settings, group).search(queries, k)
     metrics = answer_accuracy(read, run, corpus, match=match, cutoffs=cutoffs, processes=processes)
-    left_out = {name: sum(source.left_out.values()) for name, source in sources.items() if source.left_out}
+    left_out = {str(name): sum(source.left_out.values()) for name, source in sources.items() if source.left_out}
     return save_metrics(metrics, output, {"model": choice.model, "data": questions, "passages": passages}, left_out)

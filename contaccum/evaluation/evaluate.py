@@ -40,8 +40,8 @@ FAMILIES = {"beir": BEIR, "nanobeir": {f"nanobeir/{name}": "test" for name in NA
 
 
 def evaluate(
-    choice: "EncoderConfig | DualEncoder | str",
-    data: str | RetrievalSet,
+    choice: "EncoderConfig | DualEncoder | str | Path",
+    data: str | Path | RetrievalSet,
     split: str = "test",
     *,
     k: int = 100,
@@ -50,7 +50,7 @@ def evaluate(
     repair: bool = False,
     max_bad_records: int = 0,
     relevance_level: int = 1,
-    output: str | None = None,
+    output: str | Path | None = None,
     group: Processes = ALONE,
     policy: DataPolicy | None = None,
     evaluator: Literal["contaccum", "beir"] = "contaccum",
@@ -65,7 +65,9 @@ def evaluate(
     ``beir`` does not support.
     """
     cutoffs = cutoffs_within(CUTOFFS, k)
-    model = choice if isinstance(choice, str) else getattr(choice, "model", None)
+    if evaluator not in ("contaccum", "beir"):
+        raise InputError(f"evaluator is {evaluator!r}; expected contaccum or beir")
+    model = choice if isinstance(choice, str | Path) else getattr(choice, "model", None)
     about = {"model": model}
     refuse_input_as_output(output, data, model, settings.embeddings, settings.index_dir)
     policy = policy or DataPolicy(strict=strict, repair=repair, max_bad_records=max_bad_records)
@@ -120,8 +122,8 @@ def _refuse_unused(data: object, settings: SearchConfig, policy: DataPolicy, rel
 
 
 def _evaluate_with_beir(
-    choice: "EncoderConfig | DualEncoder | str",
-    data: str,
+    choice: "EncoderConfig | DualEncoder | str | Path",
+    data: str | Path,
     split: str,
     cutoffs: list[int],
     batch_tokens: int | None,
@@ -136,7 +138,7 @@ def _evaluate_with_beir(
 
     from contaccum.encoder import load_encoder
 
-    choice = EncoderConfig(choice) if isinstance(choice, str) else choice
+    choice = EncoderConfig.of(choice) if isinstance(choice, str | Path) else choice
     encoder = load_encoder(choice) if isinstance(choice, EncoderConfig) else choice
     folder = str(open_dataset(data, split).path)
     fix = "; expected a BEIR folder with unpacked files"
@@ -158,9 +160,9 @@ def _evaluate_with_beir(
 
 
 def evaluate_run_file(
-    run: str,
-    qrels: str,
-    output: str | None = None,
+    run: str | Path,
+    qrels: str | Path,
+    output: str | Path | None = None,
     relevance_level: int = 1,
     policy: DataPolicy = DEFAULT_POLICY,
 ) -> Metrics:
@@ -238,7 +240,7 @@ def _named_sets(data: str, split: str) -> dict[str, BenchmarkSet]:
 
 
 def evaluate_benchmark(
-    choice: EncoderConfig,
+    choice: EncoderConfig | str | Path,
     data: str,
     split: str = "test",
     *,
@@ -246,7 +248,7 @@ def evaluate_benchmark(
     settings: SearchConfig = DEFAULTS,
     policy: DataPolicy = DEFAULT_POLICY,
     relevance_level: int = 1,
-    output: str | None = None,
+    output: str | Path | None = None,
     group: Processes = ALONE,
     evaluator: Literal["contaccum", "beir"] = "contaccum",
 ) -> dict[str, Any]:
@@ -256,7 +258,8 @@ def evaluate_benchmark(
     benchmark.json. A data set whose file exists is not evaluated again. Raises InputError if that file has other settings.
     Each data set gets its own folder in ``settings.embeddings`` and ``settings.index_dir``. Other arguments: see ``evaluate``.
     """
-    if output is not None and output.lower().endswith(".json"):
+    choice = EncoderConfig.of(choice)
+    if output is not None and os.fspath(output).lower().endswith(".json"):
         raise InputError(f"--output is {output}; give a folder, because several data sets are written to several files")
     from contaccum.encoder import load_encoder
 

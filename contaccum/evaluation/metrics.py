@@ -108,7 +108,7 @@ def cutoffs_within(cutoffs: Sequence[int], k: int) -> list[int]:
 
 
 def save_metrics(
-    metrics: Metrics, output: str | None, about: Mapping[str, str | None], left_out: Mapping[str, int] | None = None
+    metrics: Metrics, output: str | Path | None, about: Mapping[str, Any], left_out: Mapping[str, int] | None = None
 ) -> Metrics:
     """Write metrics to the file ``output``, and return the metrics. If ``output`` is None, write nothing.
 

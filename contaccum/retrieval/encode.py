@@ -301,9 +301,9 @@ def training_vectors(
 
 
 def encode(
-    choice: EncoderConfig,
-    source: str,
-    output: str,
+    choice: EncoderConfig | str | Path,
+    source: str | Path,
+    output: str | Path,
     *,
     kind: str = "passage",
     dtype: str = "float32",
@@ -321,6 +321,7 @@ def encode(
     """
     from contaccum.encoder import load_encoder
 
+    choice = EncoderConfig.of(choice)
     refuse_input_as_output(output, source, choice.model, folder=True)
     with (
         joined(choice.timeout_minutes) as group,

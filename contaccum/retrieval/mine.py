@@ -221,12 +221,12 @@ class Mining:
 
 
 def mine(
-    choice: EncoderConfig,
-    data: str,
-    output: str,
+    choice: EncoderConfig | str | Path,
+    data: str | Path,
+    output: str | Path,
     *,
     split: str = "train",
-    corpus: str | None = None,
+    corpus: str | Path | None = None,
     to: Form = "jsonl",
     mining: MineConfig = MINING,
     settings: SearchConfig = DEFAULTS,
@@ -240,6 +240,7 @@ def mine(
     share the work. All of them must call this function.
     """
     mining.check()
+    choice = EncoderConfig.of(choice)
     path = Path(output)
     if path.is_dir():
         raise InputError(f"{output}: exists already; choose a new path")

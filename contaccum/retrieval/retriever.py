@@ -1,11 +1,13 @@
 """Find the best passages of a corpus for each query, with the vectors of an encoder or with BM25."""
 
 import json
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, zip_longest
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +22,7 @@ from contaccum.retrieval.exact import Ranker, exact_ranker, rescore
 from contaccum.retrieval.index import Index, Origin
 from contaccum.retrieval.runs import RankedPassage, Run, ranked, read_passages, refuse_unwritable_ids, write_run
 from contaccum.retrieval.shards import Shard, Shards, refuse_infinite
-from contaccum.runtime.checks import refuse_input_as_output, require_utf8
+from contaccum.runtime.checks import refuse_input_as_output, require_queries, require_utf8
 from contaccum.runtime.processes import ALONE, Processes
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ class Retriever(ABC):
 
     @staticmethod
     def open(
-        model: "EncoderConfig | DualEncoder | str",
+        model: "EncoderConfig | DualEncoder | str | Path",
         corpus: Dataset,
         settings: SearchConfig = DEFAULTS,
         group: Processes = ALONE,
@@ -60,7 +62,7 @@ class Retriever(ABC):
         with an approximate index. extra: positives of the queries that are not in the corpus. ``search_with_positives`` returns
         their scores, but they are never among the passages found.
         """
-        config = EncoderConfig(model) if isinstance(model, str) else model
+        config = EncoderConfig.of(model) if isinstance(model, str | Path) else model
         if isinstance(config, EncoderConfig) and config.model == BM25_NAME:
             return BM25(corpus, extra)
         validate_search(settings, group)
@@ -85,9 +87,8 @@ class Retriever(ABC):
 
         queries: query id -> text. ignore_identical_ids: leave out a passage whose id equals the id of the query, as BEIR does.
         """
-        require_k(k)
-        for query_id, text in queries.items():
-            require_utf8(text, f"query {query_id!a}")
+        k = require_k(k)
+        require_queries(queries)
         if not ignore_identical_ids:
             return self._search(queries, k)
         run = self._search(queries, k + 1)  # one of the k + 1 passages may have the id of the query
@@ -218,7 +219,7 @@ def search_vectors(
     """
     settings = SearchConfig(**options)
     validate_search(settings)
-    require_k(k)
+    k = require_k(k)
     width = shards[0].vectors.shape[1] if len(shards) else query_vectors.shape[1]
     if query_vectors.shape[1] != width:
         raise InputError(
@@ -252,10 +253,11 @@ def index_ranker(index: Index, shards: Shards | None = None) -> Ranker:
     return rank
 
 
-def require_k(k: int) -> None:
-    """Raise InputError if k is not positive."""
+def require_k(k: int) -> int:
+    """Return k as a Python number, because faiss refuses numbers of NumPy. Raise InputError if k is not positive."""
     if k < 1:
         raise InputError(f"k is {k}; expected at least 1")
+    return operator.index(k)
 
 
 def validate_search(settings: SearchConfig, group: Processes = ALONE) -> None:
@@ -299,8 +301,8 @@ def _open_index(encoder: "DualEncoder", corpus: Dataset, settings: SearchConfig,
 
 
 def search(
-    choice: "EncoderConfig | DualEncoder | str",
-    data: str,
+    choice: "EncoderConfig | DualEncoder | str | Path",
+    data: str | Path,
     split: str = "test",
     k: int = 100,
     settings: SearchConfig = DEFAULTS,
@@ -331,8 +333,8 @@ def search(
 
 
 def look(
-    choice: "EncoderConfig | DualEncoder | str",
-    data: str,
+    choice: "EncoderConfig | DualEncoder | str | Path",
+    data: str | Path,
     query: str,
     k: int = 10,
     settings: SearchConfig = DEFAULTS,

@@ -191,9 +191,10 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Write ``value`` as indented JSON, atomically. Paths in ``value`` may have bytes that are not UTF-8; JSON escapes them."""
+    """Write ``value`` as indented JSON, atomically. Paths become texts; JSON escapes bytes of them that are not UTF-8."""
     with whole_file(path) as file:
-        file.write(json.dumps(value, ensure_ascii=False, indent=2).encode("utf-8", "backslashreplace") + b"\n")
+        text = json.dumps(value, ensure_ascii=False, indent=2, default=os.fspath)
+        file.write(text.encode("utf-8", "backslashreplace") + b"\n")
 
 
 def read_json(path: str | Path, type_: Any = Any, *, version: int | None = None, max_bytes: int = MAX_JSON) -> Any:

@@ -1,0 +1,54 @@
+"""Calls from a notebook or a service: paths, numbers of NumPy, wrong arguments, and the state of the program afterwards."""
+
+import json
+import warnings
+
+import numpy as np
+import pytest
+from helpers import tiny_encoder, write_beir
+
+from contaccum import Retriever, encode, evaluate, evaluate_benchmark, evaluate_run_file, look, mine, search
+from contaccum.cli import main
+from contaccum.data.dataset import open_dataset
+from contaccum.errors import InputError
+
+
+@pytest.fixture
+def data(tmp_path):
+    return write_beir(tmp_path / "data")
+
+
+def test_every_function_accepts_paths(data, tmp_path):
+    tiny_encoder().save(model := tmp_path / "model")
+    metrics = evaluate(model, data, "train", output=tmp_path / "metrics.json")
+    saved = json.loads((tmp_path / "metrics.json").read_text())
+    assert (saved["model"], saved["data"], saved["mean"]) == (str(model), str(data), metrics["mean"])
+    assert metrics == evaluate(str(model), str(data), "train")
+    assert evaluate_benchmark(model, str(data), "train", output=tmp_path / "all")["mean"] == metrics["mean"]
+    run = search(model, data, "train", output=tmp_path / "run.trec")
+    assert look(model, data, "anything", k=1)
+    assert set(run) == set(search(str(model), str(data), "train"))
+    scored = evaluate_run_file(tmp_path / "run.trec", data / "qrels" / "train.tsv", tmp_path / "run.json")
+    assert scored["queries"] == len(run)
+    assert "vectors of 32 numbers" in encode(model, data, tmp_path / "vectors")
+    assert mine(model, data, tmp_path / "mined.jsonl")["queries"] == len(run)
+
+
+def test_wrong_arguments_are_named(data):
+    retriever = Retriever.open("bm25", corpus := open_dataset(data).corpus)
+    for queries, found in ((["a"], "list"), ("a", "str")):
+        with pytest.raises(InputError, match=f"queries is a {found}; expected a mapping from query id to text"):
+            retriever.search(queries)
+    with pytest.raises(InputError, match="query 'q': found NoneType; expected a text"):
+        retriever.search({"q": None})
+    with pytest.raises(InputError, match="evaluator is 'BEIR'; expected contaccum or beir"):
+        evaluate("bm25", data, "train", evaluator="BEIR")
+    dense = Retriever.open(tiny_encoder(), corpus)
+    assert dense.search({"q": "a"}, np.int64(2)) == dense.search({"q": "a"}, 2)
+
+
+def test_main_restores_how_python_shows_warnings(capsys):
+    before = warnings.showwarning
+    assert main(["report", "no/such/folder"]) == 2
+    assert warnings.showwarning is before
+    assert "no/such/folder" in capsys.readouterr().err
