@@ -284,7 +284,10 @@ def build_token_table(
     of word embeddings. Raises InputError for a slow tokenizer and for a token id without a word embedding.
     """
     require_fast(tokenizer)
-    key = [fingerprint, list(columns), tokenizer_hash(tokenizer), max_length, prefix]
+    left = ["left"] * (
+        tokenizer.truncation_side == "left"
+    )  # not in the hash, because every call sets it in the tokenizer
+    key = [fingerprint, list(columns), tokenizer_hash(tokenizer), max_length, prefix, *left]
 
     def build(folder: Path) -> None:
         with open(folder / "tokens.npy", "wb") as file:

@@ -180,12 +180,13 @@ class DualEncoder(nn.Module):
         for name, tensor in sorted(weights.items()):
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
             digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        tokenizer = json.loads(tower.tokenizer.backend_tokenizer.to_str())
-        # every call of the tokenizer changes its truncation and padding settings, which do not affect the tokens of a text
-        digest.update(json.dumps({**tokenizer, "truncation": None, "padding": None}, sort_keys=True).encode())
-        names = ("pooling", "similarity", f"max_{kind}_length", f"{kind}_prefix")
-        truncated = [] if self.settings.truncate_dim is None else [self.settings.truncate_dim]
-        digest.update(json.dumps([*(getattr(self.settings, name) for name in names), *truncated]).encode())
+        # every call of the tokenizer changes these settings; only the side of the truncation affects the tokens of a text
+        side = {"padding": None, "truncation": tower.tokenizer.truncation_side == "left" or None}
+        tokenizer = json.loads(tower.tokenizer.backend_tokenizer.to_str()) | side
+        digest.update(json.dumps(tokenizer, sort_keys=True).encode())
+        names = ["pooling", "similarity", f"max_{kind}_length", f"{kind}_prefix"]
+        names += ["truncate_dim"] * (self.settings.truncate_dim is not None)
+        digest.update(json.dumps([getattr(self.settings, name) for name in names]).encode())
         return digest.hexdigest()
 
     def set_dropout(self, probability: float) -> None:

@@ -67,8 +67,11 @@ def test_every_part_of_the_cache_key_counts(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(tokens, "_write_tokens", lambda *_: pytest.fail("tokenised again"))
         build_token_table(table, ["text"], make, **base)
+    left = tokenizer()
+    left.truncation_side = "left"
     others = [
         (["title"], make, base),
+        (["text"], left, base),
         (["text"], tokenizer([*WORDS, "more"]), base),
         (["text"], make, {**base, "max_length": 5}),
         (["text"], make, {**base, "prefix": "query: "}),

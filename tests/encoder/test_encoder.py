@@ -126,6 +126,14 @@ def test_untied_towers_of_a_plain_folder_start_equal(tmp_path):
     assert np.abs(mixed.encode_queries(TEXTS) - mixed.encode_passages(TEXTS)).max() > 0.01
 
 
+def test_truncation_on_the_left_changes_the_fingerprint():
+    encoder = words_encoder(max_query_length=4)
+    vectors, fingerprint = encoder.encode_queries(TEXTS), encoder.fingerprint("query")
+    encoder.query_tower.tokenizer.truncation_side = "left"
+    assert np.abs(encoder.encode_queries(TEXTS) - vectors).max() > 0.01
+    assert encoder.fingerprint("query") != fingerprint
+
+
 def test_one_text_instead_of_a_list_is_refused():
     encoder = words_encoder()
     for side, encode in (("query", encoder.encode_queries), ("passage", encoder.encode_passages)):
