@@ -61,8 +61,9 @@ class DualEncoder(nn.Module):
             raise InputError(f"truncate_dim is {self.dim}; expected at most {widths[0]}, the width of the encoder")
         for key, tower in (("max_query_length", query_tower), ("max_passage_length", passage_tower)):
             length, limit = getattr(settings, key), tower.position_limit
-            if limit is not None and not 2 < length <= limit:
-                raise InputError(f"{key} is {length}; expected 3 to {limit} tokens ({limit} is the encoder's maximum)")
+            if not (least := tower.tokenizer.num_special_tokens_to_add() + 1) <= length <= limit:
+                found = f"{key} is {length}; expected {least} to {limit} tokens"
+                raise InputError(f"{found} (the special tokens and one more; the encoder's maximum)")
 
     @property
     def dim(self) -> int:
@@ -315,15 +316,15 @@ class DualEncoder(nn.Module):
         settings = make_settings({**found, **given, "tie_towers": tied}, name)
         if tied and passage_name is not None:
             raise InputError(
-                f"passage_name is {passage_name}, but the towers are tied. Remove passage_name, or set tie_towers to false."
+                f"passage_name is {passage_name}, but the towers are tied; leave out one of the two settings"
             )
         if tied and passage_files != query_files:
             raise InputError(f"{name}: has two different encoders, which cannot be tied. Set tie_towers to false.")
         loader = TowerLoader(settings.pooling, trust_remote_code, dtype, append_eos, adapters, merge, device)
         query_tower, passage_tower = loader.load_pair(query_files, query_files if tied else passage_files, tied)
         for key, tower in (("max_query_length", query_tower), ("max_passage_length", passage_tower)):
-            # some folders state a length that the backbone does not support
-            if tower.position_limit is not None and key in found and key not in given:
+            # some folders state a length that the backbone does not support, and the default may be too long as well
+            if key not in given:
                 settings = replace(settings, **{key: min(getattr(settings, key), tower.position_limit)})
         check_hashes(name, hashes)
         return cls(query_tower, passage_tower, settings).to(device).eval()

@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from contaccum.batch import Tokens
 from contaccum.encoder import adapters as lora
 from contaccum.encoder.adapters import WEIGHTS, Adapters
-from contaccum.encoder.folders import Base, ModelFile, Positive, TowerFiles, decoder_only
+from contaccum.encoder.folders import NO_LIMIT, Base, ModelFile, Positive, TowerFiles, decoder_only
 from contaccum.encoder.kernels import UNPADDED_FAMILIES, attention_mask, first_position, token_states
 from contaccum.encoder.tokenizer import append_eos, check_vocabulary, load_tokenizer, wordpiece_tokenizer
 from contaccum.errors import InputError, in_one_line, library_errors
@@ -64,8 +64,8 @@ class Tower(nn.Module):
         self.backbone, self.tokenizer, self.pooling, self.base = backbone, tokenizer, pooling, base
         self.dense: Any = nn.ModuleList(dense)
         limit = getattr(backbone.config, "max_position_embeddings", None)
-        self.position_limit = None if limit is None or limit < 1 else limit - first_position(backbone.config)
-        """Maximum number of tokens of a text that the position embeddings allow. None: no limit."""
+        self.position_limit = NO_LIMIT if limit is None or limit < 1 else limit - first_position(backbone.config)
+        """Maximum number of tokens of a text that the position embeddings allow. ``NO_LIMIT`` if they set no limit."""
         self.vocabulary = word_embeddings(backbone)
         """Number of word embeddings, which is larger than every token id. None: the backbone has no table of word embeddings."""
         self.width = int(getattr(backbone.config, "word_embed_proj_dim", backbone.config.hidden_size))
@@ -117,7 +117,7 @@ class Tower(nn.Module):
         bucket = self.bucket if compiled else BUCKET if padded else 1
         length = tokens.input_ids.shape[1]
         rounded = -(-length // bucket) * bucket
-        extra = (0, min(rounded, self.position_limit or rounded) - length)
+        extra = (0, min(rounded, self.position_limit) - length)
         if self.unpad or not any(extra):
             return tokens
         ids = F.pad(tokens.input_ids, extra, value=self.tokenizer.pad_token_id)

@@ -10,11 +10,12 @@ import pytest
 import torch
 from helpers import micro_batches, tiny_encoder
 from sentence_transformers import SentenceTransformer
-from tiny_families import TEXTS
+from tiny_families import TEXTS, family_folder
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 from contaccum.batch import Tokens
-from contaccum.encoder import DualEncoder, EncoderSettings, Tower, pool, tiny_tower
+from contaccum.encoder import DualEncoder, EncoderSettings, Tower, pool, tiny_tower, wordpiece_tokenizer
+from contaccum.encoder.folders import NO_LIMIT
 from contaccum.errors import InputError
 
 
@@ -48,7 +49,7 @@ def test_pooling_ignores_padding_on_either_side():
         ("data2vec-text", 38),
         ("roberta-prelayernorm", 38),
         ("ibert", 38),
-        ("xlnet", None),
+        ("xlnet", NO_LIMIT),
     ],
 )
 def test_texts_are_as_long_as_the_position_embeddings_allow(family, limit):
@@ -56,13 +57,38 @@ def test_texts_are_as_long_as_the_position_embeddings_allow(family, limit):
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 50, "pad_token_id": 1}
     tower = Tower(AutoModel.from_config(AutoConfig.for_model(family, **sizes, **size)).eval(), None, "mean")
     assert tower.position_limit == limit
-    for length in (limit or 50, (limit or 50) + 1):
+    for length in (min(limit, 50), min(limit, 50) + 1):
         tokens = Tokens(torch.full((1, length), 7), torch.ones(1, length, dtype=torch.long))
-        if limit is None or length == limit:
+        if length <= limit:
             assert tower(tokens).isfinite().all()
         else:
             with pytest.raises((IndexError, RuntimeError)):
                 tower(tokens)
+
+
+@pytest.mark.parametrize("family", ["bert", "xlnet", "qwen3"])
+def test_a_text_has_room_for_special_tokens_and_one_more(family, tmp_path):
+    folder = family_folder(family, tmp_path / "model") if family != "xlnet" else xlnet_folder(tmp_path / "model")
+    least = {"bert": 3, "xlnet": 3, "qwen3": 2}[family]  # Qwen3 has only an end-of-text token
+    found = DualEncoder.load(folder, max_query_length=least, max_passage_length=9).encode_queries(
+        ["a red fox", "a sea"]
+    )
+    np.testing.assert_allclose(found[0], found[1], atol=1e-6)  # both texts are truncated to their first word
+    with pytest.raises(InputError, match=f"max_query_length is {least - 1}; expected {least} to"):
+        DualEncoder.load(folder, max_query_length=least - 1, max_passage_length=9)
+
+
+def xlnet_folder(folder: Path) -> Path:
+    tokenizer = wordpiece_tokenizer(TEXTS * 3, 150)
+    tokenizer.save_pretrained(folder)
+    sizes = {"d_model": 32, "n_layer": 1, "n_head": 2, "d_head": 16, "d_inner": 64}
+    AutoModel.from_config(AutoConfig.for_model("xlnet", vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
+    return folder
+
+
+def test_a_plain_encoder_with_few_positions_loads_with_its_maximum(tmp_path):
+    settings = DualEncoder.load(family_folder("bert", tmp_path / "model", positions=40)).settings
+    assert (settings.max_query_length, settings.max_passage_length) == (40, 40)
 
 
 def test_mean_of_a_long_text_does_not_overflow_in_float16():
@@ -100,6 +126,14 @@ def test_loaded_encoder_equals_saved(tie, tmp_path):
     assert (loaded.fingerprint("query") == loaded.fingerprint("passage")) is False
 
 
+def test_truncation_on_the_left_changes_the_fingerprint():
+    encoder = words_encoder(max_query_length=4)
+    vectors, fingerprint = encoder.encode_queries(TEXTS), encoder.fingerprint("query")
+    encoder.query_tower.tokenizer.truncation_side = "left"
+    assert np.abs(encoder.encode_queries(TEXTS) - vectors).max() > 0.01
+    assert encoder.fingerprint("query") != fingerprint
+
+
 def test_sentence_transformers_settings_are_loaded(minilm):
     texts = ["Where do owls live?", "Owls live in old barns. " * 40]
     ours = DualEncoder.load(minilm)
@@ -124,14 +158,6 @@ def test_untied_towers_of_a_plain_folder_start_equal(tmp_path):
     assert DualEncoder.load(plain, **sizes).settings.pooling == "mean"
     mixed = DualEncoder.load(plain, passage_name=tmp_path / "model" / "passage_encoder", **sizes)
     assert np.abs(mixed.encode_queries(TEXTS) - mixed.encode_passages(TEXTS)).max() > 0.01
-
-
-def test_truncation_on_the_left_changes_the_fingerprint():
-    encoder = words_encoder(max_query_length=4)
-    vectors, fingerprint = encoder.encode_queries(TEXTS), encoder.fingerprint("query")
-    encoder.query_tower.tokenizer.truncation_side = "left"
-    assert np.abs(encoder.encode_queries(TEXTS) - vectors).max() > 0.01
-    assert encoder.fingerprint("query") != fingerprint
 
 
 def test_one_text_instead_of_a_list_is_refused():
