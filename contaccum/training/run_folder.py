@@ -153,14 +153,15 @@ def run_identity(
 
 
 def _files_hash(folder: Path) -> str | None:
-    """Return one hash of all files in a folder. Return None if there is no such folder (``folder`` may be a Hub name)."""
+    """Return one hash of the files in a folder. Return None if there is no such folder (``folder`` may be a Hub name)."""
     lines = [f"{name} {sha256_of(path)}" for name, path in files_in(folder).items()]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest() if folder.is_dir() else None
 
 
 def files_in(folder: Path) -> dict[str, Path]:
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path for path in paths}
+    """Return the files in a folder by relative path, without hidden files: macOS and downloads from the Hub add such files."""
+    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {name: path for name, path in paths.items() if not name.startswith(".") and "/." not in name}
 
 
 def identity_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

@@ -168,6 +168,11 @@ def test_changed_encoder_folder_is_refused(data, tmp_path):
     changes = {"model.name": str(base), "optim.max_steps": 2, "model.passage_name": None}
     run = tmp_path / "run"
     train(train_config(data, run, **changes))
+    for folder in (base, run / "checkpoints" / "step-00000002"):  # files of the Hub's downloads and of macOS
+        (folder / ".cache").mkdir()
+        for name in (".DS_Store", ".cache/CACHEDIR.TAG"):
+            (folder / name).write_text("hidden")
+    assert newest_checkpoint(run).folder.name == "step-00000002"
     train(train_config(data, run, resume=True, **changes))
     (base / "notes.txt").write_text("another version")
     with pytest.raises(
