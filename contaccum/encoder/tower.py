@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from contaccum.encoder.tokenizer import append_eos, check_vocabulary, load_token
 from contaccum.errors import InputError, in_one_line, library_errors
 from contaccum.runtime.hub import loading, optional_json
 
+# model types that mix padding into the vectors of other tokens, also with an attention mask; found by trying all text model types
+PADDING_CHANGES_VECTORS = ("convbert", "cpmant", "fnet", "nystromformer", "yoso")
 BUCKET = 8  # on a GPU, padded lengths are rounded up to a multiple of this, for fewer shapes and aligned masks
 
 
@@ -183,6 +186,12 @@ class TowerLoader:
         family = backbone.config.model_type
         if backbone.config.is_encoder_decoder:
             raise InputError(f"{name}: {family} is an encoder-decoder; expected an encoder or a decoder")
+        if family in PADDING_CHANGES_VECTORS:
+            warnings.warn(
+                f"{name}: with the model type {family}, padding changes the vectors, so the vector of a text depends on the "
+                "other texts of its batch. Choose another encoder, or encode with batch_tokens 1, which needs no padding.",
+                stacklevel=2,
+            )
         if decoder_only(family):
             backbone.config.use_cache = False  # the key-value cache is for generating text, which an encoder never does
         return backbone
