@@ -158,6 +158,11 @@ def load_adapter(backbone: Any, folder: str, subfolder: str) -> None:
     info = backbone.load_adapter(
         folder, adapter_kwargs={"subfolder": subfolder}, is_trainable=True, ignore_mismatched_sizes=True
     )
+    if any("lora_magnitude_vector" in key for key in info.missing_keys):
+        raise InputError(
+            f"{folder}: adapter: transformers cannot load its DoRA weights. Merge it with merge_and_unload of peft, and use the "
+            "result."
+        )
     refuse_incomplete(f"{folder}: adapter", info.missing_keys, info.mismatched_keys)
     backbone._weight_conversions = conversions  # otherwise saving applies the conversions of the adapter to the base
     _adapter_to_float32(backbone)
@@ -174,12 +179,19 @@ def _adapter_to_float32(backbone: Any) -> None:
 def merge(backbone: Any) -> None:
     """Add the weights of the adapter to the weights of the base, then remove the layers of the adapter."""
     from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
 
-    layers = [(name, part) for name, part in backbone.named_modules() if isinstance(part, BaseTunerLayer)]
-    for name, layer in layers:
-        layer.merge(safe_merge=True)
+    # the wrappers contain fully trained modules and tokens, and may contain LoRA layers: merge the outermost one first
+    kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+    while found := next(((name, part) for name, part in backbone.named_modules() if isinstance(part, kinds)), None):
+        name, layer = found
+        if isinstance(layer, BaseTunerLayer):
+            layer.merge(safe_merge=True)
+            merged = layer.get_base_layer()
+        else:
+            merged = layer.unload_and_optionally_merge_module(merge=True, safe_merge=True, adapter_names=None)
         parent, _, child = name.rpartition(".")
-        setattr(backbone.get_submodule(parent), child, layer.get_base_layer())
+        setattr(backbone.get_submodule(parent), child, merged)
     del backbone.peft_config
     backbone._hf_peft_config_loaded = False
     backbone.requires_grad_(True)

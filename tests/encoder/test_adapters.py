@@ -18,7 +18,7 @@ from contaccum import DualEncoder, train
 from contaccum.batch import MicroBatch, RowIds, Tokens
 from contaccum.cli import main
 from contaccum.config import AdapterConfig, to_yaml, validate
-from contaccum.encoder import Adapters
+from contaccum.encoder import Adapters, merge
 from contaccum.errors import InputError
 from contaccum.integrations.push import push
 from contaccum.methods import METHODS
@@ -218,6 +218,36 @@ def test_merged_model_has_equal_vectors_and_no_adapter(tmp_path, capsys):
     assert main(["merge", str(tmp_path / "model"), str(tmp_path / "merged")]) == 2
     assert main(["merge", str(tmp_path / "merged"), str(tmp_path / "again")]) == 2
     assert "has no adapter to merge; choose a model trained with lora.rank above 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"modules_to_save": ["embed_tokens", "norm"]},
+        {"modules_to_save": ["mlp", "k_proj"]},
+        {"trainable_token_indices": {"embed_tokens": [2, 5, 6]}},
+    ],
+)
+def test_fully_trained_parts_of_an_adapter_are_merged(options, tmp_path):
+    peft = pytest.importorskip("peft")
+    backbone = AutoModel.from_pretrained(family_folder("qwen3", tmp_path / "base"))
+    model = peft.get_peft_model(backbone, peft.LoraConfig(**{"target_modules": ["q_proj"], **options}))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(tmp_path / "adapter")
+    merge(str(tmp_path / "adapter"), str(tmp_path / "merged"))
+    merged, ours = DualEncoder.load(tmp_path / "merged"), DualEncoder.load(tmp_path / "adapter")
+    assert apart(merged, ours) < 1e-5
+    assert apart(merged, DualEncoder.load(tmp_path / "base")) > 1e-3
+
+
+def test_a_dora_adapter_is_refused_as_such(tmp_path):
+    peft = pytest.importorskip("peft")
+    backbone = AutoModel.from_pretrained(family_folder("qwen3", tmp_path / "base"))
+    peft.get_peft_model(backbone, peft.LoraConfig(use_dora=True)).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(InputError, match="adapter: transformers cannot load its DoRA weights"):
+        DualEncoder.load(tmp_path / "adapter")
 
 
 @pytest.mark.parametrize(("quantize", "activations"), [("4bit", 1e-5), ("8bit", 0.05)])
