@@ -126,14 +126,16 @@ def tokenized(
     """
     for start in range(0, len(texts), WINDOW):
         window = texts[start : start + WINDOW]
-        rows = tokenizer(window, truncation=True, max_length=max_length, return_token_type_ids=False)
+        # some tokenizers, such as that of FNet, return no attention mask by default
+        options = {"return_token_type_ids": False, "return_attention_mask": True}
+        rows = tokenizer(window, truncation=True, max_length=max_length, **options)
         for ids, mask in zip(rows["input_ids"], rows["attention_mask"], strict=True):
             if not ids:  # an empty text, if the tokenizer adds no special tokens
                 ids.append(tokenizer.pad_token_id)
                 mask.append(1)
         for chosen in token_batches([len(row) for row in rows["input_ids"]], budget):
             batch = {name: [values[index] for index in chosen] for name, values in rows.items()}
-            padded = tokenizer.pad(batch, return_tensors="pt")
+            padded = tokenizer.pad(batch, return_attention_mask=True, return_tensors="pt")
             ids = padded["input_ids"]
             if ids.numel():
                 require_known_ids(int(ids.max()), vocabulary, tokenizer)

@@ -228,6 +228,13 @@ def test_batch_size_does_not_change_vectors_or_order():
     assert encoder.training
 
 
+def test_a_tokenizer_that_returns_only_ids_gives_equal_vectors():
+    encoder = words_encoder()
+    vectors = encoder.encode_queries(TEXTS)
+    encoder.query_tower.tokenizer.model_input_names = ["input_ids"]
+    np.testing.assert_array_equal(encoder.encode_queries(TEXTS), vectors)
+
+
 def test_only_cosine_vectors_have_unit_length():
     np.testing.assert_allclose(np.linalg.norm(words_encoder().encode_queries(TEXTS), axis=1), 1, atol=1e-6)
     assert np.abs(np.linalg.norm(words_encoder(similarity="dot").encode_queries(TEXTS), axis=1) - 1).max() > 0.1
