@@ -153,7 +153,7 @@ CASES: dict[str, Case] = {
     "passage: id true": passage({"_id": True, "text": "x"}, "'_id' is true or false", "must be an id"),
     "passage: fractional id": passage({"_id": 1.0, "text": "x"}, "'_id' is the number 1.0", "an integer"),
     "passage: id an object": passage({"_id": {}, "text": "x"}, "'_id' is an object", "must be an id"),
-    "passage: id again": passage({"_id": "p0", "text": "x"}, "'p0' (first at line 1)", "ids must be unique"),
+    "passage: id again": passage({"_id": "p0", "text": "x"}, "'p0' (first at line 1)", "--data.repair true)"),
     "passage: number id again": passage('{"_id": "p0", "text": "x"}', "duplicate passage id 'p0'", "ids must be unique"),
     "passage: empty text": passage({"_id": "p1", "text": ""}, "passage 'p1' has an empty text", "passage needs a text"),
     "passage: blank text": passage({"_id": "p1", "text": " \u2028\t"}, "passage 'p1' has an empty text", "passage needs a text"),

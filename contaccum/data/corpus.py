@@ -34,6 +34,8 @@ from contaccum.formats.readers import beir_file, numbered_corpus, numbered_queri
 from contaccum.formats.records import Passage, RejectedRecords, SourceLocation, is_blank
 from contaccum.runtime.locks import cached_folder, file_key
 
+REPAIR = "Use --repair (in training: --data.repair true)"
+
 
 class Corpus(NamedTuple):
     table: Dataset  # columns id, title, text
@@ -56,7 +58,7 @@ class Queries(NamedTuple):
 
 def duplicate_id(what: str, key: str, first: object, repairable: bool = True) -> str:
     """Return the error message for a duplicate id. ``first`` is the location of the first record with this id."""
-    fix = " Use --repair to keep the last one." if repairable else ""
+    fix = f" {REPAIR} to keep the last one." if repairable else ""
     return f"duplicate {what} id {key!r} (first at {first}); ids must be unique.{fix}"
 
 
@@ -133,7 +135,9 @@ def _passages(source: Path, repair: bool, rejected: RejectedRecords) -> Iterator
     """Yield the location and the passage of each record. Without ``repair``, a passage without text is rejected."""
     for location, passage in numbered_corpus(source, rejected):
         if not repair and is_blank(passage.text):
-            found = f"passage {passage.id!r} has an empty text; every passage needs a text. Use --repair to accept empty texts."
+            found = (
+                f"passage {passage.id!r} has an empty text; every passage needs a text. {REPAIR} to accept empty texts."
+            )
             rejected.reject(location.error(found))
         else:
             yield location, passage
