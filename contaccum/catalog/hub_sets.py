@@ -77,7 +77,7 @@ class HubName:
         ends = [end.start() for end in re.finditer("[@:]|$", name)]
         # a path may contain @ and :, such as /home/user@domain
         folder = next((name[:end] for end in reversed(ends) if os.path.isdir(name[:end])), "")
-        found = _NAME.fullmatch(name, len(folder))
+        found = None if os.path.isfile(name) else _NAME.fullmatch(name, len(folder))
         columns: dict[str, list[str]] = {}
         for pair in mapping.split("&") if mark else []:
             key, _, value = pair.partition("=")
@@ -87,7 +87,7 @@ class HubName:
             columns[key] = value.split(",")
         if found is None or not (folder or found["repository"]) or (mark and not {"query", "pos"} <= columns.keys()):
             raise InputError(
-                f"{text}: not the name of a Hub data set; expected "
+                f"{text}: not the name of a Hub data set or of a local folder; expected "
                 "hub:owner/name[@revision][:configuration][:split][?query=COLUMN&pos=COLUMN]"
             )
         parts: dict[str, Any] = {part: value or None for part, value in found.groupdict().items()}
@@ -166,10 +166,9 @@ def fetch_hub(text: str, split: str, max_unpacked: float | None = None) -> Path:
 
     def write(folder: Path) -> None:
         with open(folder / "examples.jsonl", "w", encoding="utf-8", newline="\n") as file:
-            for number, line in example_lines(name, (row for _, row in name.rows(files))):
-                if number == 1 and not name.columns:
-                    kind_of_record(json.loads(line), SourceLocation(Path(text), 1))
-                file.write(f"{line}\n")
+            if not name.columns and (first := next(iter(name.rows(files)), None)):
+                kind_of_record(first[1], SourceLocation(Path(text), 1, field="without ?query=COLUMN&pos=COLUMN"))
+            file.writelines(f"{line}\n" for _, line in example_lines(name, (row for _, row in name.rows(files))))
 
     key = [name.repository, name.configuration, name.columns, _key(files)]
     return cached_folder("hub", key, write) / "examples.jsonl"

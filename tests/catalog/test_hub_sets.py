@@ -74,6 +74,17 @@ def triplets(tmp_path, name):
     return f"hub:{tmp_path / 'triplets'}"
 
 
+def test_a_table_without_named_columns_and_the_path_of_a_table_are_refused(tmp_path):
+    """The first was once said to have "an empty object", the second was looked for on the Hub."""
+    (tmp_path / "faq.csv").write_text("Frage,question,Antwort\nwo,where,hier\n")
+    with pytest.raises(
+        InputError, match=r"without \?query=COLUMN&pos=COLUMN: found fields 'Frage', 'question', 'Antwort'"
+    ):
+        open_train_set(f"hub:{tmp_path}")
+    with pytest.raises(InputError, match=r"faq\.csv\?query=Frage&pos=Antwort: not the name of .* a local folder"):
+        open_train_set(f"hub:{tmp_path / 'faq.csv'}?query=Frage&pos=Antwort")
+
+
 def test_columns_of_other_names_are_mapped(triplets):
     found = open_train_set(f"{triplets}?query=anchor&pos=positive&neg=negative_1,negative_2", hard_negatives=1)
     assert found.queries["text"][:] == ["a", "b", "c"]
