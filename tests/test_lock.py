@@ -95,6 +95,20 @@ def test_an_empty_lock_is_taken_over_after_a_wait(tmp_path, monkeypatch, capsys)
     assert "an unknown process has ended; this process takes over its lock" in capsys.readouterr().err
 
 
+def test_a_waiting_lock_takes_over_an_empty_lock(tmp_path):
+    """Its process was killed before it wrote its name, or a power cut emptied the file."""
+    (tmp_path / LOCK_FILE).touch()
+    waiting = threading.Thread(target=_hold_once, args=(tmp_path / LOCK_FILE,), daemon=True)
+    waiting.start()
+    waiting.join(20)
+    assert not waiting.is_alive()
+
+
+def _hold_once(path):
+    with waiting_lock(path, after=0.2):
+        assert path.read_text()
+
+
 def test_one_of_many_threads_gets_a_free_or_stale_lock(tmp_path):
     """Every round starts with a stale lock; two holders at a time never happen."""
     inside, most, refused = [0], [0], [0]

@@ -53,8 +53,9 @@ def waiting_lock(path: Path, message: str = "", after: float = 10.0) -> Iterator
         try:
             lock.acquire(timeout=after)
         except Timeout:
-            advice = "If that process has ended, delete this lock file."
-            print(f"{path}: waiting for {_holder(path)}{message}. {advice}", file=sys.stderr)
+            if not _remove_empty(path):
+                advice = "If that process has ended, delete this lock file."
+                print(f"{path}: waiting for {_holder(path)}{message}. {advice}", file=sys.stderr)
             lock.acquire()
     try:
         yield
@@ -71,9 +72,8 @@ def _acquire(lock: SoftFileLock, path: Path) -> None:
                 # a file without a process number is not complete yet, or filelock has just removed the file of a dead process
                 lock.acquire(timeout=_PATIENCE, cancel_check=lambda: lock.pid is not None)
             except Timeout:
-                if not path.is_file() or path.stat().st_size:
+                if not _remove_empty(path):
                     raise
-                path.unlink(missing_ok=True)  # a process was killed before it wrote its number
                 lock.acquire(timeout=0)
         except Timeout as error:
             raise InputError(
@@ -82,6 +82,17 @@ def _acquire(lock: SoftFileLock, path: Path) -> None:
             ) from error
     if before:
         print(f"{path}: {before} has ended; this process takes over its lock", file=sys.stderr)
+
+
+def _remove_empty(path: Path) -> bool:
+    """Remove a lock file if it is empty. Return whether it was.
+
+    Its process was killed before it wrote its number. filelock would wait forever.
+    """
+    empty = path.is_file() and not path.stat().st_size
+    if empty:
+        path.unlink(missing_ok=True)
+    return empty
 
 
 def _holder(path: Path) -> str:
