@@ -175,6 +175,8 @@ def whole_file(path: str | Path) -> Iterator[BinaryIO]:
     with created_folder(path.parent), write_errors(path), ExitStack() as cleanup:
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise OSError(None, "this is a device or a pipe, not a file")
+        with suppress(OSError):  # a file may belong to another user
+            sweep(path.parent, path.name, shared=True)
         cleanup.callback(part.unlink, missing_ok=True)
         part.unlink(missing_ok=True)
         with open(part, "xb") as file:  # in a shared folder, somebody could make this name a link to one of our files

@@ -10,7 +10,7 @@ import pytest
 from helpers import train_config, write_beir
 
 from contaccum.errors import InputError
-from contaccum.runtime.files import cache_folder, is_leftover, sweep, whole_file, whole_folder
+from contaccum.runtime.files import cache_folder, is_leftover, sweep, whole_file, whole_folder, write_text
 from contaccum.training.loop import train
 from contaccum.training.run_folder import newest_checkpoint
 
@@ -140,6 +140,23 @@ def test_a_folder_of_a_process_that_was_killed_between_two_renames_gets_its_name
     assert not (tmp_path / name).exists()
     sweep(tmp_path, name)
     assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == [name, f"{name}/a"]
+
+
+def test_the_next_call_removes_the_half_file_of_a_killed_one(tmp_path):
+    """Also if the file is a link to another folder."""
+    killed = (
+        "import os, sys; from contaccum.runtime.files import write_text; os.replace = lambda *_: os._exit(9)\n"
+        "write_text(sys.argv[1], 'half')"
+    )
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link.trec").symlink_to("disk/run.trec")
+    for name in ("run.trec", "link.trec"):
+        assert subprocess.run([sys.executable, "-c", killed, tmp_path / name], check=False).returncode == 9
+    assert sum(is_leftover(path.name) for path in tmp_path.rglob("*")) == 2
+    for name in ("run.trec", "link.trec"):
+        write_text(tmp_path / name, "whole")
+    names = [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))]
+    assert names == ["disk", "disk/run.trec", "link.trec", "run.trec"]
 
 
 def test_a_file_is_not_replaced_by_a_folder(tmp_path):
