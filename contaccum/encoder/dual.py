@@ -60,10 +60,9 @@ class DualEncoder(nn.Module):
         if self.dim > query_tower.dim:
             raise InputError(f"truncate_dim is {self.dim}; expected at most {widths[0]}, the width of the encoder")
         for key, tower in (("max_query_length", query_tower), ("max_passage_length", passage_tower)):
-            length, limit = getattr(settings, key), tower.position_limit
-            if not (least := tower.tokenizer.num_special_tokens_to_add() + 1) <= length <= limit:
-                found = f"{key} is {length}; expected {least} to {limit} tokens"
-                raise InputError(f"{found} (the special tokens and one more; the encoder's maximum)")
+            length, least = getattr(settings, key), tower.tokenizer.num_special_tokens_to_add() + 1
+            if not least <= length <= tower.position_limit:
+                raise InputError(f"{key} is {length}; this encoder allows {least} to {tower.position_limit} tokens")
 
     @property
     def dim(self) -> int:
@@ -251,9 +250,8 @@ class DualEncoder(nn.Module):
         These micro-batches together need at most the memory of a training pass over one micro-batch: the training pass stores the
         activations of every layer, but a pass without gradients stores one layer at a time.
 
-        The result is 1 if the passes use dropout, because each micro-batch has its own dropout noise. The result is also 1
-        with gradient checkpointing, because a training pass then stores little more than one layer. dropout: whether passes
-        without gradients use the dropout of the encoder.
+        The result is 1 with dropout, because each micro-batch has its own dropout noise, and with gradient checkpointing, because
+        a training pass then stores little more than one layer. dropout: whether passes without gradients use dropout.
         """
         if (dropout and self.has_dropout()) or self.recomputes:
             return 1
@@ -316,7 +314,7 @@ class DualEncoder(nn.Module):
         settings = make_settings({**found, **given, "tie_towers": tied}, name)
         if tied and passage_name is not None:
             raise InputError(
-                f"passage_name is {passage_name}, but the towers are tied; leave out one of the two settings"
+                f"passage_name is {passage_name}, but the towers are tied. Remove passage_name, or set tie_towers to false."
             )
         if tied and passage_files != query_files:
             raise InputError(f"{name}: has two different encoders, which cannot be tied. Set tie_towers to false.")

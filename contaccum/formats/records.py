@@ -12,7 +12,7 @@ import os
 import stat
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -202,10 +202,8 @@ class _Unpacked(io.RawIOBase):
 
 def above_limit(name: str, limit: int) -> InputError:
     """Return the InputError for a file that unpacks to more than ``limit`` bytes."""
-    return InputError(
-        f"{name}: unpacks to more than {limit} bytes, which is the limit. Raise --max_unpacked (data.max_unpacked, in GB) if the "
-        "file is correct."
-    )
+    advice = "Raise --max_unpacked (data.max_unpacked, in GB) if the file is correct."
+    return InputError(f"{name}: unpacks to more than {limit} bytes, which is the limit. {advice}")
 
 
 @contextmanager
@@ -235,10 +233,10 @@ def open_bytes(path: Path, max_unpacked: float | None = None) -> Iterator[io.Buf
 @contextmanager
 def decoded(raw: io.BufferedReader, packed: int, gigabytes: float | None) -> Iterator[io.BufferedReader]:
     """Unpack an open file if it is gzipped, and skip a byte order mark. packed, gigabytes: see ``unpacked_limit``."""
-    limit = unpacked_limit(packed, gigabytes)
     zipped = raw.read(2) == _GZIP
     raw.seek(0)
-    with io.BufferedReader(cast(Any, _Unpacked(raw, limit)), CHUNK) if zipped else raw as file:
+    unpacked = _Unpacked(raw, unpacked_limit(packed, gigabytes))
+    with io.BufferedReader(cast(Any, unpacked), CHUNK) if zipped else raw as file:
         if file.peek(3)[:3] == _BOM:
             file.read(3)
         yield file
@@ -304,11 +302,9 @@ def not_utf8(error: UnicodeDecodeError) -> str:
 def whole_records(path: str | Path) -> Iterator[BinaryIO]:
     """Yield a temporary file, as ``whole_file`` does. If the name ends with .gz, the content of the file is gzipped."""
     with whole_file(path) as file:
-        if str(path).endswith(".gz"):
-            with gzip.GzipFile("", "wb", 6, file, mtime=0) as packed:
-                yield cast(Any, packed)
-        else:
-            yield file
+        zipped = str(path).endswith(".gz")
+        with gzip.GzipFile("", "wb", 6, file, mtime=0) if zipped else nullcontext(file) as records:
+            yield cast(Any, records)
 
 
 def record_line(record: Mapping[str, Any]) -> bytes:

@@ -214,8 +214,7 @@ def search_vectors(
     """Return, for each query vector, the k passages with the largest inner products.
 
     query_vectors: (n, d) float32. device: ``cpu`` searches without GPUs. options: settings of ``SearchConfig``, such as
-    ``factory`` and ``backend``. Raises InputError if dimensions differ, if a vector is not finite, or if the settings contradict
-    each other.
+    ``factory`` and ``backend``. Raises InputError if dimensions differ, if a vector is not finite, or if settings conflict.
     """
     settings = SearchConfig(**options)
     validate_search(settings)
