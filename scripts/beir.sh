@@ -17,8 +17,10 @@ settings=(--config "$root/configs/finetune.yaml" --config "$root/scripts/default
 "${launch[@]}" contaccum train "${settings[@]}" --resume
 flags=$(data_flags "${settings[@]}" --data.strict false) # encode and search have no --strict
 "${launch[@]}" contaccum encode --model "$output/model" --input "$data" --output "$output/embeddings" $flags
-if [ ! -e "$output/test.trec" ]; then
+if ! is_newest "$output/test.trec" "$output/embeddings"; then
     contaccum search --model "$output/model" --data "$data" --split test --embeddings "$output/embeddings" $flags \
         --output "$output/test.trec"
 fi
-contaccum evaluate --run "$output/test.trec" --qrels "$data/qrels/test.tsv" --output "$output/metrics.json"
+qrels=$data/qrels/test.tsv
+[ -e "$qrels" ] || qrels+=.gz
+contaccum evaluate --run "$output/test.trec" --qrels "$qrels" --output "$output/metrics.json"

@@ -1,7 +1,7 @@
 # Sourced by the other scripts: uses the active environment or makes .venv, and installs exactly what requirements.lock names.
 # A second call finds the lock unchanged and returns at once. The working folder stays; $root is the project's.
 # Modules are compiled when they are first imported, and kept for all later processes.
-unset PYTHONDONTWRITEBYTECODE
+unset PYTHONDONTWRITEBYTECODE CDPATH  # CDPATH: `cd scripts` would go to another folder, or print its name
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 if [ -z "${VIRTUAL_ENV:-}" ] && [ -z "${CONDA_PREFIX:-}" ]; then
@@ -25,6 +25,10 @@ contaccum_install() {
     fi
 }
 contaccum_install
+
+is_newest() { # FILE FOLDER: whether FILE exists and none of the vectors in FOLDER are newer, for example of a model trained further
+    [ -e "$1" ] && [ -z "$(find "$2/" -name '*.shard.json' -newer "$1")" ]
+}
 
 data_flags() { # contaccum train options: what encoding, search and evaluation must be told of them
     contaccum train "$@" --print_config | python -c '

@@ -16,7 +16,7 @@ TRAIN=${TRAIN:-dpr/nq-train} PASSAGES=${PASSAGES:-dpr/psgs_w100} QUESTIONS=${QUE
 launch=(${LAUNCH:-python -m})
 "${launch[@]}" contaccum train --config "$root/configs/paper/nq.yaml" --data.train "$TRAIN" --output_dir "$output" --resume "$@"
 "${launch[@]}" contaccum encode --model "$output/model" --input "$PASSAGES" --output "$output/embeddings" --dtype float16
-if [ ! -e "$output/metrics.json" ]; then
+if ! is_newest "$output/metrics.json" "$output/embeddings"; then
     contaccum evaluate --model "$output/model" --questions "$QUESTIONS" --passages "$PASSAGES" \
         --embeddings "$output/embeddings" --dtype float16 --processes "$(python -c 'import os; print(os.cpu_count())')" --output "$output/metrics.json"
 fi

@@ -5,7 +5,7 @@
 #   UV_TORCH_BACKEND=cpu bash scripts/versions.sh 3.10 lowest-direct tests/methods
 # EXTRAS=cpu leaves out the extra dev, which needs newer versions of transformers and others than the package itself does.
 set -euo pipefail
-root=$(cd "$(dirname "$0")/.." && pwd)
+root=$(CDPATH= cd "$(dirname "$0")/.." && pwd)
 python=${1:?name a Python, for example 3.12}
 resolution=${2:-highest}
 shift $(($# < 2 ? $# : 2))

@@ -1,6 +1,8 @@
 """Shell scripts on small data sets; a second call skips finished work."""
 
+import gzip
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +77,26 @@ def test_beir_script_writes_metrics_and_a_run_file(script, data, tmp_path):
     assert read_json(tmp_path / "run" / "metrics.json")["queries"] == 10
     assert len((tmp_path / "run" / "test.trec").read_text().splitlines()) == 10 * 40
     script("beir.sh", data, tmp_path / "run", *TINY)
+
+
+def test_beir_script_searches_again_after_the_model_was_trained_further(script, data, tmp_path):
+    """Also with gzipped qrels. The old run file was evaluated once the old vectors were deleted, as encode asks."""
+    for name in ("train", "test"):
+        path = data / "qrels" / f"{name}.tsv"
+        Path(f"{path}.gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+    run, found = tmp_path / "run", []
+    for steps in (3, 3, 9):
+        more = ["--optim.max_steps", steps, "--optim.learning_rate", 1e-2, "--allow_changes", "true"]
+        if steps == 9:
+            shutil.rmtree(run / "embeddings")
+        script("beir.sh", data, run, *TINY, *more)
+        found.append((run / "test.trec").stat().st_mtime_ns)
+    assert found[0] == found[1] < found[2]
+
+
+def test_scripts_work_with_an_exported_cdpath(script, data):
+    assert "queries" in script("evaluate.sh", "bm25", data, CDPATH=".")
 
 
 def test_nq_script_prints_answer_accuracy_for_local_files(script, data, tmp_path):
