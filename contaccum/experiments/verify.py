@@ -238,11 +238,14 @@ def _resume(config: TrainConfig, folder: Path) -> Equivalence:
 
 
 def _processes(config: TrainConfig, folder: Path) -> Equivalence:
-    name, tolerance = "two processes = one", TOLERANCE[config.run.precision]
+    name = "two processes = one"
+    nccl = config.run.device == "auto" and torch.cuda.device_count() > 1
+    # with one GPU, both processes use the CPU, which has no fp16
+    precision = "fp32" if config.run.precision == "fp16" and not nccl else config.run.precision
+    tolerance = TOLERANCE[precision]
     if config.batch.micro_batch_size % 2:
         return Equivalence(name, None, tolerance, "needs an even batch.micro_batch_size")
-    nccl = config.run.device == "auto" and torch.cuda.device_count() > 1
-    run = replace(config.run, device="auto" if nccl else "cpu")
+    run = replace(config.run, device="auto" if nccl else "cpu", precision=precision)
     model, lora = replace(config.model, dropout=0.0), replace(config.lora, dropout=0.0)
     found = []
     for world in (1, 2):
@@ -254,7 +257,7 @@ def _processes(config: TrainConfig, folder: Path) -> Equivalence:
             found.append(_launch(world, job, output))
         except Failed as error:
             return Equivalence(name, inf, tolerance, str(error))
-    kind = "nccl" if nccl else "gloo on the CPU"
+    kind = "nccl" if nccl else "gloo on the CPU" if precision == config.run.precision else "gloo on the CPU in fp32"
     note = (
         f"{config.method}, gradients of {STEPS} steps, {kind}, without dropout, because its noise depends on the number of "
         "processes"

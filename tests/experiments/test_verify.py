@@ -10,6 +10,7 @@ from contaccum.config import to_yaml
 from contaccum.experiments import verify
 from contaccum.methods import METHODS
 from contaccum.runtime.engine import Engine
+from contaccum.runtime.files import read_json
 
 NAMES = [
     "grad_cache = in_batch",
@@ -147,6 +148,21 @@ def test_processes_with_other_gradients_fail(config, tmp_path, monkeypatch):
     monkeypatch.setattr(verify, "_launch", other)
     assert not verify._processes(small, tmp_path).holds
     assert worlds == [1, 2]
+
+
+def test_two_processes_compute_in_fp32_if_the_cpu_has_no_fp16(config, tmp_path, monkeypatch):
+    """With one GPU, both processes use the CPU. In fp16 they ended with an error, and the check failed."""
+    config.run.precision, config.run.device = "fp16", "auto"
+
+    def launch(world, job, output):
+        run = read_json(job)["run"]
+        Engine(device=run["device"], precision=run["precision"]).close()
+        return [{"w": torch.ones(1)}]
+
+    monkeypatch.setattr(verify, "_launch", launch)
+    found = verify._processes(verify.small_config(config), tmp_path)
+    assert found.holds
+    assert "gloo on the CPU in fp32" in found.note
 
 
 def test_skipped_check_is_reported_as_not_checked(config):
