@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all control characters except tab and line feed
+_LOGIN = re.compile(r"(?<=://)[^/?#@\s]+@")  # user name and password, or a token, in a URL
 
 
 class InputError(ValueError):
@@ -23,9 +24,12 @@ def in_one_line(error: BaseException) -> str:
     return f"{kind}: {words}" if words and needs_class else words or kind
 
 
-def without_controls(text: str) -> str:
-    """Return ``text`` with escapes such as \\x1b for control characters, because a terminal would obey them."""
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+def printable(text: str) -> str:
+    """Return ``text`` without logins in URLs, such as https://user:password@host of HF_ENDPOINT, and without control characters.
+
+    The terminal would obey control characters, so they become escapes such as \\x1b.
+    """
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], _LOGIN.sub("***@", text))
 
 
 @contextmanager

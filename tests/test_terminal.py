@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -227,6 +228,18 @@ def test_control_characters_do_not_reach_the_terminal(monkeypatch, capsys):
     monkeypatch.setitem(COMMANDS, "doctor", replace(COMMANDS["doctor"], run=lambda: f"{name}\nsecond line"))
     assert main(["doctor"]) == 0
     assert capsys.readouterr().out == f"{shown}\nsecond line\n"
+
+
+def test_logins_in_addresses_are_not_printed(monkeypatch, capsys):
+    """HF_ENDPOINT can be a mirror with a password; the output of `contaccum doctor` is made to be shared."""
+    text = "https://{}mirror.example:8080/api?mail=a@b, and hub:/home/me@company/set does not answer"
+    for login in ("bob:sesame@", "hf_token@"):
+        failing(monkeypatch, InputError(text.format(login)))
+        assert main(["doctor"]) == 2
+        monkeypatch.setitem(COMMANDS, "doctor", replace(COMMANDS["doctor"], run=partial(text.format, login)))
+        assert main(["doctor"]) == 0
+        shown = text.format("***@")
+        assert capsys.readouterr() == (f"{shown}\n", f"contaccum: {shown}\n")
 
 
 def test_control_characters_do_not_break_a_table():

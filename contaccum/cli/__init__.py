@@ -18,7 +18,7 @@ from jsonargparse import Namespace
 
 from contaccum.cli.commands import COMMANDS
 from contaccum.cli.parser import check_arguments, command_in, configs_first, explain, instances, make_parser
-from contaccum.errors import Failed, InputError, Interrupted, without_controls
+from contaccum.errors import Failed, InputError, Interrupted, printable
 from contaccum.runtime.launch import StopSignals, check_launch, is_main, process_place
 
 DISK_ERRORS = {
@@ -108,7 +108,7 @@ def _run(name: str, options: Namespace) -> None:
         warnings.warn(sentence, stacklevel=2)
     result = command.run(*given)
     if result is not None and is_main():
-        print(without_controls(str(result)))
+        print(printable(str(result)))
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -130,7 +130,7 @@ def _say(sentence: str, exit_code: int = 0) -> int:
         first = first_to_say(sentence)
     with suppress(OSError, ValueError):  # stderr cannot be written
         if first:
-            print(f"contaccum: {without_controls(sentence)}", file=sys.stderr)
+            print(f"contaccum: {printable(sentence)}", file=sys.stderr)
     return exit_code
 
 

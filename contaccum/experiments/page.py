@@ -14,7 +14,7 @@ import numpy as np
 from jinja2 import Environment
 
 from contaccum.config import METHOD_SPECS
-from contaccum.errors import InputError, without_controls
+from contaccum.errors import InputError, printable
 from contaccum.experiments.run_records import AGES, RunGroup, mean_std
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Table(NamedTuple):
     def markdown(self) -> str:
         """Return the table as Markdown. Line breaks, control characters and vertical bars in cells are escaped."""
         escapes = str.maketrans({"|": "\\|", "\n": "\\n"})
-        rows = [[without_controls(cell).translate(escapes) for cell in row] for row in (self.heads, *self.rows)]
+        rows = [[printable(cell).translate(escapes) for cell in row] for row in (self.heads, *self.rows)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [rows[0], ["-" * width for width in widths], *rows[1:]]
         padded = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from contaccum import __version__
 from contaccum.batch import MISSING, MicroBatch
 from contaccum.data.batches import Batches
-from contaccum.errors import InputError, NotFiniteError, without_controls
+from contaccum.errors import InputError, NotFiniteError, printable
 from contaccum.methods.bank import Bank
 from contaccum.methods.loss import LossValue
 from contaccum.runtime.engine import Engine
@@ -106,7 +106,7 @@ class RunLog:
     def say(self, text: str) -> None:
         """Print a message to stderr, because stdout is only for results."""
         if self.active:
-            self.bar.write(without_controls(text), file=sys.stderr)
+            self.bar.write(printable(text), file=sys.stderr)
 
     def _write(self, values: dict[str, Any]) -> None:
         with write_errors(self.file.name):
