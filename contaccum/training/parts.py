@@ -207,7 +207,8 @@ def _rules_without_data(config: TrainConfig) -> PairRules:
     """
     margin, strategy = config.loss.false_negative_margin, config.loss.margin_strategy
     return PairRules(
-        missing=bool(config.data.hard_negatives) and config.data.fill_negatives == "none",
+        # a bank of a resumed run may still have missing passages, although the config now fills them
+        missing=bool(config.data.hard_negatives) and (config.data.fill_negatives == "none" or config.allow_changes),
         margin=margin,
         relative=strategy == "relative",
         key="" if margin is None else f"margin {margin} {strategy}",

@@ -295,6 +295,17 @@ def test_changed_encoder_settings_empty_the_bank_and_are_saved(two_steps, tmp_pa
     assert (saved["similarity"], saved["max_passage_length"], saved["query_prefix"]) == ("dot", 8, "query: ")
 
 
+@pytest.mark.filterwarnings("ignore:.*fewer than 3 hard negatives")
+def test_missing_passages_in_the_bank_stay_masked_if_new_ones_are_filled(data, tmp_path):
+    """Each query has one hard negative, so a stored pair of the first two steps lacks two of four passages."""
+    run = tmp_path / "run"
+    settings = {"data.hard_negatives": 3, "bank.size": 16, "loss.mask_false_negatives": False}
+    train(train_config(data, run, **settings, **{"data.fill_negatives": "none", "optim.max_steps": 2}))
+    train(train_config(data, run, resume=True, allow_changes=True, **settings, **{"optim.max_steps": 3}))
+    # four micro-batches of four pairs; each replaces four pairs of two passages by four pairs of four
+    assert read_log(run)[-1]["negatives"] == 15 + sum(32 + 8 * filled for filled in range(4)) / 4
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_changed_data_empties_the_bank_unless_it_is_a_stream(streamed, tmp_path):
     """The bank stores row numbers of passages, which a new first passage changes, or, for a stream, hashes of their ids."""
