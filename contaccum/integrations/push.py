@@ -16,7 +16,7 @@ from huggingface_hub.utils import DEFAULT_IGNORE_PATTERNS, filter_repo_objects, 
 
 from contaccum.encoder import SETTINGS_FILE, TOWERS, EncoderSettings, make_settings, model_folder
 from contaccum.encoder.folders import ADAPTER_FILE, AdapterFile, ModelFile, read_encoder
-from contaccum.errors import InputError, library_errors
+from contaccum.errors import InputError, library_errors, printable
 from contaccum.evaluation.metrics import read_metrics
 from contaccum.runtime.files import read_json, write_text
 from contaccum.runtime.hub import is_hub_name, optional_json
@@ -242,5 +242,6 @@ def _scores(run: Path | None) -> dict[str, Any]:
 
 
 def _table(header: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
-    lines = [header, tuple("---" for _ in header), *rows]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+    lines, escapes = [header, tuple("---" for _ in header), *rows], str.maketrans({"|": "\\|", "\n": "\\n"})
+    cells = ((printable(str(cell)).translate(escapes) for cell in line) for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)

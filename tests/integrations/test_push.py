@@ -96,6 +96,16 @@ def test_card_names_every_training_set_and_no_local_path(run, tmp_path):
     assert "secret place" not in str(front) + body
 
 
+def test_a_prefix_of_two_lines_stays_in_its_row(run, tmp_path):
+    """Prefixes of instruction models have two lines; a raw line break would end the table of the card."""
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    config = yaml.safe_load((copy / "config.yaml").read_text())
+    config["model"] |= {"query_prefix": "Instruct: find | rank\r\nQuery: "}
+    (copy / "config.yaml").write_text(yaml.safe_dump(config))
+    _, body = card_of(copy)
+    assert r"| `model.query_prefix` | `Instruct: find \| rank\r\nQuery: ` |" in body.splitlines()
+
+
 @pytest.mark.parametrize(("name", "base"), [("/bert", None), ("./bert", None), ("../bert", None), ("o/n", "o/n")])
 def test_card_names_only_a_base_on_the_hub(name, base, run, tmp_path):
     """The folder of the base does not exist where the model is pushed; the Hub refuses its path."""
