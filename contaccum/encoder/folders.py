@@ -192,9 +192,8 @@ def read_encoder(name: str) -> EncoderFiles:
         saved.pop("format_version", None)
         hashes = check_type(saved.pop("sha256", {}), dict[str, str], f"{name}: sha256")
         query, passage = (_tower_files(name, _modules(name, folder)) for folder in TOWERS)
-        return EncoderFiles(
-            {"tie_towers": False, **saved}, query, query if saved.get("tie_towers") else passage, hashes
-        )
+        passage = query if saved.get("tie_towers") else passage
+        return EncoderFiles({"tie_towers": False, **saved}, query, passage, hashes)
     if optional_json(name, "modules.json", list[Module]) is None:
         plain = TowerFiles(name, base=_base(name, ""), plain=True)
         config = optional_json(plain.base.name if plain.base else name, "config.json", ModelFile) or {}
@@ -271,7 +270,9 @@ def _read_side(name: str, side: str, about: dict[str, Any]) -> tuple[dict[str, A
         )
     files = _tower_files(name, modules)
     # in sentence-transformers the default similarity is cosine, even without a Normalize module
-    dot = about.get("similarity_fn_name") in ("dot", "dot_score")
+    dot = (named := about.get("similarity_fn_name") or "cosine") in ("dot", "dot_score")
+    if not dot and named not in ("cosine", "cos_sim"):
+        raise InputError(f"{name}: similarity_fn_name is {named}; expected cosine or dot")
     if dot and "Normalize" in kinds and about.get("truncate_dim"):
         raise InputError(
             f"{name}: truncate_dim is {about['truncate_dim']}, but similarity_fn_name is {about['similarity_fn_name']}. "
@@ -331,9 +332,8 @@ def _max_length(name: str, subfolder: str, side: str) -> int | None:
     )
     text = (config.get("processing_kwargs") or {}).get("text")
     stated = text.get("max_length") if isinstance(text, dict) else None
-    stated = stated or config.get(f"{side}_length")
-    if stated or config.get("max_seq_length"):
-        return check_type(stated or config["max_seq_length"], Positive, f"{name}: maximum length of a {side}")
+    if stated := stated or config.get(f"{side}_length") or config.get("max_seq_length"):
+        return check_type(stated, Positive, f"{name}: maximum length of a {side}")
     length, positions = tokenizer.get("model_max_length"), model.get("max_position_embeddings")
     known = [int(value) for value in (length, positions) if value is not None and 0 < value < NO_LIMIT]
     return min(known, default=None)

@@ -269,6 +269,9 @@ def test_unsupported_modules_are_refused(tmp_path):
         ("2_Dense/config.json", "expected the name of a torch.nn activation"): {"activation_function": "os.system"},
         ("2_Dense/config.json", "use_residual is true"): {"use_residual": True},
         ("2_Dense/config.json", "the Dense module could not be loaded"): {"out_features": 5},
+        ("config_sentence_transformers.json", "similarity_fn_name is euclidean; expected cosine or dot"): {
+            "similarity_fn_name": "euclidean",
+        },
         ("config_sentence_transformers.json", "truncate_dim is 8, but similarity_fn_name is dot"): {
             "truncate_dim": 8,
             "similarity_fn_name": "dot",
