@@ -90,7 +90,8 @@ def _is_unused(path: Path) -> bool:
     Allowed are a link to an empty folder, the lock, a temporary file, and the file of the macOS Finder.
     """
     linked = path.is_symlink() and path.name in LINKS and not any(path.iterdir())
-    return linked or path.name in (LOCK_FILE, ".DS_Store") or is_leftover(path.name)
+    ours = path.name.startswith(LOCK_FILE) or is_leftover(path.name)  # filelock may leave LOCK_FILE.break.*
+    return linked or ours or path.name == ".DS_Store"
 
 
 def _remove_leftovers(run: Path) -> None:
