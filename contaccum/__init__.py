@@ -56,6 +56,10 @@ _HOMES = {
 }
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})  # shells complete names from this list
+
+
 def __getattr__(name: str) -> Any:
     if name == "api":  # older spelling: from contaccum import api
         warnings.warn(

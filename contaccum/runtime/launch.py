@@ -108,10 +108,11 @@ class StopSignals:
     """Context manager that handles Ctrl-C and SIGTERM.
 
     Inside a ``deferred`` block, the first signal only sets ``received`` to the number of the signal, so that the block can finish
-    its work. A second signal ends the process at once. Outside such a block, the effect depends on the number of processes. In a
-    single process, the first signal raises Interrupted, and a second signal ends the process at once. With several processes,
-    every signal has its usual effect: Ctrl-C raises KeyboardInterrupt, and SIGTERM ends the process. Interrupted is not used
-    there, because a process that waits for others inside a library could not react to it.
+    its work. A second signal ends the process at once, but Ctrl-C in a program that is not the command line raises
+    KeyboardInterrupt. Outside such a block, the effect depends on the number of processes. In a single process, the first signal
+    raises Interrupted, and a second signal ends the process at once. With several processes, every signal has its usual effect:
+    Ctrl-C raises KeyboardInterrupt, and SIGTERM ends the process. Interrupted is not used there, because a process that waits for
+    others inside a library could not react to it.
     """
 
     def __init__(self) -> None:
@@ -143,6 +144,8 @@ class StopSignals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received:
+            if self._deferred and self.before.get(number) is signal.default_int_handler and process_place()[1] == 1:
+                raise KeyboardInterrupt  # in a program that called ``train``, such as a notebook, which should not end
             os._exit(128 + number)
         self.received = number
         if not self._deferred:

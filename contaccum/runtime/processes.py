@@ -258,11 +258,13 @@ def tensor_defaults() -> Iterator[None]:
 def training_defaults() -> Iterator[None]:
     """Like ``tensor_defaults``, and also record gradients inside the ``with`` block, whatever the program set in torch.
 
+    Afterwards, torch's random numbers go on as if the block had drawn none.
     Raises InputError inside torch.autocast, which would compute parts of the loss in half precision.
     """
     if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
         raise InputError("train was called inside torch.autocast; call it outside, and set run.precision")
-    with tensor_defaults(), torch.inference_mode(False), torch.enable_grad():
+    gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+    with torch.random.fork_rng(gpus), tensor_defaults(), torch.inference_mode(False), torch.enable_grad():
         yield
 
 

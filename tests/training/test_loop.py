@@ -231,7 +231,11 @@ def test_a_run_follows_another_trainer_of_this_process(data, tmp_path):
 
 
 def test_a_run_does_not_depend_on_the_state_of_torch_and_restores_it(data, tmp_path):
+    torch.manual_seed(3)
+    drawn = torch.rand(2).tolist()
+    torch.manual_seed(3)
     train(train_config(data, tmp_path / "alone"))
+    assert torch.rand(2).tolist() == drawn
     torch.set_grad_enabled(False)
     torch.set_default_dtype(torch.float64)
     torch.set_default_device("meta")
