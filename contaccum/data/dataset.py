@@ -1,6 +1,8 @@
 """Open data sets of every format, by path or by name. Other packages open data only through this module."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -8,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from datasets import Dataset
 
-from contaccum.catalog import fetch
+from contaccum.catalog import HUB_PREFIX, fetch
 from contaccum.config import DataConfig, DataPolicy
 from contaccum.data.corpus import open_corpus, open_queries
 from contaccum.data.examples import ExampleTable, load_examples
@@ -108,7 +110,8 @@ class RetrievalDataset:
     @cached_property
     def retrieval_set(self) -> RetrievalSet:
         """Corpus, judged queries and qrels of a BEIR split or of training examples. Positives of examples have grade 1."""
-        found = self._judged if self.kind == "beir" else examples_as_retrieval(self.path, self.policy)
+        with self._errors_by_name():
+            found = self._judged if self.kind == "beir" else examples_as_retrieval(self.path, self.policy)
         self.left_out |= found.left_out
         warn_of_own_ids(self.path, found.qrels)
         return found
@@ -129,7 +132,8 @@ class RetrievalDataset:
         """Return the data set as training examples. scores: read teacher scores too (a BEIR folder has none)."""
         if self.kind == "beir":
             return self._judged.examples()
-        examples = load_examples(self.path, self.policy, scores)
+        with self._errors_by_name():
+            examples = load_examples(self.path, self.policy, scores)
         self._count(self.path.name, examples.left_out)
         return examples
 
@@ -140,6 +144,16 @@ class RetrievalDataset:
         has fewer than ``hard_negatives`` hard negatives, other negatives (DPR's ``negative_ctxs``) fill the gap, in file order.
         """
         return from_examples(self.examples(scores), hard_negatives)
+
+    @contextmanager
+    def _errors_by_name(self) -> Iterator[None]:
+        """Name a data set of the Hub, or a local table, in error messages. Its copy in the cache has the same row numbers."""
+        try:
+            yield
+        except InputError as error:
+            if not str(self.name).startswith(HUB_PREFIX):
+                raise
+            raise InputError(str(error).replace(f"{self.path}:", f"{self.name}:", 1)) from error
 
     def _count(self, file: str, left_out: int) -> None:
         if left_out:

@@ -85,6 +85,15 @@ def test_a_table_without_named_columns_and_the_path_of_a_table_are_refused(tmp_p
         open_train_set(f"hub:{tmp_path / 'faq.csv'}?query=Frage&pos=Antwort")
 
 
+def test_an_error_in_a_table_names_the_table_and_the_row(tmp_path):
+    """The message once named line 2 of a file in the cache."""
+    (tmp_path / "faq.csv").write_text("question,answer\nwhere,here\n,\n")
+    name = f"hub:{tmp_path}?query=question&pos=answer"
+    with pytest.raises(InputError) as caught:
+        open_train_set(name)
+    assert str(caught.value).startswith(f"{name}:2: query 'unnamed-query-2' has an empty text")
+
+
 def test_columns_of_other_names_are_mapped(triplets):
     found = open_train_set(f"{triplets}?query=anchor&pos=positive&neg=negative_1,negative_2", hard_negatives=1)
     assert found.queries["text"][:] == ["a", "b", "c"]
