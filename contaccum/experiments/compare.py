@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from contaccum.config import METHOD_SPECS, TrainConfig, validate
 from contaccum.config.declare import check_values
@@ -17,6 +18,7 @@ from contaccum.data.retrieval_set import same_content
 from contaccum.errors import Failed, InputError
 from contaccum.evaluation.metrics import read_metrics
 from contaccum.experiments.jobs import (
+    ENCODERS,
     Outcome,
     RunJob,
     baseline_identity,
@@ -43,7 +45,7 @@ from contaccum.experiments.tuning import Tuned, limited, measured_step, parse_bu
 from contaccum.runtime.files import read_json, write_json
 from contaccum.runtime.launch import StopSignals, require_one_process
 from contaccum.runtime.locks import LOCK_FILE, waiting_lock
-from contaccum.training.run_folder import CONFIG_FILE, config_differences, read_config
+from contaccum.training.run_folder import CONFIG_FILE, config_differences, flat, read_config
 
 BASELINES = ("bm25", "untrained")
 FULL = Fraction(1)
@@ -111,7 +113,7 @@ class Study:
             raise InputError(f"--against is {self.against!r}; choose from {', '.join(dict.fromkeys(known))}")
         self.test = {"data": options.test or self.base.data.train, "split": options.test_split}
         self.failed: list[Outcome] = []
-        self.hashes: dict[tuple[str, str, bool], dict[str, str]] = {}  # hashes of the data of each kind of run
+        self.hashes: dict[tuple[Any, ...], dict[str, str]] = {}  # hashes of the data and encoders of each kind of run
 
     def _valid_candidates(self) -> None:
         """Remove invalid combinations of tuned values. Prepare the tuning of each variant that has several combinations."""
@@ -254,7 +256,8 @@ class Study:
                         f"{metrics}: was computed with {name} {found.get(name)}, but this call has {value}. Use another "
                         "output_dir."
                     )
-        key = run.kind, repr(run.config.data), run.config.distils
+        settings = flat(asdict(run.config))
+        key = run.kind, repr(run.config.data), run.config.distils, *map(settings.get, ENCODERS)
         if key not in self.hashes:
             self.hashes[key] = {"test_content": self.test_content, **data_hashes(run.kind, run.config)}
         for file in (metrics, run.folder / TUNED_FILE):
@@ -262,9 +265,10 @@ class Study:
             for name, now in self.hashes[key].items():
                 if not same_content(found.get(name, now), now):
                     kind = name.removesuffix("_content")
+                    what = f"folder {settings[kind]} ({kind})" if kind in ENCODERS else f"{kind} data"
                     again = "this file" if kind == "test" else "the run's folder"
                     raise InputError(
-                        f"{file}: the {kind} data changed after this result was computed. Undo the change, or delete {again} "
+                        f"{file}: the {what} changed after this result was computed. Undo the change, or delete {again} "
                         "and repeat the command."
                     )
 

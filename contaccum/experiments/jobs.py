@@ -22,7 +22,7 @@ import torch
 from contaccum.config import TrainConfig, affects, from_mapping
 from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
 from contaccum.data.dataset import open_dataset, open_training
-from contaccum.encoder import DualEncoder
+from contaccum.encoder import DualEncoder, model_folder
 from contaccum.errors import InputError, Interrupted
 from contaccum.evaluation.evaluate import evaluate
 from contaccum.evaluation.metrics import read_metrics
@@ -34,9 +34,10 @@ from contaccum.runtime.locks import waiting_lock
 from contaccum.runtime.processes import encoding_device
 from contaccum.training.loop import train
 from contaccum.training.parts import build_encoder
-from contaccum.training.run_folder import DEV_METRICS_FILE, flat
+from contaccum.training.run_folder import DEV_METRICS_FILE, files_hash, flat
 
 POLL_SECONDS = 0.1
+ENCODERS = ("model.name", "model.passage_name", "loss.guide")  # settings that can name the folder of an encoder
 
 
 class Job(TypedDict):
@@ -187,13 +188,19 @@ def delete_weights(run: Path) -> None:
 
 
 def data_hashes(kind: str, config: TrainConfig) -> dict[str, str]:
-    """Return hashes of the training and dev data, to notice later changes. Return {} for ``bm25``, which uses neither."""
+    """Return hashes of the training and dev data, and of encoders in local folders, to notice later changes.
+
+    Return {} for ``bm25``, which uses none of them.
+    """
     if kind == "bm25":
         return {}
     data = config.data
     hashes = {"train_content": open_training(data, config.distils).fingerprint}
     if kind == "run" and data.dev:
         hashes["dev_content"] = open_dataset(data.dev, data.dev_split, data.policy).retrieval_set.fingerprint()
+    for name in ENCODERS:
+        if (path := flat(asdict(config))[name]) and os.path.isdir(path):  # false for a name on the Hub
+            hashes[f"{name}_content"] = str(files_hash(Path(model_folder(path))))
     return hashes
 
 

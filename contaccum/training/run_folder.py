@@ -147,13 +147,13 @@ def run_identity(
         "world": engine.world,
         "data": train_set.fingerprint,
         "tokenizer": [tokenizer_hash(tower.tokenizer) for tower in towers],
-        "encoder": [_files_hash(Path(name)) for name in (model.name, model.passage_name) if name],
-        **({"guide": _files_hash(Path(model_folder(config.loss.guide)))} if config.loss.guide else {}),
+        "encoder": [files_hash(Path(name)) for name in (model.name, model.passage_name) if name],
+        **({"guide": files_hash(Path(model_folder(config.loss.guide)))} if config.loss.guide else {}),
         **({f"split {config.data.dev_split} of {config.data.dev}": dev.fingerprint()} if dev else {}),
     }
 
 
-def _files_hash(folder: Path) -> str | None:
+def files_hash(folder: Path) -> str | None:
     """Return one hash of the files in a folder. Return None if there is no such folder (``folder`` may be a Hub name)."""
     lines = [f"{name} {sha256_of(path)}" for name, path in files_in(folder).items()]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest() if folder.is_dir() else None

@@ -126,6 +126,24 @@ def test_edited_data_is_noticed(file, before, after, kind, study_folder, capsys)
     assert stamps(study) == unchanged
 
 
+def test_changed_encoder_is_noticed(study_folder, tmp_path, capsys):
+    """Otherwise, the models of further seeds would start from another encoder than those of the first call."""
+    base = shutil.copytree(study_folder / "study" / "runs" / "grad_accum-seed0" / "model", tmp_path / "base")
+    changes = {"model.name": str(base), "data.max_bad_records": 1, "optim.max_steps": 1}
+    (tmp_path / "config.yaml").write_text(to_yaml(train_config(study_folder / "data", tmp_path / "unused", **changes)))
+    arguments = ["--output_dir", tmp_path / "study", "--methods", "grad_accum"]
+    code, said = call(capsys, tmp_path, *arguments, "--seeds", 1, "--baselines", "untrained")
+    assert code == 0, said
+    (base / "README.md").write_text("another model")
+    for more in (
+        ["--seeds", 2, "--baselines", "none"],
+        ["--seeds", 1, "--methods", "in_batch", "--baselines", "untrained"],
+    ):
+        code, said = call(capsys, tmp_path, *arguments, *more)
+        assert code == 2
+        assert f"metrics.json: the folder {base} (model.name) changed after this result was computed" in said
+
+
 @pytest.mark.parametrize(
     ("run", "hashes"),
     [("bm25", {"test_content"}), ("grad_accum-seed0", {"test_content", "train_content", "dev_content"})],
