@@ -115,15 +115,14 @@ def verdict(groups: list[RunGroup], metric: str, found: list[Difference]) -> lis
     words = [f"{scored[0].label} has the highest {metric}: {number(scored[0].score(metric)[0])}."]
     if not found:
         return [f"{words[0]} No significance test was run, so this may be due to chance."] if len(scored) > 1 else words
-    for name in dict.fromkeys(one.reference.label for one in found):
+    for name, both in dict.fromkeys((one.reference.label, one.p_both is not None) for one in found):
         sides: dict[str, list[str]] = {"better": [], "worse": [], "not significantly different": []}
-        tests = [one for one in found if one.reference.label == name]
-        for one in tests:
+        for one in (one for one in found if (one.reference.label, one.p_both is not None) == (name, both)):
             p = one.p_permutation if one.p_both is None else one.p_both
             side = "better" if one.found.difference > 0 else "worse"
             sides[side if p < SIGNIFICANT else "not significantly different"].append(one.group.label)
         parts = [f"{side}: {', '.join(labels)}" for side, labels in sides.items() if labels]
-        over = "queries" if any(one.p_both is None for one in tests) else "queries and seeds"
+        over = "queries and seeds" if both else "queries"
         words.append(f"Compared with {name} over {over} (corrected p below {SIGNIFICANT}): {'; '.join(parts)}.")
     return words
 

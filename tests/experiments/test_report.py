@@ -425,6 +425,23 @@ def test_verdict_names_the_best_setting_and_what_differs_from_the_reference(tmp_
     assert "over queries (" in verdict(groups, "ndcg@10", [found[0]._replace(p_both=None)])[1]
 
 
+def test_verdict_says_for_each_setting_which_test_was_used(tmp_path):
+    """One setting has a single seed, so seeds are no part of its test. This does not change what is said of the other one."""
+    for name, method, seed, score in (
+        ("a0", "grad_cache", 0, 0.3), ("a1", "grad_cache", 1, 0.31), ("b0", "cont_accum", 0, 0.4), ("b1", "cont_accum", 1, 0.44),
+        ("c0", "grad_accum", 0, 0.2),
+    ):  # fmt: skip
+        folder(tmp_path / name, method, [1.0], score, seed=seed)
+    groups = group_runs([load_run_record(tmp_path / name) for name in ("a0", "a1", "b0", "b1", "c0")])
+    found = differences(groups, "ndcg@10", {tmp_path / "a0"})
+    assert [one.p_both is None for one in found] == [False, True]
+    found = [found[0]._replace(p_permutation=0.01, p_both=0.2), found[1]._replace(p_permutation=0.01)]
+    assert verdict(groups, "ndcg@10", found)[1:] == [
+        "Compared with grad_cache over queries and seeds (corrected p below 0.05): not significantly different: cont_accum.",
+        "Compared with grad_cache over queries (corrected p below 0.05): worse: grad_accum.",
+    ]
+
+
 def test_constant_age_is_a_sentence_and_no_plot(tmp_path):
     run = folder(tmp_path / "run", "cont_accum", [1.0, 1.0])
     lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
