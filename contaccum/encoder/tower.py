@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers.models.auto import modeling_auto
 from transformers.utils import cached_file, is_flash_attn_2_available
 from transformers.utils import logging as transformers_logging
 
@@ -177,15 +178,15 @@ class TowerLoader:
         elif self.adapters:
             quantize = self.adapters.quantize
         # check the file before transformers reads it
-        optional_json(name, f"{subfolder}/config.json".lstrip("/"), ModelFile)
+        config = optional_json(name, f"{subfolder}/config.json".lstrip("/"), ModelFile) or {}
+        refuse_model_type(name, config.get("model_type", ""))
         remote = {"subfolder": subfolder, "trust_remote_code": self.trust_remote_code}
         with loading(name), quiet_transformers():
             backbone = lora.load_backbone(name, self.dtype, quantize, self.device, **remote)
             if self.merge and quantize != "none":
                 backbone = backbone.dequantize()
         family = backbone.config.model_type
-        if backbone.config.is_encoder_decoder:
-            raise InputError(f"{name}: {family} is an encoder-decoder; expected an encoder or a decoder")
+        refuse_model_type(name, family, backbone.config.is_encoder_decoder)
         if family in PADDING_CHANGES_VECTORS:
             warnings.warn(
                 f"{name}: with the model type {family}, padding changes the vectors, so the vector of a text depends on the "
@@ -217,6 +218,17 @@ class TowerLoader:
         elif self.merge and files.base:
             lora.merge(backbone)
         return Tower(backbone, tokenizer, self.pooling, dense, base)
+
+
+def refuse_model_type(name: str, family: str, encoder_decoder: bool = False) -> None:
+    """Raise InputError if the model type ``family`` computes no vectors of the tokens of a text. name: folder or Hub name."""
+    if encoder_decoder or family in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+        raise InputError(f"{name}: {family} is an encoder-decoder; expected an encoder or a decoder")
+    if family == "dpr":
+        raise InputError(
+            f"{name}: the model type dpr has no token vectors. Use a copy that was converted to the type bert, such as "
+            "sentence-transformers/facebook-dpr-question_encoder-single-nq-base."
+        )
 
 
 def _weights_of(files: TowerFiles) -> tuple[str, str, str]:

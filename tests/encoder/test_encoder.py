@@ -11,7 +11,7 @@ import torch
 from helpers import micro_batches, tiny_encoder
 from sentence_transformers import SentenceTransformer
 from tiny_families import TEXTS, family_folder
-from transformers import AutoConfig, AutoModel, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoTokenizer, DPRConfig, DPRQuestionEncoder, T5Config, T5EncoderModel
 
 from contaccum.batch import Tokens
 from contaccum.encoder import DualEncoder, EncoderSettings, Tower, pool, tiny_tower, wordpiece_tokenizer
@@ -158,6 +158,20 @@ def test_untied_towers_of_a_plain_folder_start_equal(tmp_path):
     assert DualEncoder.load(plain, **sizes).settings.pooling == "mean"
     mixed = DualEncoder.load(plain, passage_name=tmp_path / "model" / "passage_encoder", **sizes)
     assert np.abs(mixed.encode_queries(TEXTS) - mixed.encode_passages(TEXTS)).max() > 0.01
+
+
+def test_an_encoder_of_dpr_is_refused(tmp_path):
+    sizes = {"vocab_size": 50, "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
+    DPRQuestionEncoder(DPRConfig(**sizes)).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="the model type dpr has no token vectors"):
+        DualEncoder.load(tmp_path)
+
+
+def test_the_encoder_half_of_t5_is_refused_as_an_encoder_decoder(tmp_path):
+    sizes = {"vocab_size": 50, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
+    T5EncoderModel(T5Config(**sizes)).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="t5 is an encoder-decoder"):
+        DualEncoder.load(tmp_path)
 
 
 def test_one_text_instead_of_a_list_is_refused():
