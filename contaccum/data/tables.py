@@ -260,7 +260,8 @@ class TextTokens:
         encoded = self._tokenizer(contents, truncation=True, max_length=self._max_length, return_attention_mask=False)
         largest = max((max(row, default=0) for row in encoded["input_ids"]), default=0)
         require_known_ids(largest, self._vocabulary, self._tokenizer)
-        return [np.array(row, dtype="<i4") for row in encoded["input_ids"]]
+        empty = [self._tokenizer.pad_token_id]  # as in encoding; without special tokens, an empty text has no tokens
+        return [np.array(row or empty, dtype="<i4") for row in encoded["input_ids"]]
 
     def longest(self) -> int:
         """Return ``max_length``, because the texts are not known in advance."""
@@ -322,8 +323,7 @@ def _is_damaged(folder: Path) -> bool:
 def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     # encoding changes the tokenizer's truncation and padding settings, so the hash does not include them
-    state.pop("truncation", None)
-    state.pop("padding", None)
+    state = {name: part for name, part in state.items() if name not in ("truncation", "padding")}
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 

@@ -47,6 +47,10 @@ def test_an_empty_text_has_tokens():
     table = Dataset.from_dict({"text": ["", "alpha"]})
     built = build_token_table(table, ["text"], tokenizer(), max_length=8, fingerprint="f")
     assert [row.tolist() for row in built.rows([0, 1])] == [[2, 3], [2, 4, 3]]
+    plain = tokenizer()
+    plain.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
+    built = build_token_table(table, ["text"], plain, max_length=8, fingerprint="f")
+    assert [row.tolist() for row in built.rows([0, 1])] == [[0], [4]]  # a padding token, as in encoding
 
 
 def test_an_id_without_word_embedding_is_refused(monkeypatch):
