@@ -25,6 +25,7 @@ from torch import Tensor
 from contaccum.batch import ONE_TOKEN, MicroBatch, RowIds, Tokens
 from contaccum.errors import InputError, library_errors
 from contaccum.runtime import sharding
+from contaccum.runtime.files import write_errors
 from contaccum.runtime.launch import refuse_other_sharding
 from contaccum.runtime.processes import Processes, encoding_device, own_keys, refuse_missing_processes
 
@@ -279,15 +280,18 @@ class Engine(Processes):
     def start_trackers(self, config: dict[str, Any]) -> None:
         given = {k: v for k, v in config.items() if v is not None}
         folder = os.environ.get("WANDB_DIR", self.accelerator.project_dir)
-        self.accelerator.init_trackers("contaccum", config=given, init_kwargs={"wandb": {"dir": folder}})
+        with write_errors(self.accelerator.project_dir or "."):
+            self.accelerator.init_trackers("contaccum", config=given, init_kwargs={"wandb": {"dir": folder}})
 
     def close(self) -> None:
         """End the trackers and the process group. Reset all global settings, so that another run can start in this process."""
         torch.backends.cuda.matmul.allow_tf32 = self.tf32_before
         if self.limited:
             torch.cuda.set_per_process_memory_fraction(1.0, self.device.index)
-        self.accelerator.end_training()
-        _replace_states(self.states_before)  # an Accelerator that the user created before this one works again
+        try:
+            self.accelerator.end_training()
+        finally:
+            _replace_states(self.states_before)  # an Accelerator that the user created before this one works again
 
 
 def _accelerator(device: str, precision: str, trackers: list[str], folder: str | None, wait: Any) -> Accelerator:

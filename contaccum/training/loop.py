@@ -4,7 +4,7 @@ import math
 import sys
 import time
 import warnings
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,8 @@ def train(config: TrainConfig) -> Path:
         except BaseException as error:
             # with several processes, do not close the group: the others could fail before this process reports its error
             if engine.world == 1:
-                engine.close()
+                with suppress(Exception):  # a tracker that could not start cannot end
+                    engine.close()
             if sentence := advice(error, config):
                 raise InputError(sentence) from error
             raise

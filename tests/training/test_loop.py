@@ -1,5 +1,6 @@
 """Files of a run, values in its log, dev evaluation, schedules and memory."""
 
+import errno
 import json
 import math
 import os
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import TensorBoardTracker
 from forked import python
 from helpers import micro_batches, tiny_encoder, train_config, weights, write_beir
 from opened import open_retrieval_set
@@ -287,6 +289,22 @@ def test_tensorboard_tracker_writes_events(data, tmp_path):
     run = tmp_path / "run"
     train(train_config(data, run, **{"run.trackers": ["tensorboard"], "optim.max_steps": 2}))
     assert list(run.rglob("events.out.tfevents.*"))
+
+
+def test_tracker_that_cannot_start_is_a_sentence(data, tmp_path, monkeypatch):
+    """A full disk; accelerate's tracker then has no writer that it could close."""
+
+    def start(self, *_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(TensorBoardTracker, "start", start)
+    settings = {"run.trackers": ["tensorboard"], "optim.max_steps": 2}
+    with pytest.raises(InputError, match=r"run: cannot be written \(No space left on device\)$"):
+        train(train_config(data, tmp_path / "run", **settings))
+    monkeypatch.undo()
+    train(
+        train_config(data, tmp_path / "run", resume=True, **settings, **{"run.precision": "bf16"}, allow_changes=True)
+    )
 
 
 @pytest.mark.parametrize(
