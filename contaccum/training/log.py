@@ -6,6 +6,7 @@ import math
 import os
 import platform
 import sys
+import warnings
 from importlib import metadata
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -158,8 +159,19 @@ def named_queries(ids: list[str]) -> str:
 
 
 def write_environment(run: Path, engine: Engine) -> None:
-    """Write environment.json: versions, device, and how many processes, cores and threads. No host or user names."""
-    device = engine.device
+    """Write environment.json: versions, device, and how many processes, cores and threads. No host or user names.
+
+    Warn if a resumed run on a CPU has another number of threads, because torch then adds numbers in another order.
+    """
+    device, threads = engine.device, torch.get_num_threads()
+    with contextlib.suppress(InputError):  # a damaged file is written again
+        before = read_environment(run).get("threads", threads)
+        if device.type == "cpu" and before != threads:
+            warnings.warn(
+                f"{run}: this run had {before} threads and now has {threads}, so its weights can differ in the last digits from "
+                f"those of an uninterrupted run. For the same bytes, set OMP_NUM_THREADS={before}.",
+                stacklevel=2,
+            )
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     environment = {
         "python": platform.python_version(),
@@ -170,7 +182,7 @@ def write_environment(run: Path, engine: Engine) -> None:
         "device": f"{device.type} ({name})",
         "processes": engine.world,
         "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
+        "threads": threads,
     }
     write_json(run / ENVIRONMENT_FILE, environment)
 

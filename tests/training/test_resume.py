@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,6 +41,21 @@ def broken_after(run: Path, step: int, copy: Path) -> Path:
         if int(folder.name.removeprefix("step-")) > step:
             shutil.rmtree(folder)
     return copy
+
+
+def test_another_number_of_threads_is_named(data, tmp_path):
+    """torch adds numbers in an order that depends on the threads, so the result has other bytes."""
+    run = tmp_path / "run"
+    train(train_config(data, run, **{"optim.max_steps": 2}))
+    file = run / "environment.json"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(train_config(data, run, resume=True, **{"optim.max_steps": 2}))
+        file.write_text("")  # damaged: written again
+        train(train_config(data, run, resume=True, **{"optim.max_steps": 2}))
+    file.write_text(json.dumps({**json.loads(file.read_text()), "threads": 99}))
+    with pytest.warns(UserWarning, match=r"had 99 threads and now has \d+.*set OMP_NUM_THREADS=99"):
+        train(train_config(data, run, resume=True, **{"optim.max_steps": 2}))
 
 
 def steps_of(run: Path) -> list[tuple]:
