@@ -12,9 +12,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
-from threading import Lock
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -27,7 +25,7 @@ from contaccum.encoder.adapters import Adapters
 from contaccum.encoder.folders import EncoderFiles, EncoderSettings, make_settings, model_folder, read_encoder
 from contaccum.encoder.kernels import ATTENTION, packed_linears
 from contaccum.encoder.saving import check_hashes, save_encoder, send_weights
-from contaccum.encoder.tokenizer import default_batch_tokens, tokenized
+from contaccum.encoder.tokenizer import default_batch_tokens, encoding_lock, tokenized
 from contaccum.encoder.tower import Tower, TowerLoader, check_flash_attention, check_unpad, set_attention
 from contaccum.errors import InputError
 from contaccum.runtime.checks import require_texts
@@ -37,7 +35,6 @@ from contaccum.runtime.processes import Processes
 
 BUCKET = 32  # with CUDA graphs, text lengths are rounded up to a multiple of this number of tokens
 PACK_FROM = 64  # minimum number of texts for packed linear layers; with fewer texts, packing takes longer than it saves
-_LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()  # not attributes: a lock cannot be copied
 # matches the names of module attributes that hold a dropout probability as a number, but not layerdrop
 DROPOUT_NUMBER = re.compile("dropout|pdrop")
 
@@ -145,7 +142,7 @@ class DualEncoder(nn.Module):
             raise InputError(f"batch_tokens is {budget}; expected at least 1")
         vectors = np.empty((len(texts), self.dim), dtype=np.float32)
         with ExitStack() as stack:
-            stack.enter_context(_LOCKS.setdefault(self, Lock()))  # other threads change the tokenizer's length
+            stack.enter_context(encoding_lock(self))
             # weights that are gathered in inference mode cannot be trained
             stack.enter_context(torch.inference_mode() if self.group is None else torch.no_grad())
             stack.enter_context(self.without_dropout())

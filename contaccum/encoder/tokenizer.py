@@ -3,7 +3,9 @@
 import json
 import os
 from collections.abc import Iterable, Iterator
+from threading import Lock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -21,6 +23,15 @@ WINDOW = 4096  # number of texts to sort by length together; a larger number mea
 # tokens per thread; at width 384 the output of the widest layer then has 6 MB and fits in the CPU cache
 CPU_TOKENS = 1024
 DEVICE_TOKENS = 16_384
+
+# not attributes of the encoders, because a lock cannot be copied
+_LOCKS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+os.register_at_fork(after_in_child=_LOCKS.clear)  # the thread that holds a lock does not exist in the child
+
+
+def encoding_lock(encoder: Any) -> Any:
+    """Return the lock of an encoder. Without it, threads change each other's truncation length and packed layers."""
+    return _LOCKS.setdefault(encoder, Lock())
 
 
 def load_tokenizer(files: TowerFiles, trust_remote_code: bool) -> Any:

@@ -1,6 +1,8 @@
 """DualEncoder: pooling, folders for transformers and sentence-transformers, refusals."""
 
 import json
+import os
+import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +18,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, DPRConfig, DPRQue
 from contaccum.batch import Tokens
 from contaccum.encoder import DualEncoder, EncoderSettings, Tower, pool, tiny_tower, wordpiece_tokenizer
 from contaccum.encoder.folders import NO_LIMIT
+from contaccum.encoder.tokenizer import encoding_lock
 from contaccum.errors import InputError
 
 
@@ -201,6 +204,16 @@ def test_threads_can_encode_at_the_same_time():
     for number, vectors in enumerate(found):
         np.testing.assert_array_equal(vectors, expected[number % 2])
     assert np.abs(expected[0] - expected[1]).max() > 0.01  # control: the lengths matter
+
+
+def test_a_process_forked_while_a_thread_encodes_can_encode():
+    encoder = words_encoder()
+    with encoding_lock(encoder):  # as another thread does
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)  # ends a child that waits for the lock
+            os._exit(len(encoder.encode_queries(["the red fox"])))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
 def test_passage_encoder_keeps_its_settings_for_passages(tmp_path):
