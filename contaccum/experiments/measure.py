@@ -264,7 +264,8 @@ def fitting_size(probe: Probe, budget: float, processes: int = 1) -> FittingSize
 
     choices = [n] if config.spec.whole else [size for size in range(1, n + 1) if n % size == 0]
     best, corrected = largest(peaks, choices, budget, at_size)
-    return FittingSize(best, predict(peaks, best or choices[0]), corrected or error, max(peaks))
+    peak = predict(peaks, best) if best else max(budget, predict(peaks, choices[0]))
+    return FittingSize(best, peak, corrected or error, max(peaks))
 
 
 def sharded_sizes(probe: Probe, budget: float, processes: int) -> dict[str, FittingSize]:
@@ -287,8 +288,7 @@ def measure(probe: Probe, budget: float) -> Measurement:
     """
     config = probe.config
     rows, n = config.bank_size(), config.batch.global_batch_size
-    found = fitting_size(probe, budget)
-    smallest = n if config.spec.whole else 1
+    found, smallest = fitting_size(probe, budget), n if config.spec.whole else 1
     step = probe.step_seconds(min(found.size or smallest, found.measured))
     bank = largest_bank(probe, rows, min(config.micro_batch_size(1), n), budget) if rows else None
     speeds = probe.passages_per_second(), probe.seconds_per_comparison()
