@@ -102,7 +102,8 @@ class Engine(Processes):
             for parameter in self.parameters:
                 parameter.grad = torch.zeros_like(parameter)
                 parameter.register_post_accumulate_grad_hook(self._with_gradient.add)
-        self.optimizer = self.accelerator.prepare_optimizer(optimizer)
+        # accelerate would move the restored state to the GPU and back, also that of weights with run.cpu_offload
+        self.optimizer = self.accelerator.prepare_optimizer(optimizer, device_placement=False)
         self.no_grad_group_size = 1
         if self.device.type != "cpu" and not encoder.graphs:
             self.no_grad_group_size = encoder.no_grad_group_size(dropout=self.replay_share == 1)
