@@ -125,8 +125,7 @@ class Probe:
 
     def seconds_per_comparison(self, queries: int = 256, passages: int = 16_384) -> float:
         left, right = (torch.randn(rows, self.encoder.dim, device=self.engine.device) for rows in (queries, passages))
-        # item() waits until the GPU has finished
-        taken = timeit.repeat(lambda: (left @ right.T).amax().item(), number=1, repeat=1 + REPEATS)
+        taken = timeit.repeat(lambda: (left @ right.T).amax().item(), number=1, repeat=1 + REPEATS)  # item() waits
         return statistics.median(taken[1:]) / (queries * passages)
 
     def _sized(self, size: int, bank_size: int, micro_batches: int = MICRO_BATCHES) -> TrainConfig:
@@ -239,21 +238,22 @@ def largest(
 def fitting_size(probe: Probe, budget: float, processes: int = 1) -> FittingSize:
     """Find the largest micro-batch size whose peak memory is at most ``budget`` bytes.
 
-    Three small sizes are measured first. Raises InputError if memory runs out for more than one of them. processes: number of
-    processes that share the global batch.
+    Three small sizes are measured first, and smaller ones if memory runs out. Raises InputError if at most one size can be
+    measured. processes: number of processes that share the global batch.
     """
     config = probe.config
     rows, n = config.bank_size(), config.batch.global_batch_size // processes
     first = max(4, 4 * config.batch.micro_batch_size if config.spec.whole else config.micro_batch_size(1))
     # measure from small to large: memory that the process keeps from a smaller size does not change the peak of a larger one
-    sizes = first // 4, first // 2, first
+    sizes = [first // 4, first // 2, first]
     peaks = {size: peak for size in sizes if (peak := probe.peak(size, rows)) is not None}
+    while len(peaks) < 2 and sizes[0] > 1:
+        sizes.insert(0, sizes[0] // 2)
+        peaks |= {} if (peak := probe.peak(sizes[0], rows)) is None else {sizes[0]: peak}
     if len(peaks) < 2:
-        # if ``first`` is 4, a smaller batch.micro_batch_size would not change the measured sizes
-        smaller = "batch.micro_batch_size" if first > 4 else "model.max_passage_length"
         raise InputError(
-            f"{config.method}: at most one of the micro-batch sizes {first // 4}, {first // 2} and {first} fits into the memory "
-            f"of this device, but at least two sizes must be measured to predict the memory. Lower {smaller}."
+            f"{config.method}: at most one of the micro-batch sizes {', '.join(map(str, sizes))} fits into the memory of this "
+            "device, but at least two sizes must be measured to predict the memory. Lower model.max_passage_length."
         )
     high = max(peaks)
     line = {size: peak for size, peak in peaks.items() if size < high}
@@ -264,8 +264,8 @@ def fitting_size(probe: Probe, budget: float, processes: int = 1) -> FittingSize
 
     choices = [n] if config.spec.whole else [size for size in range(1, n + 1) if n % size == 0]
     best, corrected = largest(peaks, choices, budget, at_size)
-    peak = predict(peaks, best) if best else max(budget, predict(peaks, choices[0]))
-    return FittingSize(best, peak, corrected or error, max(peaks))
+    needed = predict(peaks, best) if best else max(budget, predict(peaks, choices[0]))
+    return FittingSize(best, needed, corrected or error, max(peaks))
 
 
 def sharded_sizes(probe: Probe, budget: float, processes: int) -> dict[str, FittingSize]:

@@ -81,9 +81,11 @@ def test_sizes_that_run_out_of_memory_on_a_gpu_with_the_budget_do_not_fit(tmp_pa
     assert measured_size(probe, 2300).size == 16  # a line through 2 and 4 pairs predicts that 32 fit
     assert measured_size(probe, 2301).size == 32
     probe.config = replace(probe.config, method="in_batch")
-    none = measured_size(probe, 2300)  # a line through 8 and 16 pairs would need 1,000 + 44 x 64 bytes
+    none = measured_size(probe, 2300)
     assert none.size is None
     assert none.peak >= 2300
+    probe.config = replace(probe.config, batch=replace(probe.config.batch, micro_batch_size=32))
+    assert measured_size(probe, 2300).measured == 16  # 32, 64 and 128 pairs do not fit: 16 and 8 are measured
     probe.config = replace(probe.config, method="cont_accum")
     assert 250_064 < largest_bank(probe, 64, 4, 2300) <= 255_000
     assert largest_bank(probe, 64, 4, 2301) > 1_000_000
