@@ -105,6 +105,9 @@ def test_gpu_context_is_reported_with_the_budget_that_training_needs():
     assert parse_bytes(found_budget) == 3_500_000_000
     assert "expandable_segments:True" in shown
     assert "memory_budget" not in render({"cont_accum": replace(found, context=0)}, config, 4_000_000_000)
+    shown = render({"cont_accum": found}, config, 400_000_000)  # no run.memory_budget is left
+    assert "memory_budget" not in shown
+    assert "other programs on this GPU use 0.50 GB, so no size fits" in shown
 
 
 @pytest.mark.parametrize("number", range(4))
