@@ -280,7 +280,7 @@ def evaluate_benchmark(
     for name, each in sets.items():
         saved, index_dir = (value and str(Path(value) / name) for value in (settings.embeddings, settings.index_dir))
         own_settings = replace(settings, embeddings=saved, index_dir=index_dir)
-        scored_with = {**shared, "data_sha256": data_digest(each)}
+        scored_with = {**shared, "data_sha256": data_digest(each, policy.max_unpacked)}
         scored_with |= {"dtype": (saved_dtype(saved) or settings.dtype) if saved else "float32"} if encoder else {}
         scored_with |= {"data": each.data, "split": each.split}
         file = files[name]
@@ -296,11 +296,11 @@ def evaluate_benchmark(
     return result
 
 
-def data_digest(part: BenchmarkSet) -> str | None:
+def data_digest(part: BenchmarkSet, max_unpacked: float | None) -> str | None:
     """Return a SHA-256 of a local file or BEIR folder. Return None for a published data set, which does not change."""
     path = Path(part.data)
     if part.data.startswith(HUB_PREFIX) and os.path.isdir(HubName.of(part.data).repository):
-        path = fetch(part.data, part.split)  # the folder in the place of the Hub can change
+        path = fetch(part.data, part.split, max_unpacked)  # the folder in the place of the Hub can change
     if not os.path.exists(path):
         return None
     names = ("corpus.jsonl", "queries.jsonl", "collection.tsv", "queries.tsv", f"qrels/{part.split}.tsv")

@@ -76,18 +76,21 @@ def test_the_limit_can_be_raised_and_lowered(capsys, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("ending", ["parquet", "jsonl.gz"])
 def test_the_limit_of_a_hub_set_can_be_raised(ending, capsys, tmp_path):
-    """A Parquet file stores equal texts once: here, 300 kB in 3 kB."""
-    path, rows = tmp_path / "set" / f"train.{ending}", {"query": ["q" * 300] * 1000, "pos": ["p"] * 1000}
+    """A Parquet file stores equal texts once: here, 600 kB in 3 kB."""
+    path, rows = tmp_path / "set" / f"train.{ending}", {"query": ["q" * 300] * 1000, "pos": ["q" * 300] * 1000}
     path.parent.mkdir()
     if ending == "parquet":
         pq.write_table(pa.table(rows), path)
     else:
-        path.write_bytes(gzip.compress((json.dumps({"query": "q" * 300, "pos": ["p"]}) + "\n").encode() * 1000))
-    call = ["data", "check", "hub:set?query=query&pos=pos"]
+        path.write_bytes(gzip.compress((json.dumps({"query": "q" * 300, "pos": ["q" * 300]}) + "\n").encode() * 1000))
+    call = ["data", "check", "hub:set::train?query=query&pos=pos"]
     assert main([*call, "--max_unpacked", "0.0002"]) == 2
     assert f"train.{ending}: unpacks to more than 200000 bytes" in capsys.readouterr().err
     assert not list((tmp_path / "cache").rglob("examples.jsonl"))
-    assert main([*call, "--max_unpacked", "0.0004"]) == 0
+    benchmark = ["evaluate", "--model", "bm25", "--data", f"{call[2]},./e", "--max_unpacked", "0.001"]
+    write_beir(tmp_path / "e")
+    assert main(benchmark) == 0  # reads the set before it evaluates it
+    assert main([*call, "--max_unpacked", "0.001"]) == 0
 
 
 def test_a_plain_csv_file_has_no_limit(tmp_path):
