@@ -35,6 +35,7 @@ from contaccum.retrieval.shards import (
     damage,
     read_record,
     refuse_infinite,
+    started_form,
     write_manifest,
     write_shard,
 )
@@ -152,12 +153,12 @@ def passage_shards(
     """
     texts = Texts.of_corpus(corpus)
     if settings.embeddings is not None:
-        # a finished folder is used with any shard size and dtype, so its job is not compared with the settings
+        # a folder is used with any shard size and dtype, so a finished job is not compared with the settings
         finished = (Path(settings.embeddings) / MANIFEST).is_file()
+        form = {"dtype": settings.dtype, **started_form(settings.embeddings)}
         group.barrier()  # no process may write the manifest before all have looked for it
         if not finished:
-            dtype, batch_tokens = settings.dtype, settings.batch_tokens
-            encode_texts(encoder, texts, settings.embeddings, group, dtype=dtype, batch_tokens=batch_tokens)
+            encode_texts(encoder, texts, settings.embeddings, group, batch_tokens=settings.batch_tokens, **form)
             group.barrier()
         part = {} if whole else {"rank": group.rank, "world": group.world}
         return ShardFolder(settings.embeddings, encoder.fingerprint(texts.kind), texts.fingerprint, **part)

@@ -3,16 +3,16 @@
 The files of shard 0 are ``00000.npy`` (vectors), ``00000.ids.json`` (list of ids) and ``00000.shard.json`` (record: sizes,
 SHA-256 and the encoding job). In the format parquet, which databases and data-frame libraries can read, ``00000.parquet`` has
 the columns ``id`` (string), ``text`` (string, only on request) and ``embedding`` (fixed-size list of float16 or float32).
-``manifest.json`` is written when all shards have a record. Several processes can write one folder without communication, because
-the records show which shards are finished. A search reads the manifest, not the records.
+``manifest.json`` is written when all shards have a record, so several processes can write one folder without communication.
 """
 
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
@@ -159,6 +159,15 @@ def saved_dtype(folder: str | Path) -> str | None:
         return str(read_json(Path(folder) / MANIFEST, _JobFile).job.dtype)
     except InputError:
         return None
+
+
+def started_form(folder: str | Path) -> dict[str, Any]:
+    """Return the form of the shards in a folder, as arguments of ``encode_texts``. Return {} without shards."""
+    for path in Path(folder).glob("*.shard.json"):
+        with suppress(InputError):  # a damaged file is written again
+            job = read_json(path, _JobFile).job
+            return {name: getattr(job, name) for name in ("shard_size", "dtype", "format", "text")}
+    return {}
 
 
 def refuse_infinite(kind: str, ids: Sequence[str], vectors: np.ndarray) -> None:

@@ -357,6 +357,20 @@ def test_finished_embeddings_serve_whatever_their_shard_size_and_form(tmp_path):
     assert shards[0].vectors.dtype == np.float16
 
 
+@pytest.mark.parametrize("form", ["npy", "parquet"])
+def test_a_search_finishes_embeddings_of_any_shard_size_and_form(form, tmp_path):
+    """It once advised to delete the folder, because shard_size was 1 and not the default, which search cannot set."""
+    encode_texts(WordEncoder(), Texts.of_corpus(CORPUS), tmp_path / "e", shard_size=1, dtype="float16", format=form)
+    kept = (tmp_path / "e" / f"00000.{form}").stat().st_mtime_ns
+    for name in ("manifest.json", "00002.shard.json", f"00002.{form}"):
+        (tmp_path / "e" / name).unlink()
+    encoder = WordEncoder()
+    shards = passage_shards(encoder, CORPUS, SearchConfig(embeddings=str(tmp_path / "e")))
+    assert [len(shard.ids) for shard in shards] == [1] * len(CORPUS)
+    assert shards[2].vectors.dtype == np.float16
+    assert (encoder.seen, (tmp_path / "e" / f"00000.{form}").stat().st_mtime_ns) == (1, kept)
+
+
 def test_passages_of_a_run_get_their_texts_in_its_order():
     hits = read_passages(CORPUS, [("d", 0.9), ("a", 0.9), ("c", 0.1)])
     assert [(hit.id, hit.score) for hit in hits] == [("d", 0.9), ("a", 0.9), ("c", 0.1)]
