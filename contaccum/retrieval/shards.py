@@ -154,11 +154,11 @@ def check_folder(folder: Path, job: EncodingJob) -> None:
 
 
 def saved_dtype(folder: str | Path) -> str | None:
-    """Return the dtype of the embeddings in a folder, or None if the embeddings are not finished."""
+    """Return the dtype of the embeddings in a folder, or None if there are none."""
     try:
         return str(read_json(Path(folder) / MANIFEST, _JobFile).job.dtype)
-    except InputError:
-        return None
+    except InputError:  # not finished
+        return started_form(folder).get("dtype")
 
 
 def started_form(folder: str | Path) -> dict[str, Any]:

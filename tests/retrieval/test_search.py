@@ -18,7 +18,7 @@ from contaccum.retrieval.index import Index
 from contaccum.retrieval.retriever import Retriever
 from contaccum.retrieval.retriever import search_vectors as search
 from contaccum.retrieval.runs import read_passages, rows_of
-from contaccum.retrieval.shards import Shard, ShardFolder
+from contaccum.retrieval.shards import Shard, ShardFolder, saved_dtype
 from contaccum.runtime.processes import Processes
 
 
@@ -364,6 +364,7 @@ def test_a_search_finishes_embeddings_of_any_shard_size_and_form(form, tmp_path)
     kept = (tmp_path / "e" / f"00000.{form}").stat().st_mtime_ns
     for name in ("manifest.json", "00002.shard.json", f"00002.{form}"):
         (tmp_path / "e" / name).unlink()
+    assert saved_dtype(tmp_path / "e") == "float16"  # a benchmark saves it with the metrics
     encoder = WordEncoder()
     shards = passage_shards(encoder, CORPUS, SearchConfig(embeddings=str(tmp_path / "e")))
     assert [len(shard.ids) for shard in shards] == [1] * len(CORPUS)
