@@ -28,8 +28,7 @@ DTYPES = ("float16", "float32")
 FILES = {"npy": ("npy", "ids.json"), "parquet": ("parquet", "parquet")}
 """Format -> file extensions of the vectors and of the ids."""
 
-# filelock may leave contaccum.lock.break.*
-_OUR_FILES = re.compile(
+_OUR_FILES = re.compile(  # filelock may leave contaccum.lock.break.*
     r"\d{5,}\.(npy|ids\.json|parquet|shard\.json)|manifest\.json|contaccum\.lock(\.break\..+)?|\..*\.part|\.DS_Store"
 )
 

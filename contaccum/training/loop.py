@@ -85,10 +85,8 @@ class Training:
         step = str(checkpoint and checkpoint.state["step"])
         for name, value in {"checkpoint": step, "config": to_yaml(config), "data": train_set.fingerprint}.items():
             if others := engine.differing(value):
-                raise InputError(
-                    f"{name} is not the same in all processes ({others}). Every machine needs the same config, data and "
-                    "output_dir."
-                )
+                advised = "Every machine needs the same config, data and output_dir."
+                raise InputError(f"{name} is not the same in all processes ({others}). {advised}")
         sharded = config.run.sharding == "fsdp"
         device = torch.device("cpu") if sharded else engine.device  # a device may be too small for all weights
         if checkpoint:
