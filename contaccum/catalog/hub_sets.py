@@ -37,6 +37,7 @@ from contaccum.formats.records import (
     SourceLocation,
     decoded,
     open_bytes,
+    unpacked_limit,
     write_beir_folder,
 )
 from contaccum.runtime.hub import hub_errors
@@ -86,10 +87,8 @@ class HubName:
                 raise InputError(f"{text}: found {pair!r}; expected {expected} {', '.join(FIELDS)}")
             columns[key] = value.split(",")
         if found is None or not (folder or found["repository"]) or (mark and not {"query", "pos"} <= columns.keys()):
-            raise InputError(
-                f"{text}: not the name of a Hub data set or of a local folder; expected "
-                "hub:owner/name[@revision][:configuration][:split][?query=COLUMN&pos=COLUMN]"
-            )
+            expected = "hub:owner/name[@revision][:configuration][:split][?query=COLUMN&pos=COLUMN]"
+            raise InputError(f"{text}: not the name of a Hub data set or of a local folder; expected {expected}")
         parts: dict[str, Any] = {part: value or None for part, value in found.groupdict().items()}
         parts["repository"] = folder or parts["repository"]
         return cls(text, **parts, columns=columns, max_unpacked=max_unpacked)
@@ -292,7 +291,8 @@ def _json_rows(file: str, max_unpacked: float | None) -> Rows:
         with open_bytes(Path(file), max_unpacked) as lines:
             yield from json_stream(lines, Path(file), "a row (an object)")
         return
-    with HfFileSystem().open(file, "rb") as raw, decoded(BufferedReader(raw), raw.size, max_unpacked) as lines:
+    remote = HfFileSystem().open(file, "rb")
+    with remote, decoded(BufferedReader(remote), unpacked_limit(remote.size, max_unpacked)) as lines:
         yield from json_stream(lines, Path(file), "a row (an object)")
 
 

@@ -218,7 +218,7 @@ def open_bytes(path: Path, max_unpacked: float | None = None) -> Iterator[io.Buf
     try:
         if not stat.S_ISREG(os.stat(path).st_mode) and not os.path.isdir(path):
             raise InputError(f"{path}: is a pipe or device; it must be a file, because it is read more than once")
-        with open(path, "rb") as raw, decoded(raw, path.stat().st_size, max_unpacked) as file:
+        with open(path, "rb") as raw, decoded(raw, unpacked_limit(path.stat().st_size, max_unpacked)) as file:
             yield file
     except FileNotFoundError as error:
         raise InputError(f"{path}: no such file") from error
@@ -231,12 +231,11 @@ def open_bytes(path: Path, max_unpacked: float | None = None) -> Iterator[io.Buf
 
 
 @contextmanager
-def decoded(raw: io.BufferedReader, packed: int, gigabytes: float | None) -> Iterator[io.BufferedReader]:
-    """Unpack an open file if it is gzipped, and skip a byte order mark. packed, gigabytes: see ``unpacked_limit``."""
+def decoded(raw: io.BufferedReader, limit: int) -> Iterator[io.BufferedReader]:
+    """Unpack an open file if it is gzipped, and skip a byte order mark. ``limit`` is the maximum number of unpacked bytes."""
     zipped = raw.read(2) == _GZIP
     raw.seek(0)
-    unpacked = _Unpacked(raw, unpacked_limit(packed, gigabytes))
-    with io.BufferedReader(cast(Any, unpacked), CHUNK) if zipped else raw as file:
+    with io.BufferedReader(cast(Any, _Unpacked(raw, limit)), CHUNK) if zipped else raw as file:
         if file.peek(3)[:3] == _BOM:
             file.read(3)
         yield file
