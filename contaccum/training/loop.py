@@ -17,6 +17,7 @@ from contaccum.config.file import CONFIG_VERSION
 from contaccum.data.dataset import open_dataset, open_training
 from contaccum.data.retrieval_set import RetrievalSet, same_content
 from contaccum.data.stream import StreamSet
+from contaccum.encoder import SETTINGS_FILE
 from contaccum.errors import InputError, Interrupted, NotFiniteError
 from contaccum.evaluation.evaluate import evaluate
 from contaccum.methods import METHODS
@@ -122,8 +123,7 @@ class Training:
     def _resume(self, checkpoint: run_folder.Checkpoint, optimizer: torch.optim.Optimizer, changed: list[str]) -> None:
         """Continue from a checkpoint.
 
-        changed: names of encoder settings whose value differs from the checkpoint. If a setting or the data changed, the stored
-        rows are invalid, and the bank starts empty.
+        changed: encoder settings that differ from the checkpoint. If one of them or the data changed, the bank starts empty.
         """
         state = checkpoint.state
         where = f"{checkpoint.folder}: the conditions of training changed"
@@ -142,9 +142,11 @@ class Training:
         self.skipped = state["skipped"]
         if self.dev and self.best:
             same_dev = same_content(self.best["dev"], self.dev.fingerprint())
-            if not same_dev or self.best["metric"] != self.config.run.metric:
+            saved = self.engine.from_main(str((self.folder / "model" / SETTINGS_FILE).is_file()))
+            if saved == "False" or not same_dev or self.best["metric"] != self.config.run.metric:
                 self.best, self.evaluated = {}, 0  # evaluate this step again if an evaluation is due
-                warnings.warn("the best score so far is ignored: the metric or the dev set changed", stacklevel=2)
+                why = "the metric or the dev set changed" if saved == "True" else "its model was deleted"
+                warnings.warn(f"the best score so far is ignored: {why}", stacklevel=2)
         if self.engine.is_main:
             print(f"resuming at step {self.done} from {checkpoint.folder}", file=sys.stderr)
 
@@ -188,8 +190,7 @@ class Training:
         self.encoder.train()
         bank_fill, ages = self.bank.fill, self.bank.ages()
         engine.begin_step(self.done)
-        losses: list[LossValue] = []
-        failed = False
+        losses, failed = list[LossValue](), False
         try:
             losses = method(engine, micro_batches, self.bank, self.loss)
         except Exception as error:
@@ -249,9 +250,8 @@ class Training:
 
     def _finish_step(self, values: dict[str, Any], seconds: float, waited: float) -> None:
         """Count the step as done and log its values. waited: seconds that the step waited for data."""
-        loss = self.config.loss
         # masks by score may leave a step without negatives
-        by_score = loss.guide is not None or loss.false_negative_margin is not None
+        by_score = self.config.loss.guide is not None or self.config.loss.false_negative_margin is not None
         if self.done == 0 and values["negatives"] == 0 and not by_score and self.engine.is_main:
             warnings.warn(
                 "step 1: no query has a negative, so nothing is learned. Use more training queries, or a batch.micro_batch_size "

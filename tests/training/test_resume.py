@@ -58,6 +58,32 @@ def test_another_number_of_threads_is_named(data, tmp_path):
         train(train_config(data, run, resume=True, **{"optim.max_steps": 2}))
 
 
+@pytest.mark.parametrize("best", ["last", "earlier"])
+def test_deleted_model_of_the_best_score_is_written_again(best, data, tmp_path):
+    """The checkpoint has the weights of its own step: the best ones, or the next best."""
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    settings = {"data.dev": str(data), "run.eval_steps": 2, "optim.max_steps": 4}
+    train(train_config(data, whole, **settings))
+    shutil.copytree(whole, run)
+    shutil.rmtree(run / "model")
+    if best == "earlier":
+        folder = newest_checkpoint(run).folder
+        state = json.loads((folder / "state.json").read_text())
+        state["best"] |= {"step": 2, "score": 1.0}  # which no later score can exceed
+        (folder / "state.json").write_text(json.dumps(state))
+        files = json.loads((folder / "manifest.json").read_text())
+        files["state.json"] = {
+            "size": (folder / "state.json").stat().st_size,
+            "sha256": sha256_of(folder / "state.json"),
+        }
+        (folder / "manifest.json").write_text(json.dumps(files))
+    with pytest.warns(UserWarning, match="the best score so far is ignored: its model was deleted"):
+        train(train_config(data, run, resume=True, **settings))
+    last = {name.removeprefix("model/"): value for name, value in weights(run).items()}
+    folder = newest_checkpoint(run).folder
+    assert last == {name.removeprefix("model/"): value for name, value in weights(folder).items()}
+
+
 def steps_of(run: Path) -> list[tuple]:
     """Return the log's values of each step, without times."""
     return [
