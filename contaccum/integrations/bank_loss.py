@@ -61,6 +61,8 @@ class BankLoss:
             )
         self.bank_options = dict(bank_options)
         self.options = BankOptions(columns_only=not bank_options.pop("queries", True), **bank_options)
+        if self.options.row_weight not in ("all", "current"):
+            raise InputError(f"row_weight is {self.options.row_weight!r}; expected all or current")
         self.loss = InfoNCE(temperature, mask_false_negatives)
         self.begun = False
         self.bank: Bank | None = None

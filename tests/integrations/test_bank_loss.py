@@ -28,6 +28,11 @@ def test_loss_does_not_depend_on_the_default_dtype_of_torch():
         torch.set_default_dtype(torch.float32)
 
 
+def test_a_misspelt_row_weight_is_refused():
+    with pytest.raises(InputError, match="row_weight is 'al'; expected all or current"):
+        BankLoss(bank_size=8, similarity="dot", row_weight="al")
+
+
 @pytest.mark.parametrize("shape", [(4, 8), (3, 1, 8), (4, 1, 7)])
 def test_passages_of_a_wrong_shape_are_refused(shape):
     loss = BankLoss(bank_size=8, similarity="dot")
