@@ -5,6 +5,7 @@ The connection is checked once before the first use, so that a missing network i
 
 import os
 import sys
+import time
 from contextlib import AbstractContextManager
 from threading import Thread
 from typing import Any
@@ -19,6 +20,8 @@ from contaccum.runtime.files import read_json
 MAX_BYTES = 64 << 20  # maximum size of a JSON file of an encoder; a tokenizer with many added tokens has some MB
 SECONDS = 4
 """Maximum number of seconds to wait for an answer of the Hub, including the look-up of its address."""
+AGAIN = 30
+"""Number of seconds after which the Hub is asked again, because a notebook or service outlives a lost connection."""
 
 
 def is_hub_name(text: str) -> bool:
@@ -33,28 +36,35 @@ def is_hub_name(text: str) -> bool:
 def hub_errors(problem: str, *kinds: type[BaseException], fix: str = "") -> AbstractContextManager[None]:
     """Return a context manager for reading from the Hub. It converts errors to InputError. Arguments: see ``library_errors``.
 
-    If the Hub does not answer, this function turns on offline mode, which reads only the local cache of the Hub. In online mode,
-    the Hub library would try each file six times, for 30 seconds, and print a line for each attempt.
+    If the Hub does not answer, this function turns on offline mode, which reads only the local cache of the Hub, until the Hub
+    answers. In online mode, the Hub library would try each file six times, for 30 seconds, and print a line for each attempt.
     """
-    if reason := _failure(constants.ENDPOINT):
-        os.environ["HF_HUB_OFFLINE"] = "1"  # for child processes, and for libraries that are imported later
-        constants.HF_HUB_OFFLINE = True
+    failed = bool(_failures.get(constants.ENDPOINT, ("",))[0])
+    reason = _failure(constants.ENDPOINT)
+    if reason or failed:
+        os.environ["HF_HUB_OFFLINE"] = str(
+            int(bool(reason))
+        )  # for child processes, and for libraries that are imported later
+        constants.HF_HUB_OFFLINE = bool(reason)
         if "datasets" in sys.modules:
-            sys.modules["datasets"].config.HF_HUB_OFFLINE = True
+            sys.modules["datasets"].config.HF_HUB_OFFLINE = bool(reason)
+    if reason:
         problem = f"{problem}; {reason}, so only the cache of the Hub is used"
     return library_errors(problem, *kinds, fix=fix)
 
 
-_failures: dict[str, str] = {}  # address of the Hub -> why it cannot be used; "" if it answered
+# address of the Hub -> why it cannot be used ("" if it answered), and the time when it was asked
+_failures: dict[str, tuple[str, float]] = {}
 
 
 def _failure(endpoint: str) -> str:
-    """Return why the Hub cannot be used, or an empty text if it answers. Each process asks the Hub only once."""
+    """Return why the Hub cannot be used, or an empty text if it answers. After a failure, it is asked again after ``AGAIN`` s."""
     import requests
 
-    if not _failures.get(endpoint) and constants.is_offline_mode():
+    reason, asked = _failures.get(endpoint, ("", 0.0))
+    if not reason and constants.is_offline_mode():
         return "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set"
-    if endpoint not in _failures:
+    if endpoint not in _failures or (reason and time.monotonic() - asked >= AGAIN):
         found = [f"{endpoint} does not answer"]
 
         def ask() -> None:
@@ -67,8 +77,8 @@ def _failure(endpoint: str) -> str:
         thread = Thread(target=ask, daemon=True)  # a thread, because the look-up of an address has no time limit
         thread.start()
         thread.join(SECONDS)
-        _failures[endpoint] = found[-1]  # a later answer changes nothing, because offline mode is on
-    return _failures[endpoint]
+        _failures[endpoint] = found[-1], time.monotonic()  # a later answer to this request changes nothing
+    return _failures[endpoint][0]
 
 
 def loading(name: str) -> AbstractContextManager[None]:

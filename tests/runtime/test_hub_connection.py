@@ -121,3 +121,8 @@ def test_a_late_answer_of_the_hub_is_not_taken_for_a_setting_of_the_user(monkeyp
     assert said[0] == said[1]
     assert "does not answer, so only the cache of the Hub is used" in said[1]
     assert len(asked) == 1
+    monkeypatch.setattr(hub, "AGAIN", 0)  # the network is back when the Hub is asked again
+    with pytest.raises(InputError) as error, hub.hub_errors("problem", KeyError):
+        raise KeyError("missing")
+    assert "does not answer" not in str(error.value)
+    assert (len(asked), constants.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"]) == (2, False, "0")
