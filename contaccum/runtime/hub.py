@@ -39,12 +39,11 @@ def hub_errors(problem: str, *kinds: type[BaseException], fix: str = "") -> Abst
     If the Hub does not answer, this function turns on offline mode, which reads only the local cache of the Hub, until the Hub
     answers. In online mode, the Hub library would try each file six times, for 30 seconds, and print a line for each attempt.
     """
-    failed = bool(_failures.get(constants.ENDPOINT, ("",))[0])
+    before, _ = _failures.get(constants.ENDPOINT, ("", 0.0))
     reason = _failure(constants.ENDPOINT)
-    if reason or failed:
-        os.environ["HF_HUB_OFFLINE"] = str(
-            int(bool(reason))
-        )  # for child processes, and for libraries that are imported later
+    if reason or before:
+        # also for child processes, and for libraries that are imported later
+        os.environ["HF_HUB_OFFLINE"] = "1" if reason else "0"
         constants.HF_HUB_OFFLINE = bool(reason)
         if "datasets" in sys.modules:
             sys.modules["datasets"].config.HF_HUB_OFFLINE = bool(reason)

@@ -190,7 +190,8 @@ class Training:
         self.encoder.train()
         bank_fill, ages = self.bank.fill, self.bank.ages()
         engine.begin_step(self.done)
-        losses, failed = list[LossValue](), False
+        losses: list[LossValue] = []
+        failed = False
         try:
             losses = method(engine, micro_batches, self.bank, self.loss)
         except Exception as error:
