@@ -20,7 +20,7 @@ from contaccum.runtime.files import cache_folder, created_folder, sweep, whole_f
 
 LOCK_FILE = "contaccum.lock"
 # increase this number if a reader changes what it reads from a file; then cached tables are built again
-READER_VERSION = 7
+READER_VERSION = 8
 _PATIENCE = 3.0  # seconds to wait; after 2 seconds, filelock takes over a lock file without a process number
 
 
