@@ -59,7 +59,7 @@ class DualEncoder(nn.Module):
         for key, tower in (("max_query_length", query_tower), ("max_passage_length", passage_tower)):
             length, least = getattr(settings, key), tower.tokenizer.num_special_tokens_to_add() + 1
             if not least <= length <= tower.position_limit:
-                raise InputError(f"{key} is {length}; this encoder allows {least} to {tower.position_limit} tokens")
+                raise InputError(f"{key} is {length}; expected {least} to {tower.position_limit} tokens")
 
     @property
     def dim(self) -> int:
