@@ -26,7 +26,7 @@ contaccum_install() {
 }
 contaccum_install
 
-is_newest() { # FILE FOLDER: whether FILE exists and none of the vectors in FOLDER are newer, for example of a model trained further
+is_newest() { # FILE FOLDER: whether FILE exists and no vectors in FOLDER are newer (they are after more training)
     [ -e "$1" ] && [ -z "$(find "$2/" -name '*.shard.json' -newer "$1")" ]
 }
 

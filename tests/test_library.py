@@ -31,6 +31,9 @@ def test_every_function_accepts_paths(data, tmp_path):
     assert set(run) == set(search(str(model), str(data), "train"))
     scored = evaluate_run_file(tmp_path / "run.trec", data / "qrels" / "train.tsv", tmp_path / "run.json")
     assert scored["queries"] == len(run)
+    corpus = open_dataset(data).corpus
+    first, second = (Retriever.open(each, corpus).search({"q": "anything"}, 1) for each in (model, str(model)))
+    assert first == second
     assert "vectors of 32 numbers" in encode(model, data, tmp_path / "vectors")
     assert mine(model, data, tmp_path / "mined.jsonl")["queries"] == len(run)
 

@@ -38,9 +38,9 @@ def script(forked_programs):
     """Function from a script, its arguments and variables to what it prints."""
 
     def run(name: str, *arguments: object, **environment: str) -> str:
-        call = ["bash", str(ROOT / "scripts" / name), *map(str, arguments)]
+        call = ["bash", f"scripts/{name}", *map(str, arguments)]  # CDPATH changes only relative paths
         variables = {**os.environ, "VIRTUAL_ENV": sys.prefix, **forked_programs, **environment}
-        done = subprocess.run(call, env=variables, capture_output=True, text=True, check=False)
+        done = subprocess.run(call, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout
 
@@ -76,23 +76,25 @@ def test_beir_script_writes_metrics_and_a_run_file(script, data, tmp_path):
     script("beir.sh", data, tmp_path / "run", *TINY[8:], "--config", config)
     assert read_json(tmp_path / "run" / "metrics.json")["queries"] == 10
     assert len((tmp_path / "run" / "test.trec").read_text().splitlines()) == 10 * 40
+    searched = (tmp_path / "run" / "test.trec").stat().st_mtime_ns
     script("beir.sh", data, tmp_path / "run", *TINY)
+    assert (tmp_path / "run" / "test.trec").stat().st_mtime_ns == searched
 
 
 def test_beir_script_searches_again_after_the_model_was_trained_further(script, data, tmp_path):
-    """Also with gzipped qrels. The old run file was evaluated once the old vectors were deleted, as encode asks."""
+    """Also with gzipped qrels. encode asks to delete the old vectors; the script then evaluated the old run file."""
     for name in ("train", "test"):
         path = data / "qrels" / f"{name}.tsv"
         Path(f"{path}.gz").write_bytes(gzip.compress(path.read_bytes()))
         path.unlink()
     run, found = tmp_path / "run", []
-    for steps in (3, 3, 9):
+    for steps in (3, 9):
         more = ["--optim.max_steps", steps, "--optim.learning_rate", 1e-2, "--allow_changes", "true"]
         if steps == 9:
             shutil.rmtree(run / "embeddings")
         script("beir.sh", data, run, *TINY, *more)
         found.append((run / "test.trec").stat().st_mtime_ns)
-    assert found[0] == found[1] < found[2]
+    assert found[0] < found[1]
 
 
 def test_scripts_work_with_an_exported_cdpath(script, data):

@@ -36,7 +36,7 @@ def fetch(name: str | Path, split: str = "test", max_unpacked: float | None = No
     - a MIRACL language: ``miracl/sw``
     - a DPR file: ``dpr/nq-train``, ``dpr/psgs_w100``
 
-    split: split of a Hub data set or MTEB task, ignored for other data sets. max_unpacked: for a Hub data set, see DataPolicy.
+    split: split of a Hub data set or MTEB task, ignored for others. max_unpacked: see DataPolicy; only for Hub data sets.
 
     Raises InputError if the name is unknown or the download fails.
     """

@@ -166,7 +166,7 @@ def fetch_hub(text: str, split: str, max_unpacked: float | None = None) -> Path:
     def write(folder: Path) -> None:
         with open(folder / "examples.jsonl", "w", encoding="utf-8", newline="\n") as file:
             if not name.columns and (first := next(iter(name.rows(files)), None)):
-                kind_of_record(first[1], SourceLocation(Path(text), 1, field="without ?query=COLUMN&pos=COLUMN"))
+                kind_of_record(first[1], SourceLocation(Path(text), 1, field="name without ?query=COLUMN&pos=COLUMN"))
             file.writelines(f"{line}\n" for _, line in example_lines(name, (row for _, row in name.rows(files))))
 
     key = [name.repository, name.configuration, name.columns, _key(files)]
@@ -299,7 +299,7 @@ def _json_rows(file: str, max_unpacked: float | None) -> Rows:
 def _table_rows(file: str, ending: str) -> Iterator[Record]:
     load = partial(load_dataset, _FORMATS[ending], data_files=[file], split="train", streaming=True)
     if _FORMATS[ending] == "parquet":
-        load = partial(load, batch_size=256)  # number of rows in memory
+        load = partial(load, batch_size=256)  # rows in memory; the default is a whole row group
     else:  # with these options, pandas reads 007 and NA as texts
         load = partial(load, sep="\t" if ending == ".tsv" else ",", na_filter=False)
         first: Record = next(iter(load()), {})

@@ -70,8 +70,8 @@ class QueryConfig:
     data: str
     """Data set: BEIR folder or name of a data set."""
     split: str = "test"
-    """Split whose queries are run. With --interactive, results that are relevant in this split are marked. With --query, only a
-    data set of the Hub needs a split."""
+    """Split whose queries are run. With --interactive, results that are relevant in this split are marked. With --query, only
+    a data set of the Hub uses it."""
     output: str | None = None
     """TREC run file to write."""
     query: str | None = None

@@ -147,7 +147,7 @@ class RetrievalDataset:
 
     @contextmanager
     def _errors_by_name(self) -> Iterator[None]:
-        """Name a data set of the Hub, or a local table, in error messages. Its copy in the cache has the same row numbers."""
+        """Name the Hub data set or local table in errors, not its copy in the cache. Rows of the copy have the same numbers."""
         try:
             yield
         except InputError as error:

@@ -207,8 +207,8 @@ def warn_of_own_ids(source: Path, qrels: Qrels) -> None:
     """Warn about queries that have the id of one of their positives. As in BEIR, a search leaves out such a passage."""
     if count := sum(grades.get(query, 0) > 0 for query, grades in qrels.items()):
         warnings.warn(
-            f"{source}: {count} queries have the same id as one of their positives. As in BEIR, the passage with the id of the "
-            "query is left out of its results, so these positives count as not found. Use ids such as q1 and p1.",
+            f"{source}: {count} queries have the same id as one of their positives. As in BEIR, a search leaves out the passage "
+            "with the id of the query, so these positives count as not found. Use different ids, such as q1 and p1.",
             stacklevel=4,
         )
 

@@ -285,9 +285,8 @@ def build_token_table(
     of word embeddings. Raises InputError for a slow tokenizer and for a token id without a word embedding.
     """
     require_fast(tokenizer)
-    left = ["left"] * (
-        tokenizer.truncation_side == "left"
-    )  # not in the hash, because every call sets it in the tokenizer
+    # not in the hash of the tokenizer, because every call of the tokenizer sets it
+    left = ["left"] if tokenizer.truncation_side == "left" else []
     key = [fingerprint, list(columns), tokenizer_hash(tokenizer), max_length, prefix, *left]
 
     def build(folder: Path) -> None:

@@ -25,7 +25,7 @@ from contaccum.encoder.tokenizer import append_eos, check_vocabulary, load_token
 from contaccum.errors import InputError, in_one_line, library_errors
 from contaccum.runtime.hub import loading, optional_json
 
-# model types that mix padding into the vectors of other tokens, also with an attention mask; found by trying all text model types
+# model types whose vectors depend on padding, even with an attention mask; found by trying all text model types
 PADDING_CHANGES_VECTORS = ("convbert", "cpmant", "fnet", "nystromformer", "yoso")
 BUCKET = 8  # on a GPU, padded lengths are rounded up to a multiple of this, for fewer shapes and aligned masks
 
@@ -221,7 +221,7 @@ class TowerLoader:
 
 
 def refuse_model_type(name: str, family: str, encoder_decoder: bool = False) -> None:
-    """Raise InputError if the model type ``family`` computes no vectors of the tokens of a text. name: folder or Hub name."""
+    """Raise InputError for an encoder-decoder and for a model type without token vectors. name: folder or Hub name."""
     if encoder_decoder or family in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
         raise InputError(f"{name}: {family} is an encoder-decoder; expected an encoder or a decoder")
     if family == "dpr":

@@ -230,7 +230,7 @@ def _names(data: str) -> list[str]:
 
 
 def _named_sets(data: str, split: str) -> dict[str, BenchmarkSet]:
-    """Return the data sets that ``data`` names. The keys are different names for their files and folders."""
+    """Return the data sets that ``data`` names, by a unique name for the file and the folders of each."""
     sets = benchmark_sets(data, split)
     names = [each.data.strip("/").replace("/", "-") for each in sets]
     return {

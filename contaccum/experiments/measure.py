@@ -69,7 +69,7 @@ class Probe:
         """Return the peak memory in bytes of a few steps with the longest texts and a full bank.
 
         size: pairs per micro-batch. On a GPU, the result is the memory that PyTorch reserves (with fragmentation) plus the
-        memory that CUDA itself and other processes use. If memory runs out: infinity on a GPU with ``budget`` bytes, else None.
+        memory that CUDA itself and other processes use. Out of memory: infinity if the GPU has ``budget`` bytes, else None.
         """
         device = self.engine.device
         try:
@@ -125,7 +125,7 @@ class Probe:
 
     def seconds_per_comparison(self, queries: int = 256, passages: int = 16_384) -> float:
         left, right = (torch.randn(rows, self.encoder.dim, device=self.engine.device) for rows in (queries, passages))
-        taken = timeit.repeat(lambda: (left @ right.T).amax().item(), number=1, repeat=1 + REPEATS)  # item() waits
+        taken = timeit.repeat(lambda: (left @ right.T).amax().item(), number=1, repeat=1 + REPEATS)  # item() syncs
         return statistics.median(taken[1:]) / (queries * passages)
 
     def _sized(self, size: int, bank_size: int, micro_batches: int = MICRO_BATCHES) -> TrainConfig:
@@ -219,7 +219,7 @@ def largest(
     The largest size is predicted and its memory is measured. Then the size is predicted again with this measurement. The error
     is the relative difference between the last measured memory and the memory predicted for this size. peaks: size -> measured
     peak memory in bytes; new measurements are added. measure: function that returns the peak memory of a size. If it returns
-    None because the device cannot measure the size, the prediction is used. Infinity: the size does not fit.
+    None because the device cannot measure the size, the prediction is used. If it returns infinity, the size does not fit.
     """
     error = 0.0
     for _ in range(CORRECTIONS):

@@ -278,7 +278,7 @@ def within_limit(
 ) -> Iterator[tuple[SourceLocation, Record]]:
     """Yield the rows of a table. Raise InputError if they are larger than ``unpacked_limit`` allows for the file ``path``.
 
-    A Parquet file stores equal texts once, so it can unpack to as much as a gzip file. A plain CSV file is never too large.
+    A Parquet file stores equal texts once, so a small file can have very large rows. The rows of a plain CSV file always fit.
     """
     size = path.stat().st_size
     left = limit = max(size, unpacked_limit(size, max_unpacked))

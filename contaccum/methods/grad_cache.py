@@ -61,8 +61,8 @@ def represent(engine: StepEngine, micro_batches: list[MicroBatch]) -> list[Rows]
 def _groups(micro_batches: list[MicroBatch], size: int) -> list[list[MicroBatch]]:
     """Divide micro-batches into groups to join. A group has at most ``size`` times as many pairs as its first micro-batch.
 
-    A joined group is padded to its longest text. Micro-batches of a number of tokens are sorted: the first one has the longest
-    texts and the fewest pairs. With a limit on the pairs, a group has about as many padded tokens as ``size`` micro-batches.
+    A joined group is padded to its longest text. ``micro_batch_tokens`` sorts the micro-batches: the first one has the longest
+    texts and the fewest pairs. So a group has about as many padded tokens as ``size`` micro-batches.
     """
     groups: list[list[MicroBatch]] = []
     room = 0

@@ -35,7 +35,7 @@ from contaccum.retrieval.shards import (
     damage,
     read_record,
     refuse_infinite,
-    started_form,
+    started_options,
     write_manifest,
     write_shard,
 )
@@ -155,10 +155,10 @@ def passage_shards(
     if settings.embeddings is not None:
         # a folder is used with any shard size and dtype, so a finished job is not compared with the settings
         finished = (Path(settings.embeddings) / MANIFEST).is_file()
-        form = {"dtype": settings.dtype, **started_form(settings.embeddings)}
+        options = {"dtype": settings.dtype, **started_options(settings.embeddings)}
         group.barrier()  # no process may write the manifest before all have looked for it
         if not finished:
-            encode_texts(encoder, texts, settings.embeddings, group, batch_tokens=settings.batch_tokens, **form)
+            encode_texts(encoder, texts, settings.embeddings, group, batch_tokens=settings.batch_tokens, **options)
             group.barrier()
         part = {} if whole else {"rank": group.rank, "world": group.world}
         return ShardFolder(settings.embeddings, encoder.fingerprint(texts.kind), texts.fingerprint, **part)

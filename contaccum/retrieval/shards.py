@@ -157,11 +157,11 @@ def saved_dtype(folder: str | Path) -> str | None:
     try:
         return str(read_json(Path(folder) / MANIFEST, _JobFile).job.dtype)
     except InputError:  # not finished
-        return started_form(folder).get("dtype")
+        return started_options(folder).get("dtype")
 
 
-def started_form(folder: str | Path) -> dict[str, Any]:
-    """Return the form of the shards in a folder, as arguments of ``encode_texts``. Return {} without shards."""
+def started_options(folder: str | Path) -> dict[str, Any]:
+    """Return shard_size, dtype, format and text of the shards in a folder, as arguments of ``encode_texts``, or {}."""
     for path in Path(folder).glob("*.shard.json"):
         with suppress(InputError):  # a damaged file is written again
             job = read_json(path, _JobFile).job

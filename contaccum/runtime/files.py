@@ -175,7 +175,7 @@ def whole_file(path: str | Path) -> Iterator[BinaryIO]:
     with created_folder(path.parent), write_errors(path), ExitStack() as cleanup:
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise OSError(None, "this is a device or a pipe, not a file")
-        with suppress(OSError):  # a file may belong to another user
+        with suppress(OSError):  # a leftover of another user cannot be removed
             sweep(path.parent, path.name, shared=True)
         cleanup.callback(part.unlink, missing_ok=True)
         part.unlink(missing_ok=True)
@@ -193,7 +193,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Write ``value`` as indented JSON, atomically. Paths become texts; JSON escapes bytes of them that are not UTF-8."""
+    """Write ``value`` as indented JSON, atomically. Paths become texts; bytes in them that are not UTF-8 are escaped."""
     with whole_file(path) as file:
         text = json.dumps(value, ensure_ascii=False, indent=2, default=os.fspath)
         file.write(text.encode("utf-8", "backslashreplace") + b"\n")

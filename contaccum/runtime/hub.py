@@ -1,6 +1,6 @@
 """Connection to the Hugging Face Hub, and files of encoders in local folders and on the Hub.
 
-The connection is checked once before the first use, so that a missing network is reported at once.
+The connection is checked before the first use, so that a missing network is reported at once, and again 30 s after a failure.
 """
 
 import os

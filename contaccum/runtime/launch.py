@@ -108,7 +108,7 @@ class StopSignals:
     """Context manager that handles Ctrl-C and SIGTERM.
 
     Inside a ``deferred`` block, the first signal only sets ``received`` to the number of the signal, so that the block can finish
-    its work. A second signal ends the process at once, but Ctrl-C in a program that is not the command line raises
+    its work. A second signal ends the process at once, but a second Ctrl-C in a program that is not the command line raises
     KeyboardInterrupt. Outside such a block, the effect depends on the number of processes. In a single process, the first signal
     raises Interrupted, and a second signal ends the process at once. With several processes, every signal has its usual effect:
     Ctrl-C raises KeyboardInterrupt, and SIGTERM ends the process. Interrupted is not used there, because a process that waits for

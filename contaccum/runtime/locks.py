@@ -87,7 +87,7 @@ def _acquire(lock: SoftFileLock, path: Path) -> None:
 def _remove_empty(path: Path) -> bool:
     """Remove a lock file if it is empty. Return whether it was.
 
-    Its process was killed before it wrote its number. filelock would wait forever.
+    The process was killed before it wrote its number, and filelock would wait for it forever.
     """
     empty = path.is_file() and not path.stat().st_size
     if empty:

@@ -258,7 +258,7 @@ def tensor_defaults() -> Iterator[None]:
 def training_defaults() -> Iterator[None]:
     """Like ``tensor_defaults``, and also record gradients inside the ``with`` block, whatever the program set in torch.
 
-    Afterwards, torch's random numbers go on as if the block had drawn none.
+    Afterwards, torch's random number generators have their earlier states again.
     Raises InputError inside torch.autocast, which would compute parts of the loss in half precision.
     """
     if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):

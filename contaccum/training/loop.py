@@ -40,7 +40,7 @@ ENGINE_SETTINGS = ("device", "precision", "tf32", "trackers", "timeout_minutes")
 def train(config: TrainConfig) -> Path:
     """Train a model with the settings ``config``. Return the folder of the trained model, ``output_dir/model``.
 
-    Raises InputError for errors that the user can fix. After Ctrl-C or SIGTERM, saves a checkpoint and raises Interrupted.
+    Raises InputError for errors that the user can fix. In training, Ctrl-C or SIGTERM saves a checkpoint and raises Interrupted.
     """
     validate(config, process_place()[1])
     refuse_launcher_options(config.run.precision)

@@ -47,7 +47,7 @@ def test_check_counts_queries_in_several_splits(tmp_path):
 
 
 def test_queries_with_the_id_of_a_positive_are_counted(tmp_path):
-    """Two tables of a database often number their rows from 1. Every metric was then 0, without a word."""
+    """Two tables of a database often number their rows from 1. Every metric was then 0, without a warning."""
     records = [{"query_id": n, "query": f"red {n}", "pos": ["a red fox"], "pos_id": [0]} for n in range(4)]
     found = "1 queries have the same id as one of their positives"
     with pytest.warns(UserWarning, match=rf"pairs.jsonl: {found}"):

@@ -211,8 +211,11 @@ def test_a_process_forked_while_a_thread_encodes_can_encode():
     with encoding_lock(encoder):  # as another thread does
         child = os.fork()
         if child == 0:
-            signal.alarm(20)  # ends a child that waits for the lock
-            os._exit(len(encoder.encode_queries(["the red fox"])))
+            signal.alarm(60)  # ends a child that waits for the lock
+            try:
+                os._exit(len(encoder.encode_queries(["the red fox"])))
+            finally:
+                os._exit(9)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 

@@ -127,7 +127,7 @@ def test_edited_data_is_noticed(file, before, after, kind, study_folder, capsys)
 
 
 def test_changed_encoder_is_noticed(study_folder, tmp_path, capsys):
-    """Otherwise, the models of further seeds would start from another encoder than those of the first call."""
+    """Otherwise, the models of additional seeds would start from another encoder than those of the first call."""
     base = shutil.copytree(study_folder / "study" / "runs" / "grad_accum-seed0" / "model", tmp_path / "base")
     changes = {"model.name": str(base), "data.max_bad_records": 1, "optim.max_steps": 1}
     (tmp_path / "config.yaml").write_text(to_yaml(train_config(study_folder / "data", tmp_path / "unused", **changes)))

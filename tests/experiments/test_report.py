@@ -426,7 +426,7 @@ def test_verdict_names_the_best_setting_and_what_differs_from_the_reference(tmp_
 
 
 def test_verdict_says_for_each_setting_which_test_was_used(tmp_path):
-    """One setting has a single seed, so seeds are no part of its test. This does not change what is said of the other one."""
+    """One setting has a single seed, so seeds are no part of its test. The sentence about the other setting stays the same."""
     for name, method, seed, score in (
         ("a0", "grad_cache", 0, 0.3), ("a1", "grad_cache", 1, 0.31), ("b0", "cont_accum", 0, 0.4), ("b1", "cont_accum", 1, 0.44),
         ("c0", "grad_accum", 0, 0.2),

@@ -122,6 +122,7 @@ def test_a_late_answer_of_the_hub_is_not_taken_for_a_setting_of_the_user(monkeyp
     assert "does not answer, so only the cache of the Hub is used" in said[1]
     assert len(asked) == 1
     monkeypatch.setattr(hub, "AGAIN", 0)  # the network is back when the Hub is asked again
+    monkeypatch.setattr(hub, "SECONDS", 10)
     with pytest.raises(InputError) as error, hub.hub_errors("problem", KeyError):
         raise KeyError("missing")
     assert "does not answer" not in str(error.value)

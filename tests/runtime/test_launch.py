@@ -61,7 +61,7 @@ def test_accelerate_launch_is_refused_in_one_sentence(options, said, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("outer", "code", "printed"), [("nullcontext", 0, "goes on\n"), ("StopSignals", 130, "")])
+@pytest.mark.parametrize(("outer", "code", "printed"), [("nullcontext", 0, "continues\n"), ("StopSignals", 130, "")])
 def test_a_second_ctrl_c_ends_the_command_line_but_not_another_program(outer, code, printed):
     """The command line has a StopSignals of its own around that of the training run."""
     script = (
@@ -71,7 +71,7 @@ def test_a_second_ctrl_c_ends_the_command_line_but_not_another_program(outer, co
         "        with StopSignals() as signals, signals.deferred():\n"
         "            [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]\n"
         "    except KeyboardInterrupt:\n"
-        "        print('goes on')\n"
+        "        print('continues')\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (code, printed), done.stderr

@@ -297,11 +297,12 @@ def test_tracker_that_cannot_start_is_a_sentence(data, tmp_path, monkeypatch):
     def start(self, *_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(TensorBoardTracker, "start", start)
     settings = {"run.trackers": ["tensorboard"], "optim.max_steps": 2}
-    with pytest.raises(InputError, match=r"run: cannot be written \(No space left on device\)$"):
-        train(train_config(data, tmp_path / "run", **settings))
-    monkeypatch.undo()
+    found = r"run: cannot be written \(No space left on device\)$"
+    with monkeypatch.context() as patch:
+        patch.setattr(TensorBoardTracker, "start", start)
+        with pytest.raises(InputError, match=found):
+            train(train_config(data, tmp_path / "run", **settings))
     train(
         train_config(data, tmp_path / "run", resume=True, **settings, **{"run.precision": "bf16"}, allow_changes=True)
     )

@@ -124,7 +124,7 @@ def test_8bit_adamw_without_bitsandbytes_is_refused(monkeypatch):
 
 
 def test_a_restored_state_stays_on_the_device_of_its_weights(monkeypatch):
-    """With run.cpu_offload both are on the CPU. accelerate moved all moments to the GPU and back, where they may not fit."""
+    """With run.cpu_offload both are on the CPU. accelerate moved all moments to the GPU and back. They may not fit there."""
     monkeypatch.setattr("accelerate.optimizer.move_to_device", None)
     engine, encoder = Engine(device="cpu"), tiny_encoder().train()
     optimizer = make_optimizer(encoder, OptimConfig())

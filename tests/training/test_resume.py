@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,11 +47,9 @@ def test_another_number_of_threads_is_named(data, tmp_path):
     run = tmp_path / "run"
     train(train_config(data, run, **{"optim.max_steps": 2}))
     file = run / "environment.json"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        train(train_config(data, run, resume=True, **{"optim.max_steps": 2}))
-        file.write_text("")  # damaged: written again
-        train(train_config(data, run, resume=True, **{"optim.max_steps": 2}))
+    train(train_config(data, run, resume=True, **{"optim.max_steps": 2}))  # a warning of contaccum would be an error
+    file.write_text("")  # damaged: written again
+    train(train_config(data, run, resume=True, **{"optim.max_steps": 2}))
     file.write_text(json.dumps({**json.loads(file.read_text()), "threads": 99}))
     with pytest.warns(UserWarning, match=r"had 99 threads and now has \d+.*set OMP_NUM_THREADS=99"):
         train(train_config(data, run, resume=True, **{"optim.max_steps": 2}))
@@ -80,6 +77,8 @@ def test_deleted_model_of_the_best_score_is_written_again(best, data, tmp_path):
     with pytest.warns(UserWarning, match="the best score so far is ignored: its model was deleted"):
         train(train_config(data, run, resume=True, **settings))
     last = {name.removeprefix("model/"): value for name, value in weights(run).items()}
+    if best == "last":
+        assert weights(run) == weights(whole)
     folder = newest_checkpoint(run).folder
     assert last == {name.removeprefix("model/"): value for name, value in weights(folder).items()}
 
