@@ -25,11 +25,13 @@ def in_one_line(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """Return ``text`` without logins in URLs, such as https://user:password@host of HF_ENDPOINT, and without control characters.
+    """Return ``text`` with escapes such as \\x1b instead of control characters, because a terminal would obey them."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
-    The terminal would obey control characters, so they become escapes such as \\x1b.
-    """
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], _LOGIN.sub("***@", text))
+
+def without_logins(text: str) -> str:
+    """Return ``text`` without logins in URLs, such as https://user:password@host of HF_ENDPOINT."""
+    return _LOGIN.sub("***@", text)
 
 
 @contextmanager

@@ -23,6 +23,15 @@ def table(file: str) -> list[list[str]]:
     return [line.split("\t") for line in text.splitlines()]
 
 
+def is_published(name: str | Path) -> bool:
+    """Return whether ``fetch`` would download this data set. A part of the name after a slash may still be wrong."""
+    from contaccum.catalog.download import MD5
+
+    text = str(name)
+    known = text.partition("/")[0] in (*MD5, "dpr", "miracl", "mteb", "nanobeir")
+    return (known or text.startswith(HUB_PREFIX)) and not os.path.exists(text)
+
+
 def fetch(name: str | Path, split: str = "test", max_unpacked: float | None = None) -> Path:
     """Return the local path of a data set; download the data set into the cache if necessary.
 

@@ -18,7 +18,7 @@ from jsonargparse import Namespace
 
 from contaccum.cli.commands import COMMANDS
 from contaccum.cli.parser import check_arguments, command_in, configs_first, explain, instances, make_parser
-from contaccum.errors import Failed, InputError, Interrupted, printable
+from contaccum.errors import Failed, InputError, Interrupted, printable, without_logins
 from contaccum.runtime.launch import StopSignals, check_launch, is_main, process_place
 
 DISK_ERRORS = {
@@ -130,7 +130,7 @@ def _say(sentence: str, exit_code: int = 0) -> int:
         first = first_to_say(sentence)
     with suppress(OSError, ValueError):  # stderr cannot be written
         if first:
-            print(f"contaccum: {printable(sentence)}", file=sys.stderr)
+            print(f"contaccum: {printable(without_logins(sentence))}", file=sys.stderr)
     return exit_code
 
 

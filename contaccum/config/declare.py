@@ -188,7 +188,7 @@ def describe(declared: Field) -> str:
             items = {int: "whole numbers", float: "numbers", str: "texts"}.get(inner[0])
             words.append(f"a list of {items or ', '.join(each.name for each in fields(inner[0]))}")
         elif kind is not type(None):
-            other = f"a {kind.__name__}" if isinstance(kind, type) and is_dataclass(kind) else "text"
+            other = f"values of {kind.__name__}" if isinstance(kind, type) and is_dataclass(kind) else "text"
             words.append({int: "a whole number", float: "a number", bool: "true or false"}.get(kind, other))
     allowed = spec_of(declared).range()
     return " or ".join(words) + (f" ({allowed})" if allowed else "") + (", or null" if type(None) in kinds else "")
@@ -202,8 +202,8 @@ def choices_of(declared: Field) -> list[str]:
 
 def plain(value: Any) -> Any:
     """Convert a path to text, a number of NumPy or torch to a number, and an array to a list. Return other values unchanged."""
-    if isinstance(value, list):
-        return [plain(each) for each in value]
+    if isinstance(value, list | tuple):
+        return type(value)(map(plain, value))
     return os.fspath(value) if isinstance(value, os.PathLike) else getattr(value, "tolist", lambda: value)()
 
 

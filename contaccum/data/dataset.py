@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from datasets import Dataset
 
-from contaccum.catalog import HUB_PREFIX, fetch
+from contaccum.catalog import HUB_PREFIX, fetch, is_published
 from contaccum.config import DataConfig, DataPolicy
 from contaccum.data.corpus import open_corpus, open_queries
 from contaccum.data.examples import ExampleTable, load_examples
@@ -67,8 +67,8 @@ class RetrievalDataset:
         return kind_of_data(self.path, self.policy.max_bad_records)
 
     def check(self) -> None:
-        """Raise InputError if the data set or its split does not exist. Read only the first records of a file."""
-        if self.kind == "beir":
+        """Raise InputError if a local data set or its split does not exist. Read only the first records of a file."""
+        if not is_published(self.name) and self.kind == "beir":
             qrels_file(self.path, self.split)
 
     @cached_property

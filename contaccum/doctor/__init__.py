@@ -25,7 +25,7 @@ import psutil
 import requests
 from packaging.requirements import Requirement
 
-from contaccum.errors import Failed, InputError, printable
+from contaccum.errors import Failed, InputError, printable, without_logins
 from contaccum.runtime.files import cache_folder
 
 TOLERANCE = 1e-3  # maximum error of a search score; TF32 causes smaller errors, a wrong kernel larger errors
@@ -50,7 +50,7 @@ def doctor(say: Callable[[str], None]) -> None:
     """Run all checks, and call ``say`` with the text of each result. Raise Failed at the end if a check failed."""
     diagnoses = []
     for diagnosis in diagnose():
-        say(printable(render(diagnosis)))
+        say(printable(without_logins(render(diagnosis))))
         diagnoses.append(diagnosis)
     broken = [diagnosis.subject for diagnosis in diagnoses if diagnosis.state == "broken"]
     if broken:

@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 
 from contaccum.batch import ONE_TOKEN, MicroBatch, Tokens
 from contaccum.encoder.adapters import Adapters
-from contaccum.encoder.folders import EncoderFiles, EncoderSettings, make_settings, model_folder, read_encoder
+from contaccum.encoder.folders import NO_LIMIT, EncoderFiles, EncoderSettings, make_settings, model_folder, read_encoder
 from contaccum.encoder.kernels import ATTENTION, packed_linears
 from contaccum.encoder.saving import check_hashes, save_encoder, send_weights
 from contaccum.encoder.tokenizer import default_batch_tokens, encoding_lock, tokenized
@@ -59,7 +59,8 @@ class DualEncoder(nn.Module):
         for key, tower in (("max_query_length", query_tower), ("max_passage_length", passage_tower)):
             length, least = getattr(settings, key), tower.tokenizer.num_special_tokens_to_add() + 1
             if not least <= length <= tower.position_limit:
-                raise InputError(f"{key} is {length}; expected {least} to {tower.position_limit} tokens")
+                most = f"to {tower.position_limit} " if tower.position_limit < NO_LIMIT else "or more "
+                raise InputError(f"{key} is {length}; expected {least} {most}tokens")
 
     @property
     def dim(self) -> int:

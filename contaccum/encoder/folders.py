@@ -208,9 +208,8 @@ def _read_sentence_transformers(name: str) -> EncoderFiles:
     passage, passage_files = _read_side(name, "document", about)
     for key in ("pooling", "similarity"):
         if query[key] != passage[key]:
-            raise InputError(
-                f"{name}: {key} is {query[key]} for queries and {passage[key]} for passages; they must be equal"
-            )
+            found = f"{key} is {query[key]} for queries and {passage[key]} for passages"
+            raise InputError(f"{name}: {found}; they must be equal")
     pair = {"truncate_dim": about.get("truncate_dim"), "tie_towers": query_files == passage_files}
     settings = {key: value for key, value in {**query, **passage, **pair}.items() if value is not None}
     return EncoderFiles(settings | _prefixes(name, about), query_files, passage_files)
@@ -270,9 +269,9 @@ def _read_side(name: str, side: str, about: dict[str, Any]) -> tuple[dict[str, A
         )
     files = _tower_files(name, modules)
     # in sentence-transformers the default similarity is cosine, even without a Normalize module
-    dot = (named := about.get("similarity_fn_name") or "cosine") in ("dot", "dot_score")
-    if not dot and named not in ("cosine", "cos_sim"):
-        raise InputError(f"{name}: similarity_fn_name is {named}; expected cosine or dot")
+    named = str(about.get("similarity_fn_name") or "cosine")
+    similarity = named.replace("dot_score", "dot").replace("cos_sim", "cosine")
+    dot = similarity == "dot"
     if dot and "Normalize" in kinds and about.get("truncate_dim"):
         raise InputError(
             f"{name}: truncate_dim is {about['truncate_dim']}, but similarity_fn_name is {about['similarity_fn_name']}. "
@@ -285,7 +284,7 @@ def _read_side(name: str, side: str, about: dict[str, Any]) -> tuple[dict[str, A
         )
     return {
         "pooling": _pooling(pooling, name),
-        "similarity": "dot" if dot and "Normalize" not in kinds else "cosine",
+        "similarity": "cosine" if dot and "Normalize" in kinds else similarity,  # make_settings refuses others
         f"max_{'query' if side == 'query' else 'passage'}_length": _max_length(name, files.subfolder, side),
     }, files
 

@@ -241,7 +241,7 @@ def _named_sets(data: str, split: str) -> dict[str, BenchmarkSet]:
 
 def evaluate_benchmark(
     choice: EncoderConfig | str | Path,
-    data: str,
+    data: str | Path,
     split: str = "test",
     *,
     k: int = 100,
@@ -271,9 +271,9 @@ def evaluate_benchmark(
     shared |= index_settings(settings) if encoder else {}
     shared |= {"evaluator": evaluator} if evaluator != "contaccum" else {}
     arguments = {**measures, "policy": policy, "group": group, "evaluator": evaluator}
-    sets = _named_sets(data, split)
+    sets = _named_sets(os.fspath(data), split)
     files = {name: Path(output) / f"{name}.json" if output is not None else None for name in sets}
-    with group.main_first():  # find a wrong name before the first search
+    with group.main_first():  # find a wrong path before the first search
         for each in (each for name, each in sets.items() if not (file := files[name]) or not file.is_file()):
             open_dataset(each.data, each.split, policy).check()
     finished: dict[str, list[Metrics]] = {}

@@ -33,7 +33,7 @@ from contaccum.evaluation.metrics import read_metrics
 from contaccum.evaluation.significance import Comparison, compare
 from contaccum.experiments.auto_state import EVALUATIONS, FEWEST_STEPS, STATE_FILE, TUNING, State, parse_time
 from contaccum.experiments.compare import Configure
-from contaccum.experiments.jobs import delete_weights, run_job, unchanged_data
+from contaccum.experiments.jobs import data_hashes, delete_weights, refuse_changed, run_job
 from contaccum.experiments.page import duration, gigabytes
 from contaccum.experiments.plan import fitting_size
 from contaccum.experiments.run_records import METRICS_FILE, TUNED_FILE, dev_score
@@ -76,8 +76,7 @@ def run_auto(configure: Configure, options: AutoConfig) -> str:
     """
     auto = Auto(configure, options)
     with waiting_lock(auto.output / LOCK_FILE, after=1.0), StopSignals():
-        # another call may have written the state during the wait
-        auto.state = State.read(auto.state.file, auto.state.settings)
+        auto.state = State.read(auto.state.file, auto.state.settings)  # may have changed during the wait
         try:
             return auto.run()
         except Interrupted as signal:
@@ -116,13 +115,17 @@ class Auto:
                 "splits the training data into training and dev queries, and the split loses the teacher scores."
             )
         test = options.test or (base.data.train if options.test_split in splits else None)
+        self.test_source = (test, options.test_split) if test else None
         self.dev = {"data": str(self.output / "data" / "dev"), "split": "dev"}
         self.test = {"data": test, "split": options.test_split} if test else self.dev
 
     def run(self) -> str:
-        test = None if self.test is self.dev else (self.test["data"], self.test["split"])
-        sources = {"training": (self.data.train, self.data.split), "dev": self.dev_source, "test": test}
-        self.state.content = unchanged_data(self.output, self.state.content, sources, self.data.policy)
+        hashes = data_hashes("run", replace(self.base, data=replace(self.data, dev=None)))
+        for name, source in (("dev_content", self.dev_source), ("test_content", self.test_source)):
+            if source:
+                hashes[name] = open_dataset(*source, self.data.policy).retrieval_set.fingerprint()
+        refuse_changed(self.output, self.state.content, hashes, self.base)
+        self.state.content = hashes
         self._divide()
         self._measure()
         candidates, budget = self.state.tuning_plan(self._candidates(), self.total)
@@ -140,7 +143,7 @@ class Auto:
         pairs = int(changes.get("batch.global_batch_size", 1))
         if size := self.state.sizes.get(changes.get("method", "")):
             changes = {**changes, "batch.micro_batch_size": str(gcd(size, pairs))}
-        config = replace(self.configure(changes), resume=True, allow_changes=False)
+        config = replace(self.configure(changes), resume=True)
         data = replace(config.data, dev=self.dev["data"], dev_split="dev")
         if (part := self.output / "data" / "train").is_dir():
             data = replace(data, train=str(part), split="train")

@@ -53,7 +53,7 @@ class State:
     chosen: dict[str, str] = field(default_factory=dict)  # setting -> chosen value; empty before the end of tuning
     steps: int = 0
     """Number of optimizer steps of the final run. 0: not planned yet."""
-    content: dict[str, str] = field(default_factory=dict)  # training, dev or test -> hash of the data
+    content: dict[str, str] = field(default_factory=dict)  # see data_hashes
     format_version: int = 1
     file: Path = field(default=Path(), repr=False)
     began: float = field(default_factory=time.monotonic, repr=False)

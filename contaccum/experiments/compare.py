@@ -22,6 +22,7 @@ from contaccum.experiments.jobs import (
     Outcome,
     RunJob,
     baseline_identity,
+    content_of,
     data_hashes,
     delete_weights,
     device_slots,
@@ -264,12 +265,10 @@ class Study:
             found = read_json(file) if file.is_file() else {}  # older versions saved fewer hashes
             for name, now in self.hashes[key].items():
                 if not same_content(found.get(name, now), now):
-                    kind = name.removesuffix("_content")
-                    what = f"folder {settings[kind]} ({kind})" if kind in ENCODERS else f"{kind} data"
-                    again = "this file" if kind == "test" else "the run's folder"
+                    again = "this file" if name == "test_content" else "the run's folder"
                     raise InputError(
-                        f"{file}: the {what} changed after this result was computed. Undo the change, or delete {again} "
-                        "and repeat the command."
+                        f"{file}: {content_of(name, run.config)} changed after this result was computed. Undo the change, or "
+                        f"delete {again} and repeat the command."
                     )
 
     def run(self) -> Path:

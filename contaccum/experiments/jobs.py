@@ -20,8 +20,9 @@ from typing import Any, Literal, NamedTuple, TypedDict
 import torch
 
 from contaccum.config import TrainConfig, affects, from_mapping
-from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
+from contaccum.config.commands import EncoderConfig, SearchConfig
 from contaccum.data.dataset import open_dataset, open_training
+from contaccum.data.retrieval_set import same_content
 from contaccum.encoder import DualEncoder, model_folder
 from contaccum.errors import InputError, Interrupted
 from contaccum.evaluation.evaluate import evaluate
@@ -198,30 +199,29 @@ def data_hashes(kind: str, config: TrainConfig) -> dict[str, str]:
     hashes = {"train_content": open_training(data, config.distils).fingerprint}
     if kind == "run" and data.dev:
         hashes["dev_content"] = open_dataset(data.dev, data.dev_split, data.policy).retrieval_set.fingerprint()
-    for name in ENCODERS:
+    for name in ENCODERS if kind == "run" else ENCODERS[:2]:  # the untrained encoder needs no guide
         if (path := flat(asdict(config))[name]) and os.path.isdir(path):  # false for a name on the Hub
             hashes[f"{name}_content"] = str(files_hash(Path(model_folder(path))))
     return hashes
 
 
-def unchanged_data(
-    folder: Path, saved: Mapping[str, str], sources: Mapping[str, tuple[str, str] | None], policy: DataPolicy
-) -> dict[str, str]:
-    """Return a hash of each data set: training, dev or test -> hash. Raise InputError if a hash in ``saved`` is different.
+def refuse_changed(folder: Path, saved: Mapping[str, str], hashes: Mapping[str, str], config: TrainConfig) -> None:
+    """Raise InputError if one of the ``hashes`` differs from the hash that an earlier call saved in ``folder``.
 
-    folder: results of earlier calls, for the message. saved: hashes of these calls; older versions saved none. sources: name and
-    split of each data set, or None.
+    Older versions saved fewer hashes.
     """
-    hashes = {}
-    for kind, source in sources.items():
-        if source is not None:
-            hashes[kind] = open_dataset(*source, policy).retrieval_set.fingerprint()
-            if saved.get(kind, hashes[kind]) != hashes[kind]:
-                raise InputError(
-                    f"{folder}: contains results of an earlier call, but the {kind} data ({source[0]}) changed since then. Undo "
-                    "the change, or use another output_dir."
-                )
-    return hashes
+    for name, now in hashes.items():
+        if not same_content(saved.get(name, now), now):
+            raise InputError(
+                f"{folder}: contains results of an earlier call, but {content_of(name, config)} changed since then. Undo the "
+                "change, or use another output_dir."
+            )
+
+
+def content_of(name: str, config: TrainConfig) -> str:
+    """Return words for what a hash in ``data_hashes`` covers."""
+    kind = name.removesuffix("_content")
+    return f"the folder {flat(asdict(config))[kind]} ({kind})" if kind in ENCODERS else f"the {kind} data"
 
 
 def baseline_identity(kind: str, config: TrainConfig) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from contaccum.config import ModelConfig, TrainConfig, settings_with, validate
 from contaccum.config.commands import EncoderConfig, MineConfig, SearchConfig
 from contaccum.config.experiments import RoundsConfig
 from contaccum.errors import InputError, Interrupted
-from contaccum.experiments.jobs import unchanged_data
+from contaccum.experiments.jobs import data_hashes, refuse_changed
 from contaccum.retrieval.mine import mine, render_mined
 from contaccum.retrieval.retriever import BM25_NAME
 from contaccum.runtime.files import remove_folder, write_text
@@ -94,9 +94,8 @@ def _claim(output: Path, config: TrainConfig, mining: MineConfig, options: Round
             )
     elif any(not path.name.startswith((".", LOCK_FILE)) for path in output.iterdir()):
         raise InputError(f"{output}: contains files that `contaccum rounds` did not write. Use a new or empty folder.")
-    data = config.data
-    sources = {"training": (data.train, data.split), "dev": (data.dev, data.dev_split) if data.dev else None}
-    hashes = unchanged_data(output, content, sources, data.policy)
+    hashes = data_hashes("run", config)
+    refuse_changed(output, content, hashes, config)
     write_text(file, yaml.safe_dump({**settings, "content": hashes}, sort_keys=False, allow_unicode=True))
 
 
@@ -155,7 +154,7 @@ class _Rounds:
 
     def _config(self, number: int) -> TrainConfig:
         folder = str(self.model(number).parent)
-        config = replace(self.config, output_dir=folder, resume=True, allow_changes=False)
+        config = replace(self.config, output_dir=folder, resume=True)
         if number and self.options.start == "previous":
             config = replace(config, model=replace(config.model, name=str(self.model(number - 1)), **TRAINED_MODEL))
         if self.mined(number).exists():

@@ -9,10 +9,10 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from contaccum.errors import InputError
 from contaccum.formats.dpr import HEADER, dpr_corpus, id_text_lines
@@ -283,10 +283,19 @@ def within_limit(
     size = path.stat().st_size
     left = limit = max(size, unpacked_limit(size, max_unpacked))
     for location, row in rows:
-        left -= sum(len(str(value)) for value in row.values())
+        left -= _size(row)
         if left < 0:
             raise above_limit(str(path), limit)
         yield location, row
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, str | bytes):
+        return len(value)
+    parts = list(value.values()) if isinstance(value, Mapping) else value
+    if not isinstance(parts, list):
+        return 8
+    return 8 * len(parts) if parts and isinstance(parts[0], float) else sum(map(_size, parts))
 
 
 def _kind_of_lines(path: Path, max_bad_records: int) -> Kind:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from datasets import Dataset, concatenate_datasets
+from safetensors import SafetensorError
 
 from contaccum.config.commands import MineConfig
 from contaccum.data.corpus import find_rows
@@ -127,8 +128,9 @@ class CrossEncoder:
                 f'cross_encoder {name} needs sentence-transformers, which is not installed. Run: pip install "contaccum[mine]"'
             ) from error
         self.name, self._batch_size = name, batch_size
-        fix = "; give the folder or the Hub name of a cross-encoder"
-        with library_errors(f"{name}: not a cross-encoder", Exception, fix=fix):
+        fix = "; give the folder or the Hub name of a cross-encoder with safetensors weights"
+        kinds = OSError, ValueError, KeyError, SafetensorError
+        with library_errors(f"{name}: cannot be loaded as a cross-encoder", *kinds, fix=fix):
             # without this option, transformers would also load pickled weights
             safe = {"use_safetensors": True}
             self._model = Model(name, device=device, trust_remote_code=trust_remote_code, model_kwargs=safe)

@@ -254,8 +254,8 @@ def index_ranker(index: Index, shards: Shards | None = None) -> Ranker:
 
 def require_k(k: int) -> int:
     """Return k as a Python number, because faiss refuses numbers of NumPy. Raise InputError if k is not positive."""
-    if k < 1:
-        raise InputError(f"k is {k}; expected at least 1")
+    if not hasattr(k, "__index__") or k < 1:
+        raise InputError(f"k is {k}; expected a whole number of at least 1")
     return operator.index(k)
 
 

@@ -8,6 +8,7 @@ the columns ``id`` (string), ``text`` (string, only on request) and ``embedding`
 
 import json
 import re
+import tokenize
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -28,6 +29,7 @@ DTYPES = ("float16", "float32")
 FILES = {"npy": ("npy", "ids.json"), "parquet": ("parquet", "parquet")}
 """Format -> file extensions of the vectors and of the ids."""
 
+_BAD_HEADER = ValueError, EOFError, SyntaxError, TypeError, OverflowError, tokenize.TokenError  # raised by np.load
 _OUR_FILES = re.compile(  # filelock may leave contaccum.lock.break.*
     r"\d{5,}\.(npy|ids\.json|parquet|shard\.json)|manifest\.json|contaccum\.lock(\.break\..+)?|\..*\.part|\.DS_Store"
 )
@@ -85,10 +87,8 @@ class ShardRecord:
     ids: str  # name of the file with the ids
     rows: int
     dimension: int
-    bytes: dict[str, int]
-    """Size of each file. Keys: ``vectors`` and ``ids``, or only ``vectors`` if one file contains both."""
-    sha256: dict[str, str]
-    """SHA-256 of each file. The keys are the same as in the field ``bytes``."""
+    bytes: dict[str, int]  # size of each file; keys: ``vectors`` and, unless one file contains both, ``ids``
+    sha256: dict[str, str]  # SHA-256 of each file; same keys as in ``bytes``
 
     def fits(self, job: EncodingJob, number: int) -> bool:
         """Return whether the file names and the number of rows are those of shard ``number`` of the job."""
@@ -146,9 +146,9 @@ def check_folder(folder: Path, job: EncodingJob) -> None:
         found = asdict(read_json(path, _JobFile, version=VERSION).job)
         for name, value in asdict(job).items():
             if found[name] != value:
+                now = f"{name} {found[name]!r}, but now {value!r}"
                 raise InputError(
-                    f"{path}: belongs to different embeddings ({name} {found[name]!r}, but now {value!r}). "
-                    "Choose another folder, or delete this one."
+                    f"{path}: belongs to other embeddings ({now}). Choose another folder, or delete this one."
                 )
 
 
@@ -334,7 +334,7 @@ class ShardFolder(Sequence[Shard]):
         path, shape = self.folder / record.vectors, (record.rows, self.dimension)
         if self.job.format == "parquet":
             return Shard(*_read_parquet(path, *shape, self.job.dtype))
-        with library_errors(f"{path}: contains no array of numbers", Exception):  # such as EOFError and TokenError
+        with library_errors(f"{path}: contains no array of numbers", *_BAD_HEADER):
             vectors = np.load(path, mmap_mode="r", allow_pickle=False)
         ids = read_json(self.folder / record.ids, list[str], max_bytes=record.bytes["ids"])
         if (vectors.shape, vectors.dtype, len(ids)) != (shape, self.job.dtype, len(vectors)):

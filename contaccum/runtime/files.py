@@ -62,9 +62,10 @@ def sweep(folder: str | Path, name: str | None = None, shared: bool = False) -> 
     old folder is moved back. name: remove only what belongs to the file or folder ``name``. shared: other processes may be
     writing in ``folder``, so remove only the files of dead processes of this machine.
     """
-    for path in sorted(Path(folder).iterdir()) if os.path.isdir(folder) else ():
-        found = _LEFTOVER.fullmatch(path.name)
-        if found is None or not (name is None or _short(name) == found["name"]):
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    for found in sorted(filter(None, map(_LEFTOVER.fullmatch, names)), key=lambda found: found[0]):
+        path = Path(folder, found[0])
+        if not (name is None or _short(name) == found["name"]):
             continue
         if shared and (found["host"] != _host() or psutil.pid_exists(int(found["pid"]))):
             continue

@@ -8,6 +8,7 @@ the processes of other machines and containers.
 import hashlib
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -89,10 +90,14 @@ def _remove_empty(path: Path) -> bool:
 
     The process was killed before it wrote its number, and filelock would wait for it forever.
     """
-    empty = path.is_file() and not path.stat().st_size
-    if empty:
-        path.unlink(missing_ok=True)
-    return empty
+    with suppress(FileNotFoundError):
+        before = path.stat()
+        if not before.st_size:
+            time.sleep(0.1)  # another process may have just created the file
+            if path.stat() == before:
+                path.unlink()
+                return True
+    return False
 
 
 def _holder(path: Path) -> str:

@@ -158,15 +158,15 @@ def named_queries(ids: list[str]) -> str:
     return f"queries {', '.join(ids[:8])}{', …' if len(ids) > 8 else ''}"
 
 
-def write_environment(run: Path, engine: Engine) -> None:
+def write_environment(run: Path, engine: Engine, resumed: bool) -> None:
     """Write environment.json: versions, device, and how many processes, cores and threads. No host or user names.
 
-    Warn if a resumed run on a CPU has another number of threads, because torch then adds numbers in another order.
+    Warn if a run that is resumed on a CPU has another number of threads: torch then adds numbers in another order.
     """
     device, threads = engine.device, torch.get_num_threads()
     with contextlib.suppress(InputError):  # a damaged file is written again
         before = read_environment(run).get("threads", threads)
-        if device.type == "cpu" and before != threads:
+        if resumed and device.type == "cpu" and before != threads:
             warnings.warn(
                 f"{run}: this run had {before} threads and now has {threads}, so its weights can differ in the last digits from "
                 f"those of an uninterrupted run. For the same bytes, set OMP_NUM_THREADS={before}.",

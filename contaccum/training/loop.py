@@ -70,8 +70,7 @@ def train(config: TrainConfig) -> Path:
 class Training:
     """One training run. It starts at the newest checkpoint if ``resume`` is set and a checkpoint exists, else at step 0."""
 
-    unlogged = (0, 0.0, 0.0)
-    """Since the last logged step: number of steps, their total seconds, and the seconds in which they waited for data."""
+    unlogged = (0, 0.0, 0.0)  # since the last logged step: steps, their seconds, and seconds of waiting for data
 
     def __init__(self, config: TrainConfig, engine: Engine) -> None:
         self.config, self.engine = config, engine
@@ -116,7 +115,8 @@ class Training:
         engine.prepare(self.encoder, optimizer)
         if engine.is_main:
             write_text(self.folder / run_folder.CONFIG_FILE, f"format_version: {CONFIG_VERSION}\n{to_yaml(config)}")
-            write_environment(self.folder, engine)
+            if self.done < self.total or not checkpoint:
+                write_environment(self.folder, engine, resumed=bool(checkpoint))
         self.log = RunLog(engine, self.folder, self.total, self.done)
         engine.start_trackers({"method": config.method, "seed": config.seed})
 
@@ -127,7 +127,7 @@ class Training:
         """
         state = checkpoint.state
         where = f"{checkpoint.folder}: the conditions of training changed"
-        changes = run_folder.identity_differences(state["identity"], self.identity)
+        changes = run_folder.identity_differences(state["identity"], self.identity, self.config)
         run_folder.refuse_changes(where, changes, self.config.allow_changes)
         restore(checkpoint, self.encoder, optimizer, self.bank)
         data = state["identity"].get("data", self.identity["data"])

@@ -142,30 +142,35 @@ def run_identity(
     loaded from the checkpoint too. The folder of the initial encoder is still hashed, because config.yaml names this folder: if
     the files in the folder changed, config.yaml would no longer describe the run.
     """
-    towers, model = (encoder.query_tower, encoder.passage_tower), config.model
+    towers = encoder.query_tower, encoder.passage_tower
     return {
         "world": engine.world,
         "data": train_set.fingerprint,
         "tokenizer": [tokenizer_hash(tower.tokenizer) for tower in towers],
-        "encoder": [files_hash(Path(name)) for name in (model.name, model.passage_name) if name],
-        **({"guide": files_hash(Path(model_folder(config.loss.guide)))} if config.loss.guide else {}),
+        **_encoder_hashes(config),
         **({f"split {config.data.dev_split} of {config.data.dev}": dev.fingerprint()} if dev else {}),
     }
 
 
-def files_hash(folder: Path) -> str | None:
+def _encoder_hashes(config: TrainConfig, hidden: bool = False) -> dict[str, Any]:
+    model, guide = config.model, config.loss.guide
+    hashes = {"encoder": [files_hash(Path(name), hidden) for name in (model.name, model.passage_name) if name]}
+    return {**hashes, "guide": files_hash(Path(model_folder(guide)), hidden)} if guide else hashes
+
+
+def files_hash(folder: Path, hidden: bool = False) -> str | None:
     """Return one hash of the files in a folder. Return None if there is no such folder (``folder`` may be a Hub name)."""
-    lines = [f"{name} {sha256_of(path)}" for name, path in files_in(folder).items()]
+    lines = [f"{name} {sha256_of(path)}" for name, path in files_in(folder, hidden).items()]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest() if folder.is_dir() else None
 
 
-def files_in(folder: Path) -> dict[str, Path]:
-    """Return the files in a folder by relative path, without hidden files: macOS and downloads from the Hub add such files."""
+def files_in(folder: Path, hidden: bool = False) -> dict[str, Path]:
+    """Return the files in a folder by relative path. hidden: also hidden files, which macOS and downloads from the Hub add."""
     paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    return {name: path for name, path in paths.items() if not name.startswith(".") and "/." not in name}
+    return {name: path for name, path in paths.items() if hidden or not f"/{name}".count("/.")}
 
 
-def identity_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+def identity_differences(old: dict[str, Any], new: dict[str, Any], config: TrainConfig) -> list[str]:
     """Compare two results of ``run_identity``. Return a text ``name was x and is y`` for each value that differs.
 
     Keys that only one result has are not compared: older checkpoints have fewer keys, and a run may resume with another dev set.
@@ -173,6 +178,9 @@ def identity_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """
     ignored = {"encoder"} if None in new["encoder"] else set()
     ignored |= {name for name in old if isinstance(old[name], str) and same_content(old[name], str(new.get(name)))}
+    if any(old.get(name, new.get(name)) != new.get(name) for name in ("encoder", "guide")):
+        # older versions hashed hidden files too
+        ignored |= {name for name, value in _encoder_hashes(config, hidden=True).items() if old.get(name) == value}
     return _changes(old, new, (old.keys() & new.keys()) - ignored)
 
 

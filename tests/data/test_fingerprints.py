@@ -9,7 +9,7 @@ from helpers import train_config, write_beir
 from opened import open_retrieval_set
 
 from contaccum import train
-from contaccum.config import DataConfig
+from contaccum.config import DataConfig, TrainConfig
 from contaccum.data.retrieval_set import same_content
 from contaccum.data.stream import open_stream
 from contaccum.errors import InputError
@@ -75,8 +75,8 @@ def test_the_fingerprint_of_an_older_checkpoint_still_matches(tmp_path):
     assert not same_content(older[:-1], now)
     assert not same_content(now, older)
     sound = {"data": now, "encoder": []}
-    assert identity_differences({"data": older, "encoder": []}, sound) == []
-    assert len(identity_differences({"data": older[::-1], "encoder": []}, sound)) == 1
+    assert identity_differences({"data": older, "encoder": []}, sound, TrainConfig()) == []
+    assert len(identity_differences({"data": older[::-1], "encoder": []}, sound, TrainConfig())) == 1
 
 
 def edit_line(path: Path, before: str, after: str) -> None:

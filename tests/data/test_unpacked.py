@@ -11,6 +11,7 @@ from helpers import write_beir
 
 from contaccum.cli import main
 from contaccum.formats import records
+from contaccum.formats.readers import _size
 from contaccum.formats.records import MAX_RATIO, numbered_lines, unpacked_limit
 
 PASSAGE = json.dumps({"_id": "p", "text": "word " * 40}) + "\n"
@@ -91,6 +92,12 @@ def test_the_limit_of_a_hub_set_can_be_raised(ending, capsys, tmp_path):
     write_beir(tmp_path / "e")
     assert main(benchmark) == 0  # reads the set before it evaluates it
     assert main([*call, "--max_unpacked", "0.001"]) == 0
+
+
+def test_numbers_count_eight_bytes():
+    """A column of vectors is not converted to text, which took ten times as long as to read it."""
+    row = {"query": "four", "vector": [0.1] * 100, "pos": ["three", "six"], "nested": [{"text": "ab"}], "none": None}
+    assert _size(row) == 4 + 800 + (5 + 3) + 2 + 8
 
 
 def test_a_plain_csv_file_has_no_limit(tmp_path):

@@ -269,7 +269,7 @@ def test_unsupported_modules_are_refused(tmp_path):
         ("2_Dense/config.json", "expected the name of a torch.nn activation"): {"activation_function": "os.system"},
         ("2_Dense/config.json", "use_residual is true"): {"use_residual": True},
         ("2_Dense/config.json", "the Dense module could not be loaded"): {"out_features": 5},
-        ("config_sentence_transformers.json", "similarity_fn_name is euclidean; expected cosine or dot"): {
+        ("config_sentence_transformers.json", "similarity is 'euclidean'; expected one of cosine, dot"): {
             "similarity_fn_name": "euclidean",
         },
         ("config_sentence_transformers.json", "truncate_dim is 8, but similarity_fn_name is dot"): {
@@ -282,6 +282,8 @@ def test_unsupported_modules_are_refused(tmp_path):
     for number, ((file, said), values) in enumerate(cases.items()):
         with pytest.raises(InputError, match=said):
             DualEncoder.load(altered(theirs, tmp_path / str(number), file, **values))
+    folder = altered(theirs, tmp_path / "named", "config_sentence_transformers.json", similarity_fn_name="euclidean")
+    assert DualEncoder.load(folder, similarity="cosine").settings.similarity == "cosine"
     folder = altered(theirs, tmp_path / "pickled", "config_sentence_transformers.json")
     (folder / "2_Dense" / "model.safetensors").rename(folder / "2_Dense" / "pytorch_model.bin")
     with pytest.raises(InputError, match=r"Dense module without model\.safetensors"):

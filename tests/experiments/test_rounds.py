@@ -135,7 +135,7 @@ def test_rounds_can_start_from_the_previous_model_and_the_data_s_negatives(data,
     assert {path: path.stat().st_mtime_ns for path in again} == again
 
 
-@pytest.mark.parametrize(("file", "kind"), [("corpus.jsonl", "training"), ("qrels/dev.tsv", "dev")])
+@pytest.mark.parametrize(("file", "kind"), [("corpus.jsonl", "train"), ("qrels/dev.tsv", "dev")])
 def test_rounds_do_not_continue_on_changed_data(file, kind, data, tmp_path, monkeypatch):
     folder = shutil.copytree(data, tmp_path / "data")
     config = train_config(folder, tmp_path / "rounds", **CHANGES, **{"data.dev": str(folder)})
@@ -147,7 +147,7 @@ def test_rounds_do_not_continue_on_changed_data(file, kind, data, tmp_path, monk
     (folder / file).write_text(
         "\n".join([*lines, last.replace("valley", "city").replace("\t1", "\t2").replace("\t0", "\t1")])
     )
-    with pytest.raises(InputError, match=rf"the {kind} data \({folder}\) changed since then"):
+    with pytest.raises(InputError, match=f"the {kind} data changed since then"):
         run_rounds(config, MINING, RoundsConfig(2, "data"))
 
 

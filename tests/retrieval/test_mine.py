@@ -259,16 +259,18 @@ def test_a_model_that_is_no_cross_encoder_is_refused(models, tmp_path):
     AutoTokenizer.from_pretrained(models / "cross").save_pretrained(tmp_path / "three")
     with pytest.raises(InputError, match="three: has 3 outputs; expected"):
         CrossEncoder(str(tmp_path / "three"), "cpu", 7)
-    with pytest.raises(InputError, match="absent: not a cross-encoder"):
+    with pytest.raises(InputError, match="absent: cannot be loaded as a cross-encoder"):
         CrossEncoder(str(tmp_path / "absent"), "cpu", 7)
     shutil.copytree(models / "cross", tmp_path / "damaged")
     weights = tmp_path / "damaged" / "model.safetensors"
     torch.save(load_file(weights), weights.with_name("pytorch_model.bin"))
     weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(InputError, match=r"damaged: not a cross-encoder .*header"):
+    with pytest.raises(InputError, match=r"damaged: cannot be loaded as a cross-encoder .*header"):
         CrossEncoder(str(tmp_path / "damaged"), "cpu", 7)
     weights.unlink()
-    with pytest.raises(InputError, match=r"damaged: not a cross-encoder .*no file named model\.safetensors"):
+    with pytest.raises(
+        InputError, match=r"damaged: cannot be loaded as a cross-encoder .*no file named model\.safetensors"
+    ):
         CrossEncoder(str(tmp_path / "damaged"), "cpu", 7)
 
 
@@ -406,7 +408,7 @@ def test_killed_and_started_again_it_writes_the_same_bytes(data, tmp_path, capsy
         (["--relative_margin", "5"], "relative_margin is 5.0, expected from 0 to 1"),
         (["--max_score", "0.1", "--min_score", "0.2"], "min_score is 0.2, but max_score is 0.1; min_score must not be larger"),
         (["--absolute_margin", "1.0e+999"], "absolute_margin is inf, expected a finite number"),
-        (["--cross_encoder", "./absent"], "./absent: not a cross-encoder"),
+        (["--cross_encoder", "./absent"], "./absent: cannot be loaded as a cross-encoder"),
         (["--corpus", "absent"], "absent: no folder or data set has this name"),
     ],
 )  # fmt: skip

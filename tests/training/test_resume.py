@@ -44,15 +44,19 @@ def broken_after(run: Path, step: int, copy: Path) -> Path:
 
 def test_another_number_of_threads_is_named(data, tmp_path):
     """torch adds numbers in an order that depends on the threads, so the result has other bytes."""
-    run = tmp_path / "run"
-    train(train_config(data, run, **{"optim.max_steps": 2}))
+    changes = {"optim.max_steps": 2, "run.save_steps": 1}
+    train(train_config(data, tmp_path / "whole", **changes))
+    run = broken_after(tmp_path / "whole", 1, tmp_path / "run")
     file = run / "environment.json"
-    train(train_config(data, run, resume=True, **{"optim.max_steps": 2}))  # a warning of contaccum would be an error
-    file.write_text("")  # damaged: written again
-    train(train_config(data, run, resume=True, **{"optim.max_steps": 2}))
+    file.write_text("")  # damaged: written again, without a warning, which would be an error
+    train(train_config(data, run, resume=True, **changes))
     file.write_text(json.dumps({**json.loads(file.read_text()), "threads": 99}))
+    train(train_config(data, run, resume=True, **changes))  # finished: no step has another number of threads
+    assert json.loads(file.read_text())["threads"] == 99
+    shutil.rmtree(run / "checkpoints" / "step-00000002")
+    shutil.rmtree(run / "model")
     with pytest.warns(UserWarning, match=r"had 99 threads and now has \d+.*set OMP_NUM_THREADS=99"):
-        train(train_config(data, run, resume=True, **{"optim.max_steps": 2}))
+        train(train_config(data, run, resume=True, **changes))
 
 
 @pytest.mark.parametrize("best", ["last", "earlier"])
