@@ -274,6 +274,7 @@ def test_quantized_base_is_shared_saved_and_merged(quantize, activations, tmp_pa
 # a whole run
 
 
+@pytest.mark.filterwarnings("ignore:the best score so far is ignored")
 @pytest.mark.parametrize("quantize", ["none", "4bit"])
 def test_resumed_adapters_equal_an_uninterrupted_run(quantize, tmp_path):
     data = write_beir(tmp_path / "data")

@@ -66,6 +66,7 @@ def test_a_second_ctrl_c_ends_the_command_line_but_not_another_program(outer, co
     """The command line has a StopSignals of its own around that of the training run."""
     script = (
         "import os, signal; from contextlib import nullcontext; from contaccum.runtime.launch import StopSignals\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # the tests may run with SIGINT ignored
         f"with {outer}():\n"
         "    try:\n"
         "        with StopSignals() as signals, signals.deferred():\n"

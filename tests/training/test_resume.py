@@ -133,6 +133,7 @@ def test_run_with_left_out_pairs_resumes_to_the_byte(name, method, data, tmp_pat
     assert weights(tmp_path / "other") != weights(broken)  # negative control
 
 
+@pytest.mark.filterwarnings("ignore:the best score so far is ignored")
 def test_checkpoint_of_an_older_version_resumes(tmp_path, monkeypatch):
     """Settings, state and bank were saved before settings were removed and names in the bank changed.
 
