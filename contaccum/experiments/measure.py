@@ -313,7 +313,7 @@ def largest_bank(probe: Probe, rows: int, size: int, budget: float) -> int:
     found = at_rows(MOST_ROWS) if predict(banks, MOST_ROWS) < budget else None
     banks |= {MOST_ROWS: found} if found is not None and found < math.inf else {}
     high = max(banks)
-    per_row = (predict(banks, 2 * high) - banks[high]) / high
+    per_row = (banks[high] - banks[rows]) / (high - rows)  # the last two sizes may have equal peaks
     estimate = max(1, int(high + (budget - banks[high]) / per_row))
     unit, end = max(1, estimate // 256), MOST_ROWS if found == math.inf else 2 * estimate
     return largest(banks, range(unit, end, unit), budget, at_rows)[0] or 0

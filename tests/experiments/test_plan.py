@@ -5,6 +5,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import faiss
 import numpy as np
@@ -89,6 +90,15 @@ def test_sizes_that_run_out_of_memory_on_a_gpu_with_the_budget_do_not_fit(tmp_pa
     probe.config = replace(probe.config, method="cont_accum")
     assert 250_064 < largest_bank(probe, 64, 4, 2300) <= 255_000
     assert largest_bank(probe, 64, 4, 2301) > 1_000_000
+
+
+def test_a_bank_is_found_if_the_largest_measured_one_needs_no_more_memory():
+    """With vectors of 32 numbers, the second and the third bank have nearly the same size, and measurements have noise."""
+    peaks = {64: 100e6, 250_064: 164e6, 262_144: 163.9e6}
+    probe = SimpleNamespace(
+        encoder=SimpleNamespace(dim=32), peak=lambda size, rows, budget=0: peaks.get(rows), usable=lambda: math.inf
+    )
+    assert largest_bank(probe, 64, 4, 1e9) > 1_000_000
 
 
 def test_no_size_fits_below_the_smallest_peak():
