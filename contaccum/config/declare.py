@@ -188,7 +188,7 @@ def describe(declared: Field) -> str:
             items = {int: "whole numbers", float: "numbers", str: "texts"}.get(inner[0])
             words.append(f"a list of {items or ', '.join(each.name for each in fields(inner[0]))}")
         elif kind is not type(None):
-            other = f"values of {kind.__name__}" if isinstance(kind, type) and is_dataclass(kind) else "text"
+            other = f"a {kind.__name__}" if isinstance(kind, type) and is_dataclass(kind) else "text"
             words.append({int: "a whole number", float: "a number", bool: "true or false"}.get(kind, other))
     allowed = spec_of(declared).range()
     return " or ".join(words) + (f" ({allowed})" if allowed else "") + (", or null" if type(None) in kinds else "")
