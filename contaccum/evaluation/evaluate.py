@@ -229,14 +229,20 @@ def _names(data: str) -> list[str]:
     return names
 
 
-def _named_sets(data: str, split: str) -> dict[str, BenchmarkSet]:
-    """Return the data sets that ``data`` names, by a unique name for the file and the folders of each."""
-    sets = benchmark_sets(data, split)
+def _sets_with_files(data: str, split: str, output: str | Path | None, policy: DataPolicy) -> dict[str, Any]:
+    """Return a map from a unique name for files and folders to a BenchmarkSet and its metrics file, or None.
+
+    Raises InputError if a local data set without such a file, or its split, does not exist.
+    """
+    sets, found = benchmark_sets(data, split), {}
     names = [each.data.strip("/").replace("/", "-") for each in sets]
-    return {
-        quote(each.data, safe="") if names.count(name) > 1 else name: each  # a/b and a-b have the same name
-        for name, each in zip(names, sets, strict=True)
-    }
+    for name, each in zip(names, sets, strict=True):
+        unique = quote(each.data, safe="") if names.count(name) > 1 else name  # for example a/b and a-b
+        file = Path(output) / f"{unique}.json" if output is not None else None
+        if file is None or not file.is_file():
+            open_dataset(each.data, each.split, policy).check()
+        found[unique] = each, file
+    return found
 
 
 def evaluate_benchmark(
@@ -271,19 +277,15 @@ def evaluate_benchmark(
     shared |= index_settings(settings) if encoder else {}
     shared |= {"evaluator": evaluator} if evaluator != "contaccum" else {}
     arguments = {**measures, "policy": policy, "group": group, "evaluator": evaluator}
-    sets = _named_sets(os.fspath(data), split)
-    files = {name: Path(output) / f"{name}.json" if output is not None else None for name in sets}
-    with group.main_first():  # find a wrong path before the first search
-        for each in (each for name, each in sets.items() if not (file := files[name]) or not file.is_file()):
-            open_dataset(each.data, each.split, policy).check()
+    with group.main_first():
+        sets = _sets_with_files(os.fspath(data), split, output, policy)
     finished: dict[str, list[Metrics]] = {}
-    for name, each in sets.items():
+    for name, (each, file) in sets.items():
         saved, index_dir = (value and str(Path(value) / name) for value in (settings.embeddings, settings.index_dir))
         own_settings = replace(settings, embeddings=saved, index_dir=index_dir)
         scored_with = {**shared, "data_sha256": data_digest(each, policy.max_unpacked)}
         scored_with |= {"dtype": (saved_dtype(saved) or settings.dtype) if saved else "float32"} if encoder else {}
         scored_with |= {"data": each.data, "split": each.split}
-        file = files[name]
         metrics = _finished(file, {**scored_with, "evaluator": evaluator})
         if metrics is None:
             metrics = evaluate(encoder or choice, each.data, each.split, settings=own_settings, **arguments)
