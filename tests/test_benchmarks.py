@@ -1,6 +1,5 @@
 """Every benchmark runs to its end on a tiny encoder with the smallest sizes."""
 
-import importlib
 import json
 import os
 import subprocess
@@ -9,15 +8,12 @@ from pathlib import Path
 
 import gpu_suite
 import pytest
-import torch
 
-from contaccum.batch import RowIds
 from contaccum.encoder import DualEncoder, EncoderSettings, tiny_tower
 
 ROOT = Path(__file__).parent.parent
 NAMES = [
-    "methods", "peers", "loss", "scaling", "data_path", "micro_batch_tokens", "memory_switches", "trainer_loss", "adapters",
-    "families", "frames",
+    "methods", "peers", "loss", "micro_batch_tokens", "memory_switches", "trainer_loss", "adapters", "families",
 ]  # fmt: skip
 
 
@@ -138,29 +134,3 @@ def test_wrong_folder_is_named(tmp_path):
     done = run("bash", "benchmarks/run_all.sh", "--quick", DATA=str(tmp_path))
     assert done.returncode == 2
     assert "no corpus.jsonl" in done.stderr
-
-
-@pytest.mark.acceptance
-def test_two_checkouts_are_compared(tmp_path):
-    script, options = "benchmarks/two_checkouts.py", ("--rounds", "1", "--quick", "--parts", "encode,startup,data")
-    done = run(sys.executable, script, str(ROOT), str(ROOT), *options, "--output", str(tmp_path / "out.json"))
-    assert done.returncode == 0, done.stderr[-3000:]
-    figures = json.loads((tmp_path / "out.json").read_text())["seconds"]
-    commands = ["contaccum --help", "data check, 1000 passages", "mine with BM25, 1000 passages"]
-    assert list(figures) == ["encode 100 texts", *commands]
-    assert all(len(both[which]) == 1 for both in figures.values() for which in ("old", "new"))
-
-
-def test_a_folder_without_the_package_is_no_checkout(tmp_path):
-    done = run(sys.executable, "benchmarks/two_checkouts.py", str(tmp_path), str(tmp_path), PYTHONPATH="")
-    assert done.returncode == 1
-    assert "expected the package contaccum in this folder" in done.stderr
-
-
-def test_the_frame_count_sees_own_functions_and_no_others(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    frames = importlib.import_module("frames")
-    ids = RowIds(torch.arange(2).unsqueeze(1), torch.arange(2).unsqueeze(1))
-    found = frames.measure("merge", lambda: RowIds.merge([ids], torch.cat))
-    assert (found["depth"], found["files"], found["deepest chain"]) == (1, 1, "merge")
-    assert frames.measure("merge", lambda: RowIds.merge([ids], torch.cat), "begin_step")["depth"] == 0

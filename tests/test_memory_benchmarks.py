@@ -1,10 +1,7 @@
 """Memory benchmarks run every row or say why they skip it."""
 
 import importlib.util
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -61,12 +58,3 @@ def test_micro_batch_sizes_share_the_same_texts(model):
             ]
         )
     assert all((one == other).all() for one, other in zip(*tokens, strict=True))
-
-
-@pytest.mark.acceptance
-def test_startup_benchmark_measures_every_call(tmp_path):
-    call = [sys.executable, str(BENCHMARKS / "startup.py"), "--repeat", "1", "--json", str(tmp_path / "out.json")]
-    subprocess.run(call, check=True, capture_output=True)
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert [row["call"] for row in rows] == list(script("startup").CALLS)
-    assert all(row["cpu_s"] > 0 and row["wall_s"] > 0 for row in rows)
