@@ -290,9 +290,7 @@ class Trainee:
         lengths: tuple[int, int] = (QUERY_TOKENS, PASSAGE_TOKENS),
         replay_share: float = 1.0,
     ) -> None:
-        self.engine = Engine(
-            device=device, precision=precision, replay_share=replay_share, replay_balance=replay_share < 1
-        )
+        self.engine = Engine(device=device, precision=precision, replay_share=replay_share)
         most = positions(folder)
         limits = dict(
             zip(("max_query_length", "max_passage_length"), (min(length, most) for length in lengths), strict=True)

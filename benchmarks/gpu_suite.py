@@ -119,7 +119,7 @@ def study(out: Path, device: str, precision: str, quick: bool) -> Step:
         "--seeds",
         seeds,
     ]
-    plain = ["--replay.share", "1", "--replay.balance", "false", "--optim.epochs", "5"]  # fmt: skip
+    plain = ["--replay.share", "1", "--optim.epochs", "5"]  # fmt: skip
     place = ["--output_dir", str(out / "study"), "--run.device", device, "--run.save_steps", "0"]
     return Step(3, "study", [*call, *place, *plain, *short], most=60 * PART_MINUTES)
 

@@ -243,10 +243,6 @@ SEPARATE = {
             {**SEPARATE, "data.mixture": ALL_SEPARATE},
             "data.mixture: in_batch_negatives is false for all sets, so the bank of cont_accum would have no effect",
         ),
-        (
-            {**SEPARATE, "data.mixture": ALL_SEPARATE, "method": "grad_cache", "loss.symmetric": True},
-            "data.mixture: in_batch_negatives is false for all sets, so loss.symmetric would have no effect",
-        ),
         ({"data.shuffle_buffer": 0}, "data.shuffle_buffer is 0, expected at least 1"),
         ({"optim.adam_beta1": 1.5}, "optim.adam_beta1 is 1.5, expected at least 0 and less than 1"),
         (
@@ -295,8 +291,6 @@ def test_each_broken_rule_is_one_sentence(changes, sentence):
         ({"bank.hard_negatives": False}, "bank.hard_negatives has no effect with data.hard_negatives 0"),
         ({"data.fill_negatives": "none"}, "data.fill_negatives has no effect with data.hard_negatives 0"),
         ({"replay.share": 0.5}, "replay.share has no effect with method cont_accum"),
-        ({"replay.balance": True}, "replay.balance has no effect with method cont_accum"),
-        ({"method": "grad_cache", "replay.balance": True}, "replay.balance has no effect with replay.share 1"),
         ({"loss.guide_margin": 0.1}, "loss.guide_margin has no effect without loss.guide"),
         (
             {"loss.margin_strategy": "relative"},

@@ -13,7 +13,7 @@ out=${OUT:-runs/equal} options=(--seeds "${SEEDS:-3}" --run.device "${DEVICE:-cp
 if [ "$name" = demo ]; then
     budget=${BUDGET:-80000f}
     options+=(--config configs/demo.yaml --settings configs/study/methods-demo.yaml --data.dev data/demo
-        --replay.share 1 --replay.balance false)
+        --replay.share 1)
 else
     budget=${BUDGET:-6144f} cut=()
     case $name in

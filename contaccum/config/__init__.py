@@ -184,7 +184,7 @@ def validate(config: TrainConfig, world: int = 1, warn: bool = True) -> None:
         # a ready-made config of cont_cache with another method: --config demo --method grad_cache
         warnings.warn(
             f"replay.share is {config.replay.share}, so the second pass of grad_cache encodes only a sample of the texts. "
-            "For GradCache without sampling, set replay.share to 1 and replay.balance to false.",
+            "For GradCache without sampling, set replay.share to 1.",
             stacklevel=2,
         )
 

@@ -119,8 +119,6 @@ class DataConfig(DataPolicy):
         found = "data.mixture: in_batch_negatives is false for all sets, so"
         if config.bank_size():
             yield f"{found} the bank of {config.method} would have no effect; use a method without a bank, or set bank.size to 0"
-        if config.loss.symmetric:
-            yield f"{found} loss.symmetric would have no effect; set loss.symmetric to false"
 
 
 @dataclass
@@ -209,11 +207,8 @@ class ReplayConfig:
 
     share: float = setting(1.0, above=0, at_most=1, methods="two_pass", unused_with=_ONE_PASS)
     """Share of the texts that the second pass encodes again (p). Texts with large gradients are preferred. The sampled gradients
-    are weighted, so that the expected value of their sum is the exact gradient. A step costs 1 + 3p forward passes instead of 4.
-    With p = 1, the gradient is exact. Below 1, the first pass has no dropout."""
-    balance: bool = setting(False, methods="two_pass", unused_with=(*_ONE_PASS, "replay.share 1"))
-    """Add the same vector to the weighted embedding gradient of each sampled text, so that these gradients have the same sum as
-    those of all texts. The gradients of the model's weights get a lower variance, but also a small bias."""
+    are weighted, and then shifted by one vector so that they have the same sum as the gradients of all texts. A step costs
+    1 + 3p forward passes instead of 4. With p = 1, the gradient is exact. Below 1, the first pass has no dropout."""
 
     def broken(self, config: "TrainConfig", world: int) -> Iterator[str]:
         if config.replay_share < 1 and config.run.compile == "cuda_graphs":
@@ -245,13 +240,6 @@ class LossConfig:
     )
     """Meaning of `guide_margin` and `false_negative_margin`: a difference of scores (absolute), or a share of the positive's
     score (relative, from 0 to 1)."""
-    hardness: float = setting(0.0, at_least=0)
-    """Weight the negatives by exp(hardness x similarity), so that negatives similar to the query count more. The weight has no
-    gradient. Negatives of the batch and of the bank are weighted. The similarity is not divided by the temperature."""
-    symmetric: bool = False
-    """Also compare each positive with all queries of the batch and of the bank. The loss is the mean of the two directions, from
-    query to passage and from passage to query. Hard negatives are compared only in the direction from query to passage. The
-    bank of `passage_bank` has no queries."""
     matryoshka_dims: list[int] = setting(factory=list, unit="dimensions")
     """Widths to which vectors may be truncated after training, such as [256, 128, 64]. The loss at each width is added to the
     loss of the full vectors. With cosine, truncated vectors are scaled to length 1 again. Each width has its own bank."""

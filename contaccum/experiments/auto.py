@@ -50,7 +50,7 @@ from contaccum.training.run_folder import flat
 BANK = {"bank.age_decay": "1.0", "bank.row_weight": "current"}
 RECIPES: tuple[dict[str, str], ...] = (
     {"method": "cont_accum", **BANK},
-    {"method": "cont_cache", "replay.share": "0.5", "replay.balance": "true", **BANK},
+    {"method": "cont_cache", "replay.share": "0.5", **BANK},
     {"method": "grad_cache"},
 )
 """Methods to try, each with its settings."""
@@ -60,7 +60,7 @@ RATES = (1.0, 2.0, 0.5)
 """Learning rates to try, as multiples of ``optim.learning_rate``."""
 CHOSEN = (
     "method", "batch.global_batch_size", "batch.micro_batch_size", "batch.micro_batch_tokens", "bank.size", "bank.age_decay",
-    "bank.row_weight", "replay.share", "replay.balance", "optim.epochs", "optim.max_steps", "optim.warmup_steps",
+    "bank.row_weight", "replay.share", "optim.epochs", "optim.max_steps", "optim.warmup_steps",
     "optim.warmup_ratio", "run.eval_steps", "run.save_steps", "run.drift_steps",
 )  # fmt: skip
 """Settings that ``contaccum auto`` sets itself."""

@@ -58,8 +58,7 @@ class Probe:
         random = np.random.default_rng(config.seed)
         self.random_pairs = subset(train_set, random.permutation(self.pairs)[: max(512, 4 * n)])
         run = {name: getattr(config.run, name) for name in ("device", "precision", "tf32")}
-        replay: dict[str, Any] = {"replay_share": config.replay_share, "replay_balance": config.replay.balance}
-        self.engine = Engine(seed=config.seed, **run, **replay)
+        self.engine = Engine(seed=config.seed, replay_share=config.replay_share, **run)
         self.encoder = parts.build_encoder(config, train_set, self.engine.device)
         parts.apply_switches(self.encoder, config)
         self.engine.prepare(self.encoder, parts.make_optimizer(self.encoder, config.optim))

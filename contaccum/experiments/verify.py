@@ -198,7 +198,7 @@ def _logsumexp_difference(bank: Bank, config: TrainConfig) -> float:
     columns, ids = bank.passages.flatten(0, 1).double(), bank.column_ids.flatten()
     similarities = bank.queries.double() @ columns.T  # (M, M (1 + H))
     rows, width = torch.arange(bank.size), bank.column_ids.shape[1]
-    logits = similarities * (1 / config.model.temperature + config.loss.hardness)
+    logits = similarities / config.model.temperature
     logits[rows, rows * width] = similarities[rows, rows * width] / config.model.temperature
     every = slice(0, bank.size)
     if bank.similarity.rules:

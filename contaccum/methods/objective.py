@@ -131,7 +131,6 @@ class StepEngine(Protocol):
 
     no_grad_group_size: int
     replay_share: float
-    replay_balance: bool
 
     def micro_steps(self, micro_batches: list[MicroBatch]) -> Iterator[MicroBatch]: ...
     def join(self, micro_batches: list[MicroBatch]) -> MicroBatch: ...

@@ -4,6 +4,7 @@ A text with a large gradient is more likely to be in the sample. Text i has the 
 pi_i = min(1, c |g_i|). The number c is chosen so that the sum of all pi_i is share * n, where share is ``replay.share`` and n is
 the number of texts. The gradient of a kept text is multiplied by 1 / pi_i, so that the expected gradient is the gradient of
 GradCache. The sampling adds a variance: the sum of |g_i|^2 (1 / pi_i - 1). These probabilities have the smallest added variance.
+``missing_gradient`` lowers it further, for a small bias.
 Sources: Horvitz and Thompson 1952 (weights 1 / pi); Madow 1949 (systematic sampling).
 """
 
@@ -34,7 +35,7 @@ def replay_sample(engine: StepEngine, micro_batches: list[MicroBatch], cache: Ca
         parts = [gradients[side].flatten(0, -2) for gradients in cache]
         gradients = torch.cat(parts)
         weights, added, total = sample_texts(gradients, engine.replay_share, engine.uniform(side))
-        missing = missing_gradient(gradients, weights) if engine.replay_balance else 0.0
+        missing = missing_gradient(gradients, weights)
         own_gradients = torch.cat([engine.own_rows(part) for part in parts])
         own_weights = torch.cat([engine.own_rows(part) for part in weights.split([len(part) for part in parts])])
         kept = own_weights.nonzero().flatten()

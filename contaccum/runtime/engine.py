@@ -47,7 +47,6 @@ class Engine(Processes):
         tf32: bool = False,
         seed: int = 0,
         replay_share: float = 1.0,
-        replay_balance: bool = False,
         trackers: list[str] | None = None,
         tracker_dir: str | None = None,
         timeout_minutes: float = 30,
@@ -56,7 +55,7 @@ class Engine(Processes):
 
         device: ``auto`` (CUDA, else MPS, else CPU) or ``cpu``. precision: ``fp32``, ``bf16`` or ``fp16``. bf16 and fp16 use
         autocast; the weights and the loss stay in fp32. tf32: whether to multiply fp32 matrices in TF32 on CUDA. ``close``
-        restores the previous setting of torch. replay_share, replay_balance: settings of partial replay. trackers: names in
+        restores the previous setting of torch. replay_share: share of the texts in the second pass. trackers: names in
         accelerate, such as tensorboard. timeout_minutes: maximum time to wait for other processes.
         """
         wait = datetime.timedelta(minutes=timeout_minutes)
@@ -73,7 +72,7 @@ class Engine(Processes):
             warnings.warn(f"run.tf32 has no effect on {self.device.type}", stacklevel=2)
         self.tf32_before = torch.backends.cuda.matmul.allow_tf32
         torch.backends.cuda.matmul.allow_tf32 |= tf32
-        self.seed, self.replay_share, self.replay_balance, self.limited = seed, replay_share, replay_balance, False
+        self.seed, self.replay_share, self.limited = seed, replay_share, False
         self.step = 0  # number of finished optimizer steps; seed and step determine all random numbers
         self._encoded: list[tuple[list[str], Tensor]] = []
         self._casts_reusable = False  # whether the next pass may use the half-precision weights of the last pass

@@ -47,7 +47,7 @@ def train(config: TrainConfig) -> Path:
     parts.check_guide(config)
     with training_defaults(), StopSignals() as signals, run_folder.claimed_folder(config):
         settings = {name: getattr(config.run, name) for name in ENGINE_SETTINGS}
-        settings |= {"replay_share": config.replay_share, "replay_balance": config.replay.balance}
+        settings |= {"replay_share": config.replay_share}
         engine = Engine(seed=config.seed, tracker_dir=config.output_dir, **settings)
         try:
             if config.run.memory_budget is not None:

@@ -186,7 +186,7 @@ class DummyEngine:
     def __init__(self, engine: Engine) -> None:
         self.engine, self.done = engine, engine.gathers
         self.no_grad_group_size, self.join = engine.no_grad_group_size, engine.join
-        self.replay_share, self.replay_balance = engine.replay_share, engine.replay_balance
+        self.replay_share = engine.replay_share
         self.own_rows, self.uniform, self.equalized = engine.own_rows, engine.uniform, list
 
     def micro_steps(self, micro_batches: list[MicroBatch]) -> Iterator[MicroBatch]:

@@ -246,10 +246,7 @@ def build_loss(config: TrainConfig, encoder: DualEncoder, rules: PairRules | Non
     if loss.distillation != "none":  # not config.distils: the type checker needs the comparison
         distillation = Distillation(loss.distillation, temperature, loss.teacher_temperature, loss.distillation_weight)
     rules = _rules_without_data(config) if rules is None else rules
-    info_nce = InfoNCE(
-        temperature, loss.mask_false_negatives, rules=rules, hardness=loss.hardness, symmetric=loss.symmetric
-    )
-    return Objective(info_nce, matryoshka, distillation)
+    return Objective(InfoNCE(temperature, loss.mask_false_negatives, rules=rules), matryoshka, distillation)
 
 
 def build_bank(config: TrainConfig, engine: Engine, encoder: DualEncoder, loss: Objective) -> Bank:
@@ -262,7 +259,6 @@ def build_bank(config: TrainConfig, engine: Engine, encoder: DualEncoder, loss: 
         keep=config.bank.keep,
         warmup_steps=config.bank.warmup_steps,
         age_decay=config.bank.age_decay,
-        symmetric=config.loss.symmetric,
     )
     settings = config.bank_size(), encoder.dim, loss.similarity, options, loss.matryoshka
     return MatryoshkaBank(*settings, push=config.usual_push(engine.world, longest), device=engine.device)
