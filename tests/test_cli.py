@@ -294,7 +294,7 @@ BAD_CALLS = {
     "two things to evaluate": (["evaluate", "--data", "x", "--run", "y"], "evaluate got --data, --run"),
     "bm25 has no vectors": (["encode", "--model", "bm25", "--input", "{data}", "--output", "v"], "has no vectors"),
     "no model there": (["evaluate", "--model", "./absent", "--data", "{data}"], "./absent: no such folder"),
-    "both run and query": (["search", "--model", "x", "--data", "y"], "interactive, but got none"),
+    "neither run nor query": (["search", "--model", "x", "--data", "y"], "--output, but got none"),
     "report of nothing": (["report", "absent"], "absent: no config.yaml"),
     "not a run file": (
         ["evaluate", "--run", "{data}/corpus.jsonl", "--qrels", "{data}/qrels/test.tsv"],

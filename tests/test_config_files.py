@@ -354,7 +354,6 @@ def test_every_setting_says_what_it_accepts():
     [
         (["report"], "contaccum report needs RUNS; contaccum report --help lists all options"),
         (["merge"], "contaccum merge needs MODEL and OUTPUT;"),
-        (["explore"], "contaccum explore needs --models and --data;"),
         (["data", "convert", "a"], "contaccum data convert needs TARGET and --to;"),
         (["encode", "--model", "x"], "contaccum encode needs --input and --output;"),
         (["data", "convertt", "a"], "contaccum data convertt: no such command; did you mean contaccum data convert?"),

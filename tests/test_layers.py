@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parent.parent / "contaccum"
 FLOORS = [
     {"__main__"},
     {"cli", "__init__"},
-    {"experiments", "integrations", "explore", "doctor"},
+    {"experiments", "integrations", "doctor"},
     {"training"},
     {"evaluation"},
     {"retrieval"},
@@ -42,7 +42,6 @@ HOMES = {
         "runtime/hub.py",
     },
     "pyarrow.parquet": {"retrieval/shards.py"},
-    "gradio": {"explore/app.py"},
 }
 LIGHT = [
     "__init__.py",

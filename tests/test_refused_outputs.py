@@ -1,8 +1,6 @@
 """An output that is an input of the same call is refused, and so is text that UTF-8 cannot encode."""
 
-import io
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -176,9 +174,3 @@ def test_sound_text_of_every_plane_is_searched(capsys):
     """Negative control."""
     assert require_utf8("naïve 🦉 \u2028", "the query") == "naïve 🦉 \u2028"
     assert main(["search", "--model", "bm25", "--data", "d", "--query", "naïve 🦉"]) == 0
-
-
-def test_a_byte_typed_at_the_prompt_that_is_not_utf8_is_refused(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"sound\nna\xffve\n"), "utf-8"))
-    assert main(["search", "--model", "bm25", "--data", "d", "--interactive"]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].endswith("byte 0xff is not UTF-8; the text must be valid UTF-8")

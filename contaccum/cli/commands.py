@@ -71,11 +71,6 @@ def _search(task: options.QueryConfig, encoder: EncoderConfig, settings: SearchC
 
     k = (100 if task.output else 10) if task.k is None else task.k
     how: dict[str, Any] = {"data": task.data, "split": task.split, "k": k, "settings": settings, "policy": policy}
-    if task.interactive:
-        from contaccum.explore.app import converse
-
-        converse(encoder, **how)
-        return None
     with joined(encoder.timeout_minutes) as group:
         if task.query is not None:
             return render_passages(look(encoder, query=task.query, group=group, **how)) or "no passage was found"
@@ -196,21 +191,10 @@ COMMANDS = {
     "search": Command(
         _search,
         "find passages for the queries of a split, or for one query",
-        "Search a corpus for all queries of a split (writes a TREC run file), for one query, or for queries typed in a terminal.",
-        '%(prog)s --model DIR --data BEIR_DIR (--split test --output FILE | --query "TEXT" | --interactive) [options]',
+        "Search a corpus for all queries of a split (writes a TREC run file), or for one query.",
+        '%(prog)s --model DIR --data BEIR_DIR (--split test --output FILE | --query "TEXT") [options]',
         "QueryConfig EncoderConfig SearchConfig DataPolicy",
         skip=("strict",),
-    ),
-    "explore": Command(
-        _call("contaccum.explore.app:explore"),
-        "compare in a browser what retrievers find",
-        "Serve a web page that shows the passages found for a query by one model, or by two models side by side. The page also "
-        "lists the judged queries. With one model, the query with the lowest metric is at the top. With two models, the list is "
-        "sorted by the metric of the first model minus that of the second, lowest first. Vectors are cached. Needs the extra "
-        "`explore`.",
-        "%(prog)s --models DIR [DIR|bm25 ...] --data BEIR_DIR [--split test] [--port N] [options]",
-        "ExploreConfig EncoderConfig SearchConfig DataPolicy",
-        skip=("model", "timeout_minutes", "index_dir", "strict"),
     ),
     "evaluate": Command(
         _evaluate,

@@ -70,24 +70,19 @@ class QueryConfig:
     data: str
     """Data set: BEIR folder or name of a data set."""
     split: str = "test"
-    """Split whose queries are run. With --interactive, results that are relevant in this split are marked. With --query, only
-    a data set of the Hub uses it."""
+    """Split whose queries are run. With --query, only a data set of the Hub uses it."""
     output: str | None = None
     """TREC run file to write."""
     query: str | None = None
     """Text of a single query. The best passages for this query are printed."""
-    interactive: bool = setting(False, flag=True)
-    """Read queries line by line, from a prompt or a pipe, and print the best passages for each query. An empty line ends the
-    command."""
     k: int | None = setting(None, at_least=1, unit="passages")
     """Number of passages to find for each query. Default: 100 with --output, else 10."""
 
     def check_call(self) -> None:
-        """Raise InputError unless exactly one of --query, --output and --interactive is given."""
-        given = [f"--{name}" for name in ("query", "output", "interactive") if getattr(self, name) not in (None, False)]
-        if len(given) != 1:
-            found = " and ".join(given) or "none"
-            raise InputError(f"search needs exactly one of --query, --output and --interactive, but got {found}")
+        """Raise InputError unless exactly one of --query and --output is given."""
+        if (self.query is None) == (self.output is None):
+            found = "none" if self.query is None else "both"
+            raise InputError(f"search needs exactly one of --query and --output, but got {found}")
 
 
 @dataclass(eq=False, repr=False)
@@ -206,28 +201,6 @@ class MineConfig:
         low, high = self.min_score, self.max_score
         if low is not None and high is not None and low > high:
             raise InputError(f"min_score is {low}, but max_score is {high}; min_score must not be larger")
-
-
-@dataclass(frozen=True)
-class ExploreConfig:
-    """Retrievers to explore, and address of the page."""
-
-    models: tuple[str, ...] = setting(required=True, several=True, metavar="DIR")
-    """Retrievers: folders of runs, of trained models or of other encoders; names on the Hub; or `bm25`. The page shows one
-    retriever, or two side by side."""
-    data: str = setting()
-    """Data to search: BEIR folder, name of a data set, corpus.jsonl file, or TSV file of passages."""
-    split: str = "test"
-    """Split whose judged queries are listed. Data without relevance judgements need no split."""
-    k: int = setting(100, at_least=1, unit="passages")
-    """Number of passages in the ranking of a judged query. Metrics and ranks are computed from this ranking."""
-    embeddings: tuple[str, ...] = setting((), several=True, metavar="DIR")
-    """Folders that `contaccum encode` wrote. Each folder is used for the model that computed its vectors. The vectors of a model
-    without a folder are computed and cached."""
-    host: str = "127.0.0.1"
-    """Address on which the server listens. The default accepts connections from this machine only. There is no password."""
-    port: int = 7860
-    """Port on which the server listens. 0: any free port."""
 
 
 @dataclass(eq=False, repr=False)

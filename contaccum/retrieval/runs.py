@@ -6,10 +6,9 @@ with the same passages as a run with a smaller k.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
-from unicodedata import combining, east_asian_width
 
 from datasets import Dataset
 
@@ -117,32 +116,10 @@ def rows_of(corpus: Dataset, ids: set[str]) -> dict[str, int]:
     return rows
 
 
-def render_passages(
-    passages: Sequence[RankedPassage], grades: Mapping[str, int] | None = None, width: int | None = None
-) -> str:
-    """Format each passage as two lines of at most ``width`` columns.
-
-    The first line contains rank, score, id and title. The second line contains the text. grades: passage id -> grade. After the
-    rank, + marks a relevant passage, and - a passage that was judged not relevant.
-    """
+def render_passages(passages: Sequence[RankedPassage]) -> str:
+    """Format each passage as two lines: rank, score, id and title; then the text. Control characters become spaces."""
     lines = []
     for rank, passage in enumerate(passages, start=1):
-        grade = (grades or {}).get(passage.id)
-        mark = " " if grade is None else "+" if grade > 0 else "-"
-        lines += [f"{rank:3d} {mark} {passage.score:7.4f}  {passage.id}  {passage.title}", f"      {passage.text}"]
-    return "\n".join(truncate_line(line, width) for line in lines)
-
-
-def truncate_line(text: str, width: int | None) -> str:
-    """Return a text as one line of at most ``width`` terminal columns. Control characters become spaces."""
-    line = "".join(letter if letter.isprintable() else " " for letter in text)
-    if width is None or sum(map(_columns, line)) <= width:
-        return line
-    used, end = 0, 0
-    while used + _columns(line[end]) <= width - 1:  # one column is kept for the ellipsis
-        used, end = used + _columns(line[end]), end + 1
-    return line[:end] + "…"
-
-
-def _columns(letter: str) -> int:
-    return 0 if combining(letter) else 2 if east_asian_width(letter) in "WF" else 1
+        lines.append(f"{rank:3d}   {passage.score:7.4f}  {passage.id}  {passage.title}")
+        lines.append(f"      {passage.text}")
+    return "\n".join("".join(letter if letter.isprintable() else " " for letter in line) for line in lines)

@@ -8,8 +8,7 @@ import pytest
 from datasets import Dataset
 
 from contaccum.errors import InputError
-from contaccum.explore.html import shared_words
-from contaccum.retrieval.retriever import BM25, words_of
+from contaccum.retrieval.retriever import BM25
 
 TEXTS = {
     "a": ("", "cats chase mice, and cats sleep"),
@@ -75,25 +74,3 @@ def test_one_index_answers_many_searches():
     index = BM25(CORPUS)
     for query in ("cats", "dogs chase cheese"):
         assert index.search({"q": query}, 3) == BM25(CORPUS).search({"q": query}, 3)
-
-
-@pytest.mark.parametrize(
-    ("query", "text", "words"),
-    [
-        (
-            "Cats of the sun",
-            "The cats, CATS and catsup of a sun",
-            ["cats", "CATS", "sun"],
-        ),  # no stop words, whole words
-        ("a b c", "a b c", []),  # a word has two letters
-        ("no-one", "NO_one saw no one-two", ["one"]),  # "no" is a stop word, "NO_one" another word
-        ("straße ΣΑΣ", "die Straße, STRASSE; σας Σας", ["Straße", "σας", "Σας"]),
-        ("stanbul sun", "İİ İstanbul's sun", ["stanbul", "sun"]),  # "İ" becomes two letters in lower case
-        ("", "cats", []),
-    ],
-)
-def test_shared_words_stand_where_bm25_reads_them(query, text, words):
-    spans = shared_words(query, text)
-    assert [text[start:stop] for start, stop in spans] == words
-    asked = set(words_of([query])[0])
-    assert [text[start:stop].lower() for start, stop in spans] == [w for w in words_of([text])[0] if w in asked]
