@@ -71,7 +71,7 @@ def run_row(model: str, device: str, length: int, steps: int, changes: dict[str,
         setattr(getattr(config, group), field, value)
     validate(config)
     if config.run.compile == "default" and not torch.cuda.is_available():
-        raise ValueError("compiling takes minutes on a CPU and gains nothing there (docs/log.md)")
+        raise ValueError("compiling takes minutes on a CPU and gains nothing there")
     engine = Engine(device=device, precision=config.run.precision, tf32=config.run.tf32)
     try:
         if config.run.tf32 and engine.device.type != "cuda":

@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 import contaccum
-from contaccum.config.spellings import REMOVED, REMOVED_VALUES
 
 ROOT = Path(__file__).parent.parent
 
@@ -28,13 +27,6 @@ def test_one_version_everywhere():
     assert set(re.findall(r"contaccum-([\d.]+)-py3|`v([\d.]+)`", released)) == {
         (contaccum.__version__, ""), ("", contaccum.__version__),
     }  # fmt: skip
-
-
-def test_changelog_says_what_replaces_each_removed_setting():
-    removed = (ROOT / "CHANGELOG.md").read_text().partition("### Removed")[2].partition("###")[0]
-    rows = re.findall(r"^\| (.+?) \| (.+?) \|$", removed, re.MULTILINE)
-    for setting in [*REMOVED, *(name for name, _ in REMOVED_VALUES)]:
-        assert [instead for left, instead in rows if f"`{setting}" in left], setting
 
 
 def test_workflows_run_the_checks_of_ci_on_every_supported_python():
