@@ -28,12 +28,22 @@ class MethodSpec(NamedTuple):
     def pushes_whole_step(self) -> bool:
         return self.two_pass and self.bank != "none"
 
-    def cost(self, replay_share: float = 1.0) -> float:
-        """Return the cost of one pair in a training step, in forward passes. A backward pass costs as much as 2 forward passes.
+    def cost(self, pairs: int, micro_batch_size: int | None, replay_share: float = 1.0) -> float:
+        """Return the mean cost of one pair in a training step, in forward passes.
 
-        replay_share: with a two-pass method, the share of the texts that are encoded again, with gradients.
+        A backward pass costs as much as 2 forward passes. So a pair costs 3 with one pass over the
+        texts, and 4 with two. Without partial replay, the last micro-batch of a step keeps its
+        graph from the first pass, which saves its second forward pass.
+
+        pairs: pairs in one step (N). micro_batch_size: pairs in one micro-batch (B), or None for
+        micro-batches by tokens: their last size is not known, so nothing is subtracted.
+        replay_share: share of the texts that the second pass encodes again, with gradients.
         """
-        return 1 + 3 * replay_share if self.two_pass else 3.0
+        if not self.two_pass:
+            return 3.0
+        if replay_share < 1:
+            return 1 + 3 * replay_share
+        return 4 - (micro_batch_size or 0) / pairs
 
 
 METHOD_SPECS: dict[str, MethodSpec] = {

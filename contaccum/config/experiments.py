@@ -44,9 +44,9 @@ class CompareConfig:
     budget: str | None = None
     """Budget of each training run, in one of four units: forward passes of a pair (200000f), pairs (50000p), updates (300u),
     or seconds (600s). Every run gets as many steps as this budget allows. A backward pass counts as 2 forward passes, so a pair
-    costs 3 passes with a one-pass method. With `grad_cache` or `cont_cache`, a pair costs 1 + 3 x `replay.share` passes, because
-    a second pass encodes this share of the texts again. For a budget in seconds, a few steps are measured first. Default:
-    `optim.max_steps` or `optim.epochs`."""
+    costs 3 passes with a one-pass method. With `grad_cache` or `cont_cache`, a pair costs 1 + 3 x `replay.share` passes, or
+    4 - B / N passes if `replay.share` is 1 (N pairs in a step, B in a micro-batch). For a budget in seconds, a few steps are
+    measured first. Default: `optim.max_steps` or `optim.epochs`."""
     tune: tuple[str, ...] = setting((), several=True, metavar="GROUP.FIELD=v1,v2")
     """Settings to tune, with the values to try. For each method, only the settings that the method uses are tuned, in all
     combinations, with the first seed. Then the method uses the combination that is best on `data.dev`. Combinations compete in

@@ -207,8 +207,8 @@ class ReplayConfig:
 
     share: float = setting(1.0, above=0, at_most=1, methods="two_pass", unused_with=_ONE_PASS)
     """Share of the texts that the second pass encodes again (p). Texts with large gradients are preferred. The sampled gradients
-    are weighted, and then shifted by one vector so that they have the same sum as the gradients of all texts. A step costs
-    1 + 3p forward passes instead of 4. With p = 1, the gradient is exact. Below 1, the first pass has no dropout."""
+    are weighted, and then shifted by one vector so that they have the same sum as the gradients of all texts. Below 1,
+    a pair costs 1 + 3p forward passes, and the first pass has no dropout. With p = 1, the gradient is exact."""
 
     def broken(self, config: "TrainConfig", world: int) -> Iterator[str]:
         if config.replay_share < 1 and config.run.compile == "cuda_graphs":

@@ -73,7 +73,8 @@ def _budget_section(groups: list[RunGroup], metric: str, found: list[Difference]
     title = "At equal training time" if budget.unit == "s" else "At equal budget"
     note = (
         f"Each run has as many steps as the budget of {budget} allows. The unit of cost is one forward pass of one pair; a "
-        "backward pass costs 2. So a pair costs 1 + 3 * replay.share with grad_cache and cont_cache, and 3 with other methods."
+        "backward pass costs 2. A pair costs 3 with one-pass methods. With grad_cache and cont_cache, it costs "
+        "1 + 3 * replay.share with partial replay, else 4 - B / N, because the last micro-batch is encoded once."
     )
     if found:
         note += " The p values are those of the significance tests in the Quality section."
@@ -103,7 +104,9 @@ def cost_of(group: RunGroup) -> dict[str, int]:
     """
     size, share = group.setting("batch.global_batch_size"), group.setting("replay.share")
     steps = group.setting("optim.max_steps") or max((line["step"] for line in group.runs[0].steps), default=0)
-    price = METHOD_SPECS[str(group.method)].cost(share)
+    by_tokens = group.setting("batch.micro_batch_tokens") is not None
+    micro_batch_size = None if by_tokens else group.setting("batch.micro_batch_size")
+    price = METHOD_SPECS[str(group.method)].cost(size, micro_batch_size, share)
     return {"N": size, "steps": steps, "pairs": steps * size, "forward_passes": round(steps * size * price)}
 
 

@@ -47,7 +47,9 @@ class Budget(NamedTuple):
         step_seconds: measured seconds of a step, only for a budget in seconds. Raises InputError if the number of steps is 0.
         """
         pairs = config.batch.global_batch_size
-        prices = {"f": pairs * config.spec.cost(config.replay_share), "p": pairs, "u": 1, "s": step_seconds}
+        micro_batch_size = None if config.micro_batch_tokens else config.micro_batch_size(world=1)
+        passes = config.spec.cost(pairs, micro_batch_size, config.replay_share)
+        prices = {"f": pairs * passes, "p": pairs, "u": 1, "s": step_seconds}
         price = prices[self.unit]
         assert price is not None
         # limit_denominator removes rounding errors of the price: 1 + 3 * 0.3 is not exactly 1.9

@@ -350,7 +350,7 @@ def tuning_table(study: Path) -> list[list[str]]:
 
 BUDGET = [
     "--budget",
-    "192f",
+    "180f",
     "--seeds",
     "1",
     "--baselines",
@@ -375,11 +375,11 @@ def tuned_study(study_folder):
 
 @pytest.mark.acceptance
 def test_runs_get_the_steps_that_the_budget_pays_for(tuned_study):
-    """192 forward passes pay for 192 / (4 * 4) = 12 steps of 4 pairs and 3 of 16; a third of it for 4 and 1."""
+    """180 forward passes pay for 15 steps of 4 pairs (12 passes each) and 3 of 16 pairs (60); a third of them for 5 and 1."""
     names = [
         f"grad_cache-learning_rate={rate}-global_batch_size={n}-seed0" for rate in ("1e-9", "3e-3") for n in (4, 16)
     ]
-    for name, count in zip(names, (4, 1, 4, 1), strict=True):
+    for name, count in zip(names, (5, 1, 5, 1), strict=True):
         run = tuned_study / "tuning" / f"{name}-1of3"
         rates = [line["learning_rate"] for line in read_log(run) if "loss" in line]
         assert len(rates) == count
@@ -396,7 +396,7 @@ def test_runs_get_the_steps_that_the_budget_pays_for(tuned_study):
     assert set(tuned["at_the_edge"]) == set(best["values"])
     (row,) = found["results"]
     n = int(best["values"]["batch.global_batch_size"])
-    assert (row["setting"], row["steps"], row["forward_passes"]) == ("grad_cache", 192 // (4 * n), 192)
+    assert (row["setting"], row["steps"], row["forward_passes"]) == ("grad_cache", 180 // (4 * n - 4), 180)
     assert not list(tuned_study.glob("runs/*/model")) + list(tuned_study.glob("runs/*/checkpoints"))
     assert "## At equal budget" in (tuned_study / "report.md").read_text()
 

@@ -17,16 +17,18 @@ FULL = Fraction(1)
 
 
 def steps(
-    budget: str, method: str, n: int, share: float = 1.0, part: Fraction = FULL, seconds: float | None = None
+    budget: str, method: str, n: int, share: float = 1.0, part: Fraction = FULL, seconds: float | None = None, **batch
 ) -> int:
-    config = train_config(Path("d"), Path("o"), method, **{"batch.global_batch_size": n, "replay.share": share})
+    """Return the number of steps that the budget allows, in micro-batches of 4 pairs. batch: other settings of the batch."""
+    sizes = {"batch.global_batch_size": n, **{f"batch.{name}": value for name, value in batch.items()}}
+    config = train_config(Path("d"), Path("o"), method, **sizes, **{"replay.share": share})
     limit = limited(config, parse_budget(budget), part, seconds)
     assert limit.optim.max_steps is not None
     return limit.optim.max_steps
 
 
 @pytest.mark.parametrize(
-    ("method", "expected"),  # 6144 / (64 * 3) = 32, 6144 / (64 * 4) = 24, 6144 / (64 * 2.5) = 38.4
+    ("method", "expected"),  # 6144 / (64 * 3) = 32, 6144 / (64 * 4 - 4) = 24.4, 6144 / (64 * 2.5) = 38.4
     [
         ("in_batch", {1.0: 32, 0.5: 32}), ("grad_accum", {1.0: 32, 0.5: 32}), ("passage_bank", {1.0: 32, 0.5: 32}),
         ("cont_accum", {1.0: 32, 0.5: 32}), ("grad_cache", {1.0: 24, 0.5: 38}), ("cont_cache", {1.0: 24, 0.5: 38}),
@@ -37,9 +39,13 @@ def test_budget_in_forward_passes_gives_the_steps_computed_by_hand(method, expec
 
 
 def test_every_method_has_a_cost():
-    costs = {name: spec.cost(0.3) for name, spec in METHOD_SPECS.items()}
+    costs = {
+        name: (spec.cost(16, 8, 0.3), spec.cost(16, 8), spec.cost(16, None)) for name, spec in METHOD_SPECS.items()
+    }
+    one_pass, two_pass = (3, 3, 3), (1.9, 3.5, 4)
     assert costs == {
-        "in_batch": 3, "grad_accum": 3, "passage_bank": 3, "cont_accum": 3, "grad_cache": 1.9, "cont_cache": 1.9,
+        "in_batch": one_pass, "grad_accum": one_pass, "passage_bank": one_pass, "cont_accum": one_pass,
+        "grad_cache": two_pass, "cont_cache": two_pass,
     }  # fmt: skip
 
 
@@ -48,7 +54,9 @@ def test_other_units_give_the_steps_computed_by_hand():
         assert steps("50000p", method, 64) == 781  # 50000 / 64 = 781.25
         assert steps("300u", method, 64) == 300
         assert steps("600s", method, 64, seconds=2.5) == 240
-    assert steps("6144f", "grad_cache", 16) == 96
+    assert steps("6144f", "grad_cache", 16) == 102  # 6144 / (16 * 4 - 4) = 102.4
+    assert steps("6144f", "grad_cache", 16, micro_batch_size=8) == 109  # 6144 / (16 * 4 - 8) = 109.7
+    assert steps("6144f", "grad_cache", 16, micro_batch_tokens=512) == 96  # 6144 / (16 * 4)
     assert steps("6144f", "grad_cache", 64, part=Fraction(1, 3)) == 8
     assert steps("110f", "grad_cache", 5, 0.4) == 10  # 1 + 3 * 0.4 is 2.2000000000000002 in floating point
 
@@ -56,7 +64,7 @@ def test_other_units_give_the_steps_computed_by_hand():
 def test_budget_that_pays_for_no_step_is_refused():
     with pytest.raises(
         InputError,
-        match=r"one step of grad_cache costs 256 forward passes of a pair, but a run may cost at most 227\.556",
+        match=r"one step of grad_cache costs 252 forward passes of a pair, but a run may cost at most 227\.556",
     ):
         steps("6144f", "grad_cache", 64, part=Fraction(1, 27))
 

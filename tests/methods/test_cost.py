@@ -1,0 +1,70 @@
+"""The cost of a pair that budgets charge is the number of passes that the encoder makes."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers import make_bank, micro_batches, tiny_encoder
+
+from contaccum.config import METHOD_SPECS
+from contaccum.encoder import Tower
+from contaccum.methods import METHODS
+from contaccum.methods.loss import InfoNCE
+from contaccum.runtime.engine import Engine
+
+PAIRS = 16
+
+
+def count_passes(tower: Tower) -> Callable[[], int]:
+    """Return a function that gives the passes of all texts through a tower so far. A backward pass of a text counts as 2."""
+    texts = {"forward": 0, "backward": 0}
+
+    def count(_tower, _inputs, output: torch.Tensor) -> None:
+        texts["forward"] += len(output)  # (texts, d)
+        if output.requires_grad:
+            output.register_hook(lambda gradient: texts.update(backward=texts["backward"] + len(gradient)))
+
+    tower.register_forward_hook(count)
+    return lambda: texts["forward"] + 2 * texts["backward"]
+
+
+def passes_of_a_pair(method: str, size: int, share: float = 1.0, hard_negatives: int = 0) -> tuple[float, float]:
+    """Run one step of PAIRS pairs in micro-batches of ``size`` pairs.
+
+    Return the mean number of passes of a query and of a passage.
+    """
+    encoder = tiny_encoder().train()
+    count_query, count_passage = count_passes(encoder.query_tower), count_passes(encoder.passage_tower)
+    engine = Engine(device="cpu", replay_share=share)
+    engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1))
+    loss = InfoNCE(0.1)
+    bank = make_bank(PAIRS, encoder.dim, loss, push=PAIRS, hard_negatives=hard_negatives)
+    METHODS[method](engine, micro_batches(PAIRS // size, size, hard_negatives), bank, loss)
+    return count_query() / PAIRS, count_passage() / (PAIRS * (1 + hard_negatives))
+
+
+@pytest.mark.parametrize("hard_negatives", [0, 2])
+@pytest.mark.parametrize("size", [2, 8, PAIRS])
+@pytest.mark.parametrize("method", [name for name, spec in METHOD_SPECS.items() if not spec.whole])
+def test_cost_is_the_number_of_passes_that_the_towers_make(method, size, hard_negatives):
+    charged = METHOD_SPECS[method].cost(PAIRS, size)
+    assert passes_of_a_pair(method, size, hard_negatives=hard_negatives) == (charged, charged)
+    # negative control: a second forward pass of every text would cost 4
+    assert charged < 4
+
+
+def test_a_step_of_one_micro_batch_costs_as_much_as_in_batch():
+    charged = METHOD_SPECS["in_batch"].cost(PAIRS, PAIRS)
+    assert charged == METHOD_SPECS["grad_cache"].cost(PAIRS, PAIRS) == 3
+    assert passes_of_a_pair("in_batch", PAIRS) == (charged, charged)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5])
+@pytest.mark.parametrize("size", [4, PAIRS])
+@pytest.mark.parametrize("method", ["grad_cache", "cont_cache"])
+def test_cost_with_partial_replay_is_the_number_of_passes_that_the_towers_make(method, size, share):
+    charged = METHOD_SPECS[method].cost(PAIRS, size, share)
+    assert charged == 1 + 3 * share
+    assert passes_of_a_pair(method, size, share) == (charged, charged)
+    # negative control: without partial replay, the same step makes more passes
+    assert passes_of_a_pair(method, size)[0] > charged
