@@ -290,7 +290,6 @@ BAD_CALLS = {
     "number is a word": (["train", "--bank.size", "many"], "many"),
     "nothing to evaluate": (["evaluate", "--model", "x"], "evaluate got neither data nor a run file"),
     "no model to evaluate": (["evaluate", "--data", "{data}"], "got no --model"),
-    "no processes": (["evaluate", "--model", "x", "--data", "{data}", "--processes", "0"], "--processes is 0"),
     "two things to evaluate": (["evaluate", "--data", "x", "--run", "y"], "evaluate got --data, --run"),
     "bm25 has no vectors": (["encode", "--model", "bm25", "--input", "{data}", "--output", "v"], "has no vectors"),
     "no model there": (["evaluate", "--model", "./absent", "--data", "{data}"], "./absent: no such folder"),

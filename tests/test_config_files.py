@@ -165,10 +165,6 @@ def test_limits_name_units_that_settings_have_and_allow_every_default():
             ["encode", "--model", "m", "--input", "i", "--output", "o", "--batch_tokens", "1" + "0" * 10],
             "at most 1e+09",
         ),
-        (
-            ["evaluate", "--model", "m", "--data", "d", "--processes", "100000"],
-            "--processes is 100000, expected at most 4096",
-        ),
         (["rounds", "--config", "c.yaml", "--rounds.count", "1001"], "rounds.count is 1001, expected at most 1000"),
         (["compare", "--config", "c.yaml", "--seeds", "1" + "0" * 20], "--seeds is 1e+20, expected at most 1000"),
         (["mine", "--model", "m", "--data", "d", "--output", "o", "--num_negatives", "9" * 70], "has 70 digits"),

@@ -24,7 +24,6 @@ CASES = [
     (SCORED, ["--match", "regex"], "match without --questions"),
     (SCORED, ["--metric", "mrr@10", "--against", "run.trec"], None),
     (SCORED, ["--relevance_level", "2", "--max_bad_records", "1", "--strict", "--timeout_minutes", "5"], None),
-    (SEARCHED, ["--processes", "2"], "processes without --questions"),
     (SEARCHED, ["--metric", "mrr@10"], "metric without --against"),
     (SEARCHED, ["--factory", "SQ8"], "factory with --model bm25"),
     (SEARCHED, ["--embeddings", "vectors"], "embeddings with --model bm25"),
@@ -62,7 +61,7 @@ def test_an_option_without_effect_is_named(call, options, named, folder, monkeyp
 def test_questions_are_answered_without_splits_and_grades(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     call = ["evaluate", "--model", "absent/model", "--questions", "absent.tsv", "--passages", "data"]
-    assert main([*call, "--split", "dev", "--strict", "--match", "regex", "--processes", "2", "--k", "5"]) == 2
+    assert main([*call, "--split", "dev", "--strict", "--match", "regex", "--k", "5"]) == 2
     assert [line for line in capsys.readouterr().err.splitlines() if "no effect" in line] == [
         "contaccum: warning: --split has no effect with --questions",
         "contaccum: warning: --strict has no effect with --questions",

@@ -96,7 +96,7 @@ def _evaluate(task: options.EvaluateConfig, encoder: EncoderConfig, settings: Se
             only = next((each.data for each in evaluate.benchmark_sets(task.data, task.split)), task.data)
             return render_metrics(evaluate.evaluate(encoder, only, **how))
         if task.questions is not None:
-            how |= {"match": task.match, "processes": task.processes}
+            how |= {"match": task.match}
             return render_metrics(evaluate_questions(encoder, task.questions, str(task.passages), **how))
         run, qrels = str(task.run), str(task.qrels)
         how = {"relevance_level": level, "policy": policy}

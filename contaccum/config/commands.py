@@ -108,8 +108,6 @@ class EvaluateConfig:
     """Passages for --questions: a DPR passages file (id, tab, text, tab, title), or any other corpus."""
     match: Literal["string", "regex"] = setting("string", needs="questions")
     """How to find answers in passages: as plain text (`string`), or as regular expressions (`regex`)."""
-    processes: int = setting(1, at_least=1, unit="processes", needs="questions")
-    """Number of processes that look for answers in passages."""
     run: str | None = None
     """TREC run file to evaluate."""
     qrels: str | None = None

@@ -6,14 +6,9 @@ sets, such as CuratedTREC, an answer is a regular expression. A passage contains
 text of the passage. Source: Karpukhin et al. 2020, "Dense Passage Retrieval", section 5, and the code of that paper.
 """
 
-import time
 import warnings
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from multiprocessing import get_context
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 from unicodedata import normalize
 
 import regex
@@ -33,24 +28,10 @@ from contaccum.runtime.processes import ALONE, Processes
 CUTOFFS = (1, 5, 20, 100)
 MATCHES = ("string", "regex")
 SECONDS_PER_MATCH = 1.0  # maximum time of a pattern on one passage; some patterns would never end
-SECONDS_PER_PATTERN = 10.0  # maximum time of a pattern on all passages of its question
-LONGEST_PATTERN = 2000  # maximum number of characters of a pattern
-LARGEST_PATTERN = 100_000  # maximum number of characters after repetitions are expanded (a{3} to aaa)
+QUESTIONS_AT_ONCE = 64  # number of questions whose passages are in memory at a time
 
-_BATCH = 64  # number of questions that a process gets at a time
 _TOKEN = regex.compile(r"[\p{L}\p{N}\p{M}]+|[^\p{Z}\p{C}]")
-_SYNTAX = regex.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{\d*,?\d*\}|.", regex.DOTALL)
-_RECURSION = regex.compile(r"\(\?(?:R|[+-]?\d+|&|P>)")  # a recursive pattern can take gigabytes of memory
 _FLAGS = regex.IGNORECASE | regex.UNICODE | regex.MULTILINE
-
-
-class Batch(NamedTuple):
-    """Some questions, and the passages that the run has for these questions."""
-
-    questions: list[tuple[str, Question]]  # query id and question
-    hits: list[list[int]]  # for each question, the indices of its passages in ``texts``, best passage first
-    texts: list[str]  # texts of the passages, each passage once
-    match: str  # string or regex
 
 
 def token_string(text: str) -> str:
@@ -62,90 +43,27 @@ def token_string(text: str) -> str:
     return f" {' '.join(tokens)} " if tokens else ""
 
 
-def first_hits(batch: Batch) -> tuple[list[int | None], int]:
-    """Find the first passage that contains an answer, for each question of a batch.
-
-    Return two values: the rank of this passage for each question (from 1; None if no passage contains an answer), and the number
-    of answers that are empty or not a valid regular expression. If ``batch.match`` is not ``regex``, they are not counted: the
-    number is 0.
-    """
-    texts = [token_string(text) if batch.match == "string" else normalize("NFD", text) for text in batch.texts]
-    ranks: list[int | None] = []
-    unusable = 0
-    for (question_id, question), hits in zip(batch.questions, batch.hits, strict=True):
-        if batch.match == "string":
-            needles = [needle for answer in question.answers if (needle := token_string(answer))]
-            found = (rank for rank, hit in enumerate(hits, 1) if any(needle in texts[hit] for needle in needles))
-        else:
-            patterns = [
-                pattern for answer in question.answers if (pattern := _pattern(answer, question_id)) is not None
-            ]
-            unusable += len(question.answers) - len(patterns)
-            spent = dict.fromkeys(patterns, 0.0)
-            found = (rank for rank, hit in enumerate(hits, 1) if _matches(patterns, texts[hit], question_id, spent))
-        ranks.append(next(found, None))
-    return ranks, unusable
-
-
-def _pattern(answer: str, question_id: str) -> "regex.Pattern[str] | None":
-    """Compile an answer to a regular expression. Return None if the answer is empty or not a valid pattern.
-
-    Raises InputError if the pattern is too long, repeats too much or is recursive, because it could need too much time or memory.
-    """
-    fault = None
-    if len(answer) > LONGEST_PATTERN:
-        fault = f"has {len(answer):,} characters; at most {LONGEST_PATTERN:,} are allowed"
-    elif (size := _expanded_size(answer)) > LARGEST_PATTERN:
-        fault = f"has {size:,} characters after repetitions are expanded (a{{3}} to aaa); at most {LARGEST_PATTERN:,} are allowed"
-    elif _RECURSION.search(answer):
-        fault = "refers to itself; recursion is not allowed"
-    if fault:
-        raise InputError(f"question {question_id}: its answer pattern {answer[:60]!r} {fault}")
-    try:
-        return regex.compile(normalize("NFD", answer), _FLAGS) if answer else None
-    except (regex.error, RecursionError, ValueError):  # ValueError: a flag that contradicts _FLAGS, such as (?a)
-        return None
-
-
-def _expanded_size(pattern: str) -> int:
-    """Return the number of characters of a pattern after every repetition is expanded: a{2,3} counts as aaa."""
-    sizes, last = [0], 0
-    for token in _SYNTAX.findall(pattern):
-        if token == "(":
-            sizes.append(0)
-        elif token == ")" and len(sizes) > 1:
-            last = sizes.pop()
-            sizes[-1] += last
-        elif token[0] == "{" and len(token) > 1:
-            count = max((int(number) for number in regex.findall(r"\d+", token)), default=1)
-            sizes[-1] += last * max(0, count - 1)
-            last *= count
-        else:
-            last = 1
-            sizes[-1] += 1
-    return sum(sizes)
-
-
-def _matches(
-    patterns: list["regex.Pattern[str]"], text: str, question_id: str, spent: dict["regex.Pattern[str]", float]
-) -> bool:
-    """Return whether any pattern matches the text. Add the time of each search without a match to ``spent`` (pattern -> seconds).
-
-    Raises InputError if a search needs too much time.
-    """
-    for pattern in patterns:
-        start = time.monotonic()
+def compile_answers(answers: Sequence[str]) -> "list[regex.Pattern[str]]":
+    """Compile the answers that are regular expressions. Leave out empty answers and invalid patterns."""
+    patterns = []
+    for answer in answers:
         try:
-            if pattern.search(text, timeout=min(SECONDS_PER_MATCH, SECONDS_PER_PATTERN - spent[pattern])):
-                return True
-        except TimeoutError as error:
-            raise InputError(
-                f"question {question_id}: its answer pattern {pattern.pattern!r} took more than {SECONDS_PER_MATCH:g} s on one "
-                f"passage, or {SECONDS_PER_PATTERN:g} s on all passages of the question. Simplify nested repetitions such as "
-                "(a+)+."
-            ) from error
-        spent[pattern] = min(spent[pattern] + time.monotonic() - start, SECONDS_PER_PATTERN - 0.001)
-    return False
+            if answer:
+                patterns.append(regex.compile(normalize("NFD", answer), _FLAGS))
+        except (regex.error, ValueError):  # ValueError: a flag that contradicts _FLAGS, such as (?a)
+            continue
+    return patterns
+
+
+def matches(pattern: "regex.Pattern[str]", text: str, question_id: str) -> bool:
+    """Return whether a pattern matches a text. Raise InputError if the search takes longer than ``SECONDS_PER_MATCH``."""
+    try:
+        return pattern.search(text, timeout=SECONDS_PER_MATCH) is not None
+    except TimeoutError as error:
+        raise InputError(
+            f"question {question_id}: its answer pattern {pattern.pattern!r} took more than {SECONDS_PER_MATCH:g} s on "
+            "one passage. Simplify nested repetitions such as (a+)+."
+        ) from error
 
 
 def answer_accuracy(
@@ -155,63 +73,52 @@ def answer_accuracy(
     *,
     match: str = "string",
     cutoffs: Sequence[int] = CUTOFFS,
-    processes: int = 1,
 ) -> Metrics:
     """Compute the answer accuracy of a run: ``top5`` is the share of questions whose answer occurs in the first 5 passages.
 
     run: its query ids are the positions of the questions in ``questions``, from 0. A question without passages counts as wrong.
     match: ``string``, or ``regex`` if the answers are regular expressions. cutoffs: numbers of passages; 5 gives ``top5``.
-    processes: number of processes that test passages in parallel. Raises InputError if the corpus lacks a passage of the run, if
-    no query id of the run is the position of a question, or if a pattern needs too much time or memory.
+    Raises InputError if the corpus lacks a passage of the run, if no query id of the run is the position of a question, or if a
+    pattern takes more than a second on one passage.
     """
     if match not in MATCHES:
         raise InputError(f"match is {match!r}; expected one of {', '.join(MATCHES)}")
     ids = [str(number) for number in range(len(questions))]
-    if not questions or not set(run) & set(ids):
+    if not set(run) & set(ids):
         raise InputError(
-            f"the run has none of the {len(questions)} questions; its query ids must be numbers from 0 to {len(ids) - 1}"
+            f"the run has none of the {len(questions)} questions; its query ids must be the positions of the questions, from 0"
         )
-    batches = _batches(list(zip(ids, questions, strict=True)), run, corpus, match, max(cutoffs))
-    ranks: list[int | None] = []
-    unusable = 0
-    with tqdm(total=len(questions), desc="answers", unit="question", disable=None, leave=False) as bar:
-        for more, bad in _each(batches, processes):
-            ranks += more
-            unusable += bad
-            bar.update(len(more))
+    passages = {key: [passage_id for passage_id, _ in run.get(key, [])[: max(cutoffs)]] for key in ids}
+    row_of = rows_of(corpus, {passage_id for found in passages.values() for passage_id in found})
+    per_query: dict[str, dict[str, float]] = {}
+    unusable = 0  # number of answers that are no pattern
+    texts: dict[str, str] = {}  # passage id -> text as the answers are compared with it
+    for number, (key, question) in enumerate(
+        zip(tqdm(ids, desc="answers", unit="question", disable=None, leave=False), questions, strict=True)
+    ):
+        if number % QUESTIONS_AT_ONCE == 0:
+            needed = sorted(
+                {passage_id for near in ids[number : number + QUESTIONS_AT_ONCE] for passage_id in passages[near]}
+            )
+            read = corpus[[row_of[passage_id] for passage_id in needed]]["text"] if needed else []
+            normalized = [token_string(text) if match == "string" else normalize("NFD", text) for text in read]
+            texts = dict(zip(needed, normalized, strict=True))
+        needles = [tokens for answer in question.answers if (tokens := token_string(answer))]
+        patterns = compile_answers(question.answers) if match == "regex" else []
+        unusable += len(question.answers) - len(patterns) if match == "regex" else 0
+        first_rank = None
+        for rank, passage_id in enumerate(passages[key], start=1):
+            if match == "string":
+                answered = any(needle in texts[passage_id] for needle in needles)
+            else:
+                answered = any(matches(pattern, texts[passage_id], key) for pattern in patterns)
+            if answered:
+                first_rank = rank
+                break
+        per_query[key] = {f"top{cutoff}": float(first_rank is not None and first_rank <= cutoff) for cutoff in cutoffs}
     if unusable:
         warnings.warn(f"{unusable} answers are empty or not a regular expression; they match no passage", stacklevel=2)
-    found = [{f"top{cutoff}": float(rank is not None and rank <= cutoff) for cutoff in cutoffs} for rank in ranks]
-    return metrics_of(dict(zip(ids, found, strict=True)))
-
-
-def _batches(
-    questions: list[tuple[str, Question]], run: Run, corpus: Dataset, match: str, depth: int
-) -> Iterator[Batch]:
-    found = {key: [passage_id for passage_id, _ in run.get(key, [])[:depth]] for key, _ in questions}
-    rows = rows_of(corpus, {passage_id for hits in found.values() for passage_id in hits})
-    for start in range(0, len(questions), _BATCH):
-        group = questions[start : start + _BATCH]
-        needed = sorted({rows[passage_id] for question_id, _ in group for passage_id in found[question_id]})
-        number = {row: index for index, row in enumerate(needed)}
-        hits = [[number[rows[passage_id]] for passage_id in found[question_id]] for question_id, _ in group]
-        yield Batch(group, hits, list(corpus[needed]["text"]) if needed else [], match)
-
-
-def _each(batches: Iterator[Batch], processes: int) -> Iterator[tuple[list[int | None], int]]:
-    """Yield the result of ``first_hits`` for each batch, in the given order. At most two batches per process are in memory."""
-    if processes == 1:
-        yield from map(first_hits, batches)
-        return
-    # spawn, not fork: a forked process may hang if torch or faiss has started threads
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        waiting: deque[Future[tuple[list[int | None], int]]] = deque()
-        for batch in batches:
-            waiting.append(pool.submit(first_hits, batch))
-            if len(waiting) >= 2 * processes:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+    return metrics_of(per_query)
 
 
 def evaluate_questions(
@@ -222,7 +129,6 @@ def evaluate_questions(
     k: int = 100,
     settings: SearchConfig = DEFAULTS,
     match: str = "string",
-    processes: int = 1,
     policy: DataPolicy = DEFAULT_POLICY,
     output: str | Path | None = None,
     group: Processes = ALONE,
@@ -230,7 +136,7 @@ def evaluate_questions(
     """Search the passages for each question of a DPR file, and compute the answer accuracy.
 
     questions, passages: names or paths of the two files. k: number of passages per question. Of the cutoffs 1, 5, 20 and
-    100, those above k are skipped. match, processes: see ``answer_accuracy``. output: file to write the metrics to. choice,
+    100, those above k are skipped. match: see ``answer_accuracy``. output: file to write the metrics to. choice,
     group, policy: see ``contaccum.search``.
     """
     cutoffs = cutoffs_within(CUTOFFS, k)
@@ -241,6 +147,6 @@ def evaluate_questions(
         read, corpus = sources[questions].questions, sources[passages].corpus
     queries = {str(number): question.text for number, question in enumerate(read)}
     run = Retriever.open(choice, corpus, settings, group).search(queries, k)
-    metrics = answer_accuracy(read, run, corpus, match=match, cutoffs=cutoffs, processes=processes)
+    metrics = answer_accuracy(read, run, corpus, match=match, cutoffs=cutoffs)
     left_out = {str(name): sum(source.left_out.values()) for name, source in sources.items() if source.left_out}
     return save_metrics(metrics, output, {"model": choice.model, "data": questions, "passages": passages}, left_out)

@@ -1,7 +1,4 @@
-"""DPR's answer matching in cases made by hand, and accuracy in one and in several processes."""
-
-import time
-import warnings
+"""DPR's answer matching in cases made by hand, and accuracy against plain words."""
 
 import pytest
 from datasets import Dataset
@@ -9,14 +6,14 @@ from datasets import Dataset
 from contaccum.cli import main
 from contaccum.config.commands import SearchConfig
 from contaccum.errors import InputError
-from contaccum.evaluation import answers
-from contaccum.evaluation.answers import Batch, answer_accuracy, first_hits
+from contaccum.evaluation.answers import answer_accuracy
 from contaccum.formats.records import Question
 from contaccum.retrieval.retriever import Retriever
 
 
 def has_answer(text: str, answers: list[str], match: str = "string") -> bool:
-    return first_hits(Batch([("0", Question("", answers))], [[0]], [text], match))[0] == [1]
+    corpus = Dataset.from_dict({"id": ["p"], "title": [""], "text": [text]})
+    return answer_accuracy([Question("", answers)], {"0": [("p", 1.0)]}, corpus, match=match)["mean"]["top1"] == 1
 
 
 @pytest.mark.parametrize(
@@ -124,18 +121,14 @@ def many(count: int = 300):
     return questions, run, corpus
 
 
-@pytest.mark.parametrize("match", ["string", pytest.param("regex", marks=pytest.mark.acceptance)])
-def test_two_processes_count_what_one_counts_and_what_plain_words_say(match):
+def test_accuracy_is_what_plain_words_say():
     questions, run, corpus = many()
-    one = answer_accuracy(questions, run, corpus, match=match)
-    two = answer_accuracy(questions, run, corpus, match=match, processes=2)
-    assert one == two
-    if match == "string":
-        texts = dict(zip(corpus["id"], (f"{text} " for text in corpus["text"]), strict=True))
-        first = [any(f"{a} " in texts[run[str(n)][0][0]] for a in q.answers) for n, q in enumerate(questions)]
-        assert [one["per_query"][str(n)]["top1"] for n in range(300)] == [float(held) for held in first]
+    found = answer_accuracy(questions, run, corpus)
+    texts = dict(zip(corpus["id"], (f"{text} " for text in corpus["text"]), strict=True))
+    first = [any(f"{a} " in texts[run[str(n)][0][0]] for a in q.answers) for n, q in enumerate(questions)]
+    assert [found["per_query"][str(n)]["top1"] for n in range(300)] == [float(held) for held in first]
     changed = [question._replace(answers=["nowhere"]) for question in questions]
-    assert answer_accuracy(changed, run, corpus, match=match, processes=2)["mean"]["top20"] == 0.0
+    assert answer_accuracy(changed, run, corpus)["mean"]["top20"] == 0.0
 
 
 def test_patterns_that_are_none_are_counted():
@@ -145,77 +138,12 @@ def test_patterns_that_are_none_are_counted():
     assert metrics["mean"]["top1"] == pytest.approx(2 / 3)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_pattern_that_backtracks_without_end_is_stopped_and_named(processes):
+def test_a_pattern_that_backtracks_without_end_is_stopped_and_named():
     """Not stopped, it would try more than 10^12 ways to divide the letters."""
     corpus = Dataset.from_dict({"id": ["p"], "title": [""], "text": ["a" * 60 + "b"]})
     questions = [Question("fine", ["ab"]), Question("bomb", [r"(a|aa)+$"])]
     with pytest.raises(InputError, match=r"question 1: its answer pattern '\(a\|aa\)\+\$' took more than 1 s"):
-        answer_accuracy(questions, run_of("p", "p"), corpus, match="regex", processes=processes)
-
-
-EXPLOSIVE = {
-    "a large repetition": (
-        "a{100000000,}",
-        r"has 100,000,000 characters after repetitions are expanded \(a\{3\} to aaa\); at most 100,000",
-    ),
-    "a large upper bound": ("x(ab){2,90000}", "has 180,001 characters after"),
-    "nested repetitions": ("((a{500}){500}){500}", "has 125,000,000 characters after"),
-    "a repeated class": (r"([\\)(]{400}){400}", "has 160,000 characters after"),
-    "a number of 900 digits": ("a{" + "9" * 900 + "}", "has 999,999"),
-    "20,000 brackets": ("(" * 10_000 + "a" + ")" * 10_000, "has 20,001 characters; at most 2,000 are allowed"),
-    "a long text": ("a" * 2001, "has 2,001 characters"),
-    "recursion": ("(?R)", "refers to itself; recursion is not allowed"),
-    "recursion into a group": ("(a|(?1))*b", "refers to itself"),
-    "recursion by name": ("(?P<x>a(?&x)?)", "refers to itself"),
-}
-
-
-@pytest.mark.parametrize(("pattern", "fault"), EXPLOSIVE.values(), ids=EXPLOSIVE)
-def test_a_pattern_that_explodes_is_refused_before_it_is_compiled(pattern, fault):
-    """Compiled, the first one takes 12 s and 4 GB."""
-    corpus = Dataset.from_dict({"id": ["p"], "title": [""], "text": ["a" * 60 + "b"]})
-    start = time.monotonic()
-    with pytest.raises(InputError, match=f"question 1: its answer pattern .* {fault}") as error:
-        answer_accuracy(
-            [Question("fine", ["ab"]), Question("bomb", [pattern])], run_of("p", "p"), corpus, match="regex"
-        )
-    assert time.monotonic() - start < 2
-    assert len(str(error.value)) < 2000
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        r"\d{1,2}(st|nd|rd|th)?.{0,50}\d{4}.{0,50}(a|b){0,100}",
-        "a{2,}",
-        "{1}{",
-        "[{}]",
-        r"\{9{3}",
-        "(" * 900 + "a" + ")" * 900,
-        "x{e<=1000}",
-    ],
-)
-def test_a_pattern_of_ordinary_size_is_used_or_ignored(pattern):
-    corpus = Dataset.from_dict({"id": ["p"], "title": [""], "text": ["nothing"]})
-    with warnings.catch_warnings(record=True):
-        assert answer_accuracy([Question("q", [pattern])], run_of("p"), corpus, match="regex")["queries"] == 1
-
-
-def test_a_pattern_has_a_time_limit_for_all_passages(monkeypatch):
-    """Each passage takes less than the limit for one passage."""
-    monkeypatch.setattr(answers, "SECONDS_PER_PATTERN", 0.3)
-    monkeypatch.setattr(answers, "SECONDS_PER_MATCH", 5.0)
-    texts = ["a" * 24 + "b"] * 40
-    corpus = Dataset.from_dict(
-        {"id": [f"p{n}" for n in range(40)], "title": [""] * 40, "text": [f"{t} {n}" for n, t in enumerate(texts)]}
-    )
-    run = {"0": [(f"p{n}", float(-n)) for n in range(40)]}
-    with pytest.raises(InputError, match=r"or 0\.3 s on all passages"):
-        answer_accuracy([Question("bomb", [r"(a|aa)+$"])], run, corpus, match="regex")
-    assert (
-        answer_accuracy([Question("fine", ["b 39"])], run, corpus, match="regex", cutoffs=(100,))["mean"]["top100"] == 1
-    )
+        answer_accuracy(questions, run_of("p", "p"), corpus, match="regex")
 
 
 def test_what_does_not_fit_together_is_refused():
@@ -240,8 +168,7 @@ def test_an_encoder_is_scored_on_questions(tmp_path):
 
 
 @pytest.mark.parametrize("match", ["string", "regex"])
-@pytest.mark.parametrize("processes", ["1", "2"])
-def test_bm25_is_scored_on_questions(tmp_path, capsys, match, processes):
+def test_bm25_is_scored_on_questions(tmp_path, capsys, match):
     (tmp_path / "q.csv").write_text('what is red\t["fox"]\nwhat is blue\t["absent"]\n')
     (tmp_path / "p.tsv").write_text("id\ttext\ttitle\n1\tthe fox is red\tT\n2\tblue sky\tS\n")
     call = [
@@ -253,5 +180,5 @@ def test_bm25_is_scored_on_questions(tmp_path, capsys, match, processes):
         "--passages",
         str(tmp_path / "p.tsv"),
     ]
-    assert main([*call, "--k", "5", "--match", match, "--processes", processes]) == 0
+    assert main([*call, "--k", "5", "--match", match]) == 0
     assert capsys.readouterr().out.split()[:4] == ["top1", "0.5000", "top5", "0.5000"]
