@@ -34,7 +34,6 @@ HEAVY = (
     "contaccum.evaluation.answers",
     "contaccum.experiments.compare",
     "contaccum.experiments.measure",
-    "contaccum.experiments.verify",
     "contaccum.retrieval.index",
     "contaccum.training.loop",
     "faiss",

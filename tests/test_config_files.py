@@ -61,7 +61,7 @@ def test_sound_config_gets_as_far_as_its_data(written, capsys):
         ("lora.rank: 0\nlora:\n  alpha: 2.0\n  rank: 4\n", "lora.rank"),
     ],
 )
-@pytest.mark.parametrize("command", ["train", "rounds", "verify"])
+@pytest.mark.parametrize("command", ["train", "rounds"])
 def test_setting_given_twice_is_refused(command, text, name, written, capsys):
     err = refused(capsys, command, "--config", written("output_dir: out\n" + text))
     assert f"duplicate setting {name!r} (first in line " in err
@@ -320,7 +320,6 @@ def test_options_override_the_config_also_before_it(arguments, written, capsys):
     [
         ["train"],
         ["compare"],
-        ["verify"],
         ["plan", "--memory", "8GB"],
         ["rounds", "--data.hard_negatives", "1"],
         ["auto", "--memory", "8GB", "--time", "1m"],

@@ -258,16 +258,6 @@ COMMANDS = {
         "PlanConfig TrainConfig",
         hidden=("resume",),
     ),
-    "verify": Command(
-        _call("contaccum.experiments.verify:verify", print),
-        "check that equivalent methods give equal results with your model, data and device",
-        "Run a few small steps with your model and data. Check that equivalent settings give equal results: for example "
-        "grad_cache and in_batch, or one process and two. Print a table of the largest differences. The exit code is 1 if a "
-        "difference is too large.",
-        "%(prog)s --config FILE [--method NAME] [--GROUP.FIELD VALUE ...]",
-        "TrainConfig",
-        hidden=("resume",),
-    ),
     "report": Command(
         _call("contaccum.experiments.report:console_report", spread=True),
         "compare training runs: table, significance tests, HTML report",

@@ -35,7 +35,7 @@ except ModuleNotFoundError:  # Python 3.10, where pytest installs tomli
 
 COMMANDS = [command for page in PAGES for block in blocks(page) for command in commands(block)]
 ENCODERS = ["sentence-transformers/all-MiniLM-L6-v2", "bert-base-uncased", "BAAI/bge-base-en-v1.5", "MODEL"]
-SLOW = ("compare", "plan", "verify", "doctor")
+SLOW = ("compare", "plan", "doctor")
 """Verbs that start processes of their own."""
 THEIRS = "another project's commands"
 

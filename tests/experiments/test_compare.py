@@ -468,8 +468,6 @@ def test_launch_in_several_processes_is_refused(study_folder, tmp_path, capsys, 
         monkeypatch.setenv(name, value)
     code, said = call(capsys, study_folder, "--output_dir", tmp_path / "new")
     assert (code, "compare needs one process, but 2 were started" in said) == (2, True)
-    assert main(["verify", "--config", str(study_folder / "config.yaml")]) == 2
-    assert "verify needs one process, but 2 were started" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,6 @@ from contaccum.config import MixtureConfig, TrainConfig, to_yaml
 from contaccum.data.dataset import load_training
 from contaccum.encoder import DualEncoder, EncoderSettings, tiny_tower
 from contaccum.errors import InputError
-from contaccum.experiments.verify import Bench, _cached_logsumexp, small_config
 from contaccum.runtime.engine import Engine
 from contaccum.runtime.files import cache_folder
 from contaccum.training import parts
@@ -207,11 +205,3 @@ def test_two_processes_leave_out_the_pairs_of_one(folder):
     assert [each for each, _ in values["two"]] == pytest.approx([each for each, _ in values["one"]], rel=1e-4)
     assert [count for _, count in values["two"]] == [count for _, count in values["one"]]
     assert [each for each, _ in values["other"]] != pytest.approx([each for each, _ in values["one"]], rel=1e-3)
-
-
-def test_verify_compares_the_cached_sums_under_the_same_rules(folder):
-    small = small_config(config("run", "cont_cache", **BY_GUIDE))
-    with closing(Engine(device="cpu")) as engine:
-        bench = Bench(small, engine)
-        assert bench.loss.similarity.rules.guide is not None
-        assert _cached_logsumexp(bench).holds
