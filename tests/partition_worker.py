@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from contaccum.batch import MicroBatch, Tokens
 from contaccum.config import METHOD_SPECS, validate
-from contaccum.data.batches import BatchSource
+from contaccum.data.batches import Batches
 from contaccum.data.dataset import load_training
 from contaccum.methods import METHODS
 from contaccum.runtime.engine import Engine
@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> None:
     save_file(found, f"{output}.{engine.rank}.safetensors")
 
 
-def together(sources: list[BatchSource], step: int) -> list[MicroBatch]:
+def together(sources: list[Batches], step: int) -> list[MicroBatch]:
     return [
         MicroBatch(
             Tokens.join([first.queries, second.queries], 0, "right"),

@@ -209,16 +209,10 @@ SEPARATE = {
         ({"loss.distillation": "kl"}, "loss.distillation is kl, but data.hard_negatives is 0; set it to at least 1"),
         ({"loss.distillation_weight": 0.0}, "loss.distillation_weight is 0.0, expected more than 0"),
         ({"loss.teacher_temperature": -1.0}, "loss.teacher_temperature is -1.0, expected more than 0"),
-        ({"data.streaming": True, "optim.max_steps": None}, "data.streaming is true, but optim.max_steps is not set"),
-        (
-            {"data.streaming": True, "data.train": "", "data.mixture": [MixtureConfig("x")]},
-            "data.streaming is true, but data.mixture is set too",
-        ),
         (
             {"loss.guide": "g", "loss.false_negative_margin": 0.0},
             "loss.guide and loss.false_negative_margin are both set",
         ),
-        ({"loss.guide": "g", "data.streaming": True}, "loss.guide is set, but data.streaming is true"),
         ({"loss.guide": "bm25"}, "loss.guide is 'bm25', which computes no vectors; give an encoder"),
         ({"loss.guide": ""}, "loss.guide is '', expected a folder or a name on the Hub"),
         ({"loss.guide": "g", "loss.guide_margin": float("inf")}, "loss.guide_margin is inf, expected a finite number"),
@@ -243,7 +237,6 @@ SEPARATE = {
             {**SEPARATE, "data.mixture": ALL_SEPARATE},
             "data.mixture: in_batch_negatives is false for all sets, so the bank of cont_accum would have no effect",
         ),
-        ({"data.shuffle_buffer": 0}, "data.shuffle_buffer is 0, expected at least 1"),
         ({"optim.adam_beta1": 1.5}, "optim.adam_beta1 is 1.5, expected at least 0 and less than 1"),
         (
             {"run.metric": "ndcg@1O"},
@@ -296,8 +289,6 @@ def test_each_broken_rule_is_one_sentence(changes, sentence):
             {"loss.margin_strategy": "relative"},
             "loss.margin_strategy has no effect with loss.false_negative_margin null",
         ),
-        ({"data.shuffle_buffer": 5}, "data.shuffle_buffer has no effect without data.streaming"),
-        ({"data.streaming": True, "data.repair": True}, "data.repair has no effect with data.streaming"),
         ({"run.metric": "mrr@10"}, "run.metric has no effect without data.dev"),
         ({"optim.epochs": 3.0}, "optim.epochs has no effect with optim.max_steps"),
         ({"model.passage_name": "x"}, "model.passage_name has no effect with model.name tiny"),

@@ -1,4 +1,4 @@
-"""Download data sets of the Hugging Face Hub into the cache, or stream them, and read the rows of their files.
+"""Download data sets of the Hugging Face Hub into the cache, and read the rows of their files.
 
 The name of a data set is
 ``hub:owner/name[@revision][:configuration][:split][?query=COLUMN&pos=COLUMN&neg=COLUMN,COLUMN]``. The part after the
@@ -32,7 +32,6 @@ from contaccum.errors import InputError, in_one_line, library_errors
 from contaccum.formats.json_records import Record, id_field, json_stream, known_fields, string_field, title_field
 from contaccum.formats.readers import grade_of, kind_of_record, within_limit
 from contaccum.formats.records import (
-    RejectedRecords,
     RowLocation,
     SourceLocation,
     decoded,
@@ -171,44 +170,6 @@ def fetch_hub(text: str, split: str, max_unpacked: float | None = None) -> Path:
 
     key = [name.repository, name.configuration, name.columns, _key(files)]
     return cached_folder("hub", key, write) / "examples.jsonl"
-
-
-class HubLines:
-    """Training examples of a Hub data set as JSON lines. The files are read over the network and not stored."""
-
-    def __init__(self, text: str, split: str, max_unpacked: float | None = None) -> None:
-        """Find the files of a data set. Raise InputError if the data set has a corpus and queries instead of examples."""
-        self._name = HubName.of(text, max_unpacked)
-        if self._name.is_retrieval_set():
-            raise InputError(
-                f"{text}: a data set with a corpus and queries cannot be streamed. Set data.streaming to false."
-            )
-        builder = self._name.builder(self._name.configuration)
-        self._files = split_files(self._name, builder, self._name.split or split)
-        self.version = str(builder.hash)
-        """Hash that ``datasets`` gives to this version of the data set."""
-        self.path = Path(text)  # name of the data set, for error messages
-
-    def columns(self) -> list[str]:
-        """Return the field names of the examples: those after ``?`` in the data set's name, or else the columns of row 1.
-
-        Raises InputError if the data set has no row.
-        """
-        if columns := self._name.columns or next(self._rows(), {}):
-            return list(columns)
-        raise InputError(f"{self._name.text}: the data set is empty; it needs at least one example")
-
-    def lines(self, rejected: RejectedRecords) -> Iterator[tuple[SourceLocation, str]]:
-        """Convert every row to a JSON line; yield the location (the row number, from 1) and the line."""
-        for number, line in example_lines(self._name, self._rows()):
-            location = SourceLocation(self.path, number)
-            rejected.start(location, line)
-            yield location, line
-
-    def _rows(self) -> Iterator[Record]:
-        with self._name.available():
-            for file in self._files:
-                yield from (row for _, row in file_rows(file, self._name.max_unpacked))
 
 
 def example_lines(name: HubName, rows: Iterable[Record]) -> Iterator[tuple[int, str]]:

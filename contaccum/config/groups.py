@@ -19,7 +19,7 @@ class DataPolicy:
 
     strict: bool = setting(False, flag=True, unused_with=("questions",))
     """Stop with an error if a query has no positive. Without this option, such queries are skipped with a warning."""
-    repair: bool = setting(False, flag=True, unused_with=("run", "data.streaming"), used_with="data.dev")
+    repair: bool = setting(False, flag=True, unused_with=("run",), used_with="data.dev")
     """Accept empty passages and duplicate ids. Of several records with the same id, the last is used. A warning counts
     the empty passages and the duplicate ids."""
     max_bad_records: int = setting(0, at_least=0, unit="records")
@@ -67,12 +67,6 @@ class DataConfig(DataPolicy):
     mixture_batches: Literal["mixed", "one_set"] = setting("mixed", needs="data.mixture")
     """How to choose the examples of a step: from all data sets (mixed), or from one data set that is drawn by weight
     (one_set)."""
-    streaming: bool = False
-    """Read examples directly from the file or from the Hub while training, without a cache on disk. Needs `optim.max_steps`.
-    Every process reads all examples."""
-    shuffle_buffer: int = setting(10_000, at_least=1, unit="examples", needs="data.streaming")
-    """Number of examples of a stream that are kept in memory. The next example is drawn at random from them. 1 keeps the order of
-    the file."""
     dev: str | None = None
     """Data for evaluation during training, in any form that `train` accepts. Default: no evaluation, and the last model is
     kept."""
@@ -99,10 +93,6 @@ class DataConfig(DataPolicy):
                 yield f"data.mixture[{number}].train is not set; give a path or the name of a data set"
         if len({each.weight is None for each in self.mixture}) > 1:
             yield "data.mixture: some sets have a weight and some do not; give a weight to all sets or to none"
-        if self.streaming and config.optim.max_steps is None:
-            yield "data.streaming is true, but optim.max_steps is not set; set it, because a stream has no known length"
-        if self.streaming and self.mixture:
-            yield "data.streaming is true, but data.mixture is set too; a stream reads a single data set, data.train"
         yield from self._broken_separate(config)
 
     def _broken_separate(self, config: "TrainConfig") -> Iterator[str]:
@@ -142,10 +132,8 @@ class BatchConfig:
     `micro_batch_size`. The exception is `cont_cache` with a `bank.size` that is not a multiple of `global_batch_size`: the bank
     then stores only a part of some step, and sorting decides which pairs. With one-pass methods, a query is compared with
     passages of similar length. Default: use `micro_batch_size`."""
-    order: Literal["shuffled", "near", "file"] = "shuffled"
-    """Order of the examples: random in each epoch (shuffled), as in the training data (file), or similar queries in the same step
-    (near), so that in-batch negatives are harder. `near` compares the vectors of the untrained model (`model.name`), which are
-    computed once and kept in the cache."""
+    order: Literal["shuffled", "file"] = "shuffled"
+    """Order of the examples: random in each epoch (shuffled), or as in the training data (file)."""
     on_out_of_memory: Literal["shrink", "stop"] = setting("shrink", resume="free")
     """What to do if a step runs out of memory. `shrink` repeats the step with micro-batches of half the size and keeps this size.
     `stop` ends the run. The global batch size does not change. With `grad_cache` and `cont_cache`, the gradients do not change
@@ -156,22 +144,6 @@ class BatchConfig:
         if n % (b * world):
             product = f"batch.micro_batch_size {b} x {world} processes = {b * world}"
             yield f"batch.global_batch_size {n} is not divisible by {product if b > 1 else f'{world} processes'}"
-        if self.order == "file" and config.data.streaming:
-            yield (
-                "batch.order is file, but data.streaming is true; to read a stream in order, leave out batch.order and set "
-                "data.shuffle_buffer to 1"
-            )
-        obstacles = {
-            "data.streaming is true, and a stream is read only once": config.data.streaming,
-            "data.mixture is set, which chooses examples by weight, not by similarity": bool(config.data.mixture),
-            "model.name is tiny, which has random weights and cannot find similar queries": config.model.name == "tiny",
-        }
-        if self.order == "near":
-            yield from (
-                f"batch.order is near, but {why}; set batch.order to shuffled"
-                for why, found in obstacles.items()
-                if found
-            )
 
 
 @dataclass
@@ -280,8 +252,6 @@ class LossConfig:
             "expected a folder or a name on the Hub": self.guide == "",
         }
         yield from (f"loss.guide is {self.guide!r}, {why}" for why, found in obstacles.items() if found)
-        if self.guide is not None and config.data.streaming:
-            yield "loss.guide is set, but data.streaming is true; a stream is read only once, so use data.streaming false"
         if self.guide is not None and self.false_negative_margin is not None:
             yield "loss.guide and loss.false_negative_margin are both set; set only one (a guide's margin is loss.guide_margin)"
         name = "guide_margin" if self.guide is not None else "false_negative_margin"

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from datasets import Dataset
 
@@ -32,9 +31,6 @@ from contaccum.errors import InputError
 from contaccum.formats.dpr import read_questions
 from contaccum.formats.readers import Kind, kind_of_data
 from contaccum.formats.records import Question, RejectedRecords
-
-if TYPE_CHECKING:
-    from contaccum.data.stream import StreamSet
 
 DEFAULT_POLICY = DataPolicy()
 
@@ -169,23 +165,12 @@ def open_dataset(name: str | Path, split: str = "test", policy: DataPolicy = DEF
     return RetrievalDataset(name, split, policy)
 
 
-def open_training(data: DataConfig, scores: bool = False) -> "TrainSet | StreamSet":
-    """Open the training data of a config: as a stream if ``data.streaming`` is set, otherwise as tables."""
-    if not data.streaming:
-        return load_training(data, scores)
-    from contaccum.data.stream import open_stream  # imports torch
-
-    return open_stream(data, scores)
-
-
 def load_training(data: DataConfig, scores: bool = False) -> TrainSet:
     """Load the training data of a config as tables. The data is one data set or a mixture of several.
 
-    Raises InputError if ``data.streaming`` is set, if ``scores`` is true and no data set has teacher scores, or if a data set
-    without in-batch negatives has no hard negatives.
+    Raises InputError if ``scores`` is true and no data set has teacher scores, or if a data set without in-batch negatives has no
+    hard negatives.
     """
-    if data.streaming:
-        raise InputError("data.streaming is true, but this command cannot read a stream; set data.streaming to false")
     named = [(each.train, each.split) for each in data.mixture] or [(data.train, data.split)]
     sets = [open_dataset(path, split, data.policy).train_set(data.hard_negatives, scores) for path, split in named]
     if scores:

@@ -4,7 +4,7 @@ The choice depends only on the seed and the step number, so a checkpoint stores 
 """
 
 import warnings
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -12,44 +12,44 @@ from contaccum.batch import MISSING, NO_PASSAGE
 from contaccum.data.train_set import TrainSet
 from contaccum.errors import InputError
 
-# Each constant gives an independent random stream, so the number of hard negatives does not affect the choice of positives.
+# Each constant gives an independent random stream, so the number of hard negatives does not affect
+# the choice of positives.
 ORDER, POSITIVES, NEGATIVES, SETS, SHUFFLE, MEMBER = range(6)
 
-_SAMPLE = 1024  # number of examples that decide the direction of a split
-_ROUNDS = 4  # number of iterations of 2-means
-_LEVELS = 1023  # largest absolute value in a rounded vector
-_BLOCK = 65_536  # number of vectors to multiply at once
+Order = Literal["shuffled", "file"]
+Fill = Literal["random", "none"]
+MixtureBatches = Literal["mixed", "one_set"]
+
 _STRIDE = 16  # number of steps between two stored positions of a mixture
 
 
 def random_stream(*key: int) -> np.random.Generator:
-    """Return a random generator. ``key``: the seed, a constant for the purpose (such as POSITIVES), and a step or epoch."""
+    """Return a random generator.
+
+    key: the seed, a constant for the purpose (such as POSITIVES), and a step or epoch.
+    """
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
 
 
 class StepRows(NamedTuple):
-    """Row numbers of the examples of one optimizer step: N queries, each with one positive and H hard negatives."""
+    """Row numbers of the examples of one step: N queries, each with a positive and H negatives."""
 
     queries: np.ndarray  # (N,) int64, row numbers in TrainSet.queries
-    passages: np.ndarray  # (N, 1 + H) int64, row numbers in TrainSet.passages or MISSING, the positive first
+    passages: np.ndarray  # (N, 1 + H) int64, rows of TrainSet.passages or MISSING, the positive first
     positives: np.ndarray  # (N, P) int64, all known positives of each query, padded with NO_PASSAGE
-    teacher: np.ndarray | None = None  # (N, 1 + H) float32, teacher score of each passage, NaN if missing
-
-    @property
-    def columns(self) -> np.ndarray:
-        """Integer ids of the passages, (N, 1 + H). Here they are row numbers; in StreamRows, they are hashes."""
-        return self.passages
+    teacher: np.ndarray | None = None  # (N, 1 + H) float32, teacher scores, NaN if missing
 
 
 class StepSampler:
     """Chooses the examples of each step from one training set.
 
-    The epochs follow each other without end. ``order`` is the order of the examples in each epoch: random (``shuffled``), as in
-    the training set (``file``), or with similar queries in each step (``near``, see ``near_order``). Step s takes examples s * N
-    to (s + 1) * N - 1. A step may have examples of two epochs, and no example is dropped.
+    The epochs follow each other without end. ``order`` is the order of the examples in each epoch:
+    random (``shuffled``) or as in the training set (``file``). Step s takes examples s * N to
+    (s + 1) * N - 1. A step may have examples of two epochs, and no example is dropped.
 
-    Each query gets a random positive and H different random hard negatives. If a query has fewer than H hard negatives, ``fill``
-    decides: ``random`` adds random passages of the set that are not positives of the query, ``none`` leaves gaps (MISSING).
+    Each query gets a random positive and H different random hard negatives. If a query has fewer
+    than H hard negatives, ``fill`` decides: ``random`` adds random passages of the set that are not
+    positives of the query, ``none`` leaves gaps (MISSING).
     """
 
     def __init__(
@@ -58,39 +58,39 @@ class StepSampler:
         seed: int,
         global_batch_size: int,
         hard_negatives: int,
+        fill: Fill = "random",
+        order: Order = "shuffled",
         member: int | None = None,
-        fill: str = "random",
-        order: str = "shuffled",
-        vectors: np.ndarray | None = None,
     ) -> None:
-        """Prepare the sampler. In a mixture, ``member`` is the number of the set; each set has separate random streams.
+        """Prepare the sampler.
 
-        vectors: one vector for each query, (n, d), for the order ``near``.
+        member: number of the set in a mixture; each set of a mixture has separate random streams.
+        Raises InputError if some query cannot get ``hard_negatives`` random negatives.
         """
-        self._in_file_order, self._vectors = order == "file", None if vectors is None else rounded(vectors)
-        self._positives, self._negatives = train_set.positives, train_set.negatives
+        self.size = global_batch_size
+        self.hard_negatives = hard_negatives
+        self._positives = train_set.positives
+        self._negatives = train_set.negatives
         self._passages = len(train_set.passages)
         self._seed = [seed] if member is None else [seed, MEMBER, member]
-        self.size, self.hard_negatives, self._fill = global_batch_size, hard_negatives, fill
+        self._fill = fill
+        self._in_file_order = order == "file"
         # an epoch and its order, in one tuple because threads may share a sampler
-        self._order = (-1, np.empty(0, dtype=np.int64))
+        self._epoch_order = (-1, np.empty(0, dtype=np.int64))
         short = int(np.count_nonzero(self._negatives.lengths < hard_negatives))
         if short and fill == "random":
-            self._refuse_too_few(train_set)
+            most = int(self._positives.lengths.argmax())
+            others = self._passages - int(self._positives.lengths[most])
+            if others < hard_negatives:
+                raise InputError(
+                    f"query {train_set.queries[most]['id']!r}: the training set has only {others} "
+                    f"possible negatives for this query, but data.hard_negatives is {hard_negatives}. "
+                    "Lower data.hard_negatives, or set data.fill_negatives to none."
+                )
             warnings.warn(
-                f"{short} of {len(self._negatives)} queries have fewer than {hard_negatives} hard negatives; random"
-                " passages are added",
+                f"{short} of {len(self._negatives)} queries have fewer than {hard_negatives} hard "
+                "negatives; random passages are added",
                 stacklevel=2,
-            )
-
-    def _refuse_too_few(self, train_set: TrainSet) -> None:
-        most = int(self._positives.lengths.argmax())
-        others = self._passages - int(self._positives.lengths[most])
-        if others < self.hard_negatives:
-            query = train_set.queries[most]["id"]
-            raise InputError(
-                f"query {query!r}: the training set has only {others} possible negatives for this query, but data.hard_negatives "
-                f"is {self.hard_negatives}. Lower data.hard_negatives, or set data.fill_negatives to none."
             )
 
     def __call__(self, step: int) -> StepRows:
@@ -103,72 +103,77 @@ class StepSampler:
         The random generators of step ``step`` choose the positives and the hard negatives.
         """
         queries = self._query_rows(start, count)
-        known = [self._positives.row(query) for query in queries]
-        draw = random_stream(*self._seed, POSITIVES, step).random(len(queries))
-        chosen = [int(share * len(rows)) for rows, share in zip(known, draw, strict=True)]
-        passages = np.empty((len(queries), 1 + self.hard_negatives), dtype=np.int64)  # (N, 1 + H)
-        passages[:, 0] = [rows[index] for rows, index in zip(known, chosen, strict=True)]
+        passages = np.full((count, 1 + self.hard_negatives), MISSING, dtype=np.int64)  # (N, 1 + H)
         teacher = np.full(passages.shape, np.nan, dtype=np.float32)  # (N, 1 + H)
-        if self._positives.scores is not None:
-            teacher[:, 0] = self._positives.scores[self._positives.offsets[queries] + chosen]
+        most = int(self._positives.lengths[queries].max())
+        positives = np.full((count, most), NO_PASSAGE, dtype=np.int64)  # (N, P)
+
+        draws = random_stream(*self._seed, POSITIVES, step).random(count)
+        for number, query in enumerate(queries):
+            known = self._positives.row(query)
+            chosen = int(draws[number] * len(known))
+            passages[number, 0] = known[chosen]
+            positives[number, : len(known)] = known
+            if self._positives.scores is not None:
+                teacher[number, 0] = self._positives.scores[self._positives.span(query)][chosen]
+
         if self.hard_negatives:
             random = random_stream(*self._seed, NEGATIVES, step)
             for number, query in enumerate(queries):
-                hard = random.permutation(len(self._negatives.row(query)))[: self.hard_negatives]
-                passages[number, 1:] = self._filled_up(self._negatives.row(query)[hard], known[number], random)
+                negatives = self._negatives.row(query)
+                drawn = random.permutation(len(negatives))[: self.hard_negatives]
+                passages[number, 1 : 1 + len(drawn)] = negatives[drawn]
                 if self._negatives.scores is not None:
-                    rows = self._negatives.offsets[query] + hard
-                    teacher[number, 1 : 1 + len(hard)] = self._negatives.scores[rows]
-        positives = np.full((len(queries), max(map(len, known))), NO_PASSAGE, dtype=np.int64)  # (N, P)
-        for number, rows in enumerate(known):
-            positives[number, : len(rows)] = rows
-        return StepRows(queries, passages, positives, None if self._positives.scores is None else teacher)
+                    scores = self._negatives.scores[self._negatives.span(query)]
+                    teacher[number, 1 : 1 + len(drawn)] = scores[drawn]
+                if self._fill == "random":
+                    self._fill_gaps(passages[number], self._positives.row(query), random)
+
+        has_scores = self._positives.scores is not None
+        return StepRows(queries, passages, positives, teacher if has_scores else None)
 
     def _query_rows(self, start: int, count: int) -> np.ndarray:
-        """Return the row numbers of the queries of the examples ``start`` to ``start + count - 1``, (count,) int64."""
+        """Return the queries of the examples ``start`` to ``start + count - 1``, (count,) int64."""
         parts = []
         while count:
             epoch, offset = divmod(start, len(self._positives))
             part = self._permutation(epoch)[offset : offset + count]
             parts.append(part)
-            start, count = start + len(part), count - len(part)
+            start += len(part)
+            count -= len(part)
         return np.concatenate(parts)
 
     def _permutation(self, epoch: int) -> np.ndarray:
-        known, order = self._order
-        if epoch != known:
-            order = self._ordered(epoch)
-            self._order = epoch, order
+        """Return the order of the queries in an epoch. The order of the last epoch is cached."""
+        cached, order = self._epoch_order
+        if epoch != cached:
+            order = np.arange(len(self._positives))
+            if not self._in_file_order:
+                order = random_stream(*self._seed, ORDER, epoch).permutation(order)
+            self._epoch_order = (epoch, order)
         return order
 
-    def _ordered(self, epoch: int) -> np.ndarray:
-        count, random = len(self._positives), random_stream(*self._seed, ORDER, epoch)
-        if self._in_file_order:
-            return np.arange(count)
-        if self._vectors is None:
-            return random.permutation(count)
-        return near_order(self._vectors, random, self.size, -epoch * count % self.size)
+    def _fill_gaps(self, passages: np.ndarray, positives: np.ndarray, random: np.random.Generator) -> None:
+        """Replace MISSING in the passages of one query, (1 + H,), by random passages.
 
-    def _filled_up(self, hard: np.ndarray, known: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        """Add random passages (or the padding value MISSING) to ``hard``, up to H entries. Never add a positive (``known``)."""
-        if self._fill == "none":
-            return np.pad(hard, (0, self.hard_negatives - len(hard)), constant_values=MISSING)
-        drawn = hard.tolist()
-        taken = {*known.tolist(), *drawn}
-        while len(drawn) < self.hard_negatives:
+        A positive of the query is never added, and no passage twice.
+        """
+        taken = {*positives.tolist(), *passages[1:].tolist()}
+        for column in np.flatnonzero(passages == MISSING):
             row = int(random.integers(self._passages))
-            if row not in taken:
-                taken.add(row)
-                drawn.append(row)
-        return np.array(drawn, dtype=np.int64)
+            while row in taken:
+                row = int(random.integers(self._passages))
+            taken.add(row)
+            passages[column] = row
 
 
 class MixtureSampler:
     """Chooses the examples of each step from a mixture of training sets.
 
-    If ``batches`` is ``mixed``, each of the N examples of a step comes from a random set; if ``one_set``, all N come
-    from the same random set. The probability of a set is proportional to its weight. Each set has one StepSampler. A
-    resumed run repeats the random choice of sets for all earlier steps. It then knows how many examples of each set to skip.
+    If ``batches`` is ``mixed``, each of the N examples of a step comes from a random set; if
+    ``one_set``, all N come from the same random set. The probability of a set is proportional to its
+    weight. Each set has one StepSampler. A resumed run repeats the random choice of sets for all
+    earlier steps. It then knows how many examples of each set to skip.
     """
 
     def __init__(
@@ -177,44 +182,57 @@ class MixtureSampler:
         seed: int,
         global_batch_size: int,
         hard_negatives: int,
-        batches: str,
-        fill: str,
-        order: str,
+        batches: MixtureBatches = "mixed",
+        fill: Fill = "random",
+        order: Order = "shuffled",
     ) -> None:
-        self._samplers = [
-            StepSampler(member.set, seed, global_batch_size, hard_negatives, number, fill, order)
-            for number, member in enumerate(mixture.members)
-        ]
-        weights = np.array([member.weight for member in mixture.members], dtype=np.float64)
-        self._shares = weights / weights.sum()
+        self.size = global_batch_size
+        self.hard_negatives = hard_negatives
+        self._seed = seed
         self._one_set = batches == "one_set"
         self._scored = mixture.positives.scores is not None
-        self._seed, self.size, self.hard_negatives = seed, global_batch_size, hard_negatives
-        sizes = [(len(member.set.queries), len(member.set.passages)) for member in mixture.members]
-        # row numbers of the first query and of the first passage of each set, (sets + 1, 2)
-        self._starts = np.cumsum([(0, 0), *sizes], axis=0)
-        # i -> the number of examples of each set in all steps before step _STRIDE * i; threads may share it
+        self._samplers = []
+        # row numbers of the first query and of the first passage of each set, one more at the end
+        self._first_query = [0]
+        self._first_passage = [0]
+        for number, member in enumerate(mixture.members):
+            self._samplers.append(StepSampler(member.set, seed, global_batch_size, hard_negatives, fill, order, number))
+            self._first_query.append(self._first_query[-1] + len(member.set.queries))
+            self._first_passage.append(self._first_passage[-1] + len(member.set.passages))
+        weights = np.array([member.weight for member in mixture.members], dtype=np.float64)
+        self._shares = weights / weights.sum()
+        # i -> number of examples of each set in all steps before step _STRIDE * i; threads share it
         self._drawn = {0: np.zeros(len(self._shares), dtype=np.int64)}
 
     def __call__(self, step: int) -> StepRows:
         """Return the examples of optimizer step ``step``. Steps count from 0."""
-        before, counts = self._before(step), self.counts(step)
-        parts = [
-            _shifted(sampler.rows(step, int(start), int(count)), *offsets)
-            for sampler, start, count, offsets in zip(self._samplers, before, counts, self._starts, strict=False)
-            if count
-        ]
-        width = max(part.positives.shape[1] for part in parts)
-        padded = [
-            np.pad(part.positives, ((0, 0), (0, width - part.positives.shape[1])), constant_values=NO_PASSAGE)
-            for part in parts
-        ]
+        starts = self._before(step)
+        counts = self.counts(step)
+        queries = []
+        passages = []
+        positives = []
+        teacher = []
+        for number, sampler in enumerate(self._samplers):
+            if not counts[number]:
+                continue
+            rows = sampler.rows(step, int(starts[number]), int(counts[number]))
+            first = self._first_passage[number]
+            queries.append(rows.queries + self._first_query[number])
+            passages.append(np.where(rows.passages == MISSING, MISSING, rows.passages + first))
+            positives.append(np.where(rows.positives == NO_PASSAGE, NO_PASSAGE, rows.positives + first))
+            unscored = np.full(rows.passages.shape, np.nan, dtype=np.float32)
+            teacher.append(unscored if rows.teacher is None else rows.teacher)
+        width = max(part.shape[1] for part in positives)
+        for number, part in enumerate(positives):
+            missing = width - part.shape[1]
+            positives[number] = np.pad(part, ((0, 0), (0, missing)), constant_values=NO_PASSAGE)
         order = random_stream(self._seed, SHUFFLE, step).permutation(self.size)
-        rows = [[part.queries for part in parts], [part.passages for part in parts], padded]
-        if self._scored:
-            none = np.float32(np.nan)
-            rows.append([np.full(p.passages.shape, none) if p.teacher is None else p.teacher for p in parts])
-        return StepRows(*(np.concatenate(each)[order] for each in rows))
+        return StepRows(
+            np.concatenate(queries)[order],
+            np.concatenate(passages)[order],
+            np.concatenate(positives)[order],
+            np.concatenate(teacher)[order] if self._scored else None,
+        )
 
     def counts(self, step: int) -> np.ndarray:
         """Return the number of examples of each set in step ``step``, (sets,) int64. The sum is N."""
@@ -228,19 +246,12 @@ class MixtureSampler:
         known = step // _STRIDE
         while known not in self._drawn:
             known -= 1
-        taken = self._drawn[known]
-        for each in range(known * _STRIDE, step):
-            taken = taken + self.counts(each)
-            if (each + 1) % _STRIDE == 0:
-                self._drawn[(each + 1) // _STRIDE] = taken
-        return taken
-
-
-def _shifted(rows: StepRows, queries: int, passages: int) -> StepRows:
-    """Add the offset ``queries`` to the row numbers of queries, and ``passages`` to the row numbers of passages."""
-    known = np.where(rows.positives == NO_PASSAGE, NO_PASSAGE, rows.positives + passages)
-    columns = np.where(rows.passages == MISSING, MISSING, rows.passages + passages)
-    return StepRows(rows.queries + queries, columns, known, rows.teacher)
+        drawn = self._drawn[known]
+        for earlier in range(known * _STRIDE, step):
+            drawn = drawn + self.counts(earlier)
+            if (earlier + 1) % _STRIDE == 0:
+                self._drawn[(earlier + 1) // _STRIDE] = drawn
+        return drawn
 
 
 def make_sampler(
@@ -248,72 +259,14 @@ def make_sampler(
     seed: int,
     global_batch_size: int,
     hard_negatives: int,
-    batches: str = "mixed",
-    fill: str = "random",
-    order: str = "shuffled",
-    vectors: np.ndarray | None = None,
+    batches: MixtureBatches = "mixed",
+    fill: Fill = "random",
+    order: Order = "shuffled",
 ) -> StepSampler | MixtureSampler:
     """Return the sampler for a training set or a mixture.
 
-    batches: ``mixed`` or ``one_set``, see MixtureSampler. Other arguments: see StepSampler. A mixture does not use ``vectors``.
+    batches: see MixtureSampler; only a mixture uses it. Other arguments: see StepSampler.
     """
     if train_set.parts:
         return MixtureSampler(train_set, seed, global_batch_size, hard_negatives, batches, fill, order)
-    return StepSampler(train_set, seed, global_batch_size, hard_negatives, None, fill, order, vectors)
-
-
-def rounded(vectors: np.ndarray) -> np.ndarray:
-    """Scale vectors (n, d) and round them to integers from -1023 to 1023. Return them as (n, d) int16.
-
-    The inner products in ``near_order`` are then integers below 2^53. float64 computes them without rounding, so ``near_order``
-    returns the same order on every machine.
-    """
-    scale = _LEVELS / (float(np.abs(vectors).max(initial=0)) or 1.0)
-    dtype = vectors.dtype if scale <= float(np.finfo(vectors.dtype).max) else np.float64  # float16 ends at 65,504
-    blocks = (vectors[start : start + _BLOCK].astype(dtype, copy=False) for start in range(0, len(vectors), _BLOCK))
-    return np.concatenate([np.rint(block * scale).astype(np.int16) for block in blocks])
-
-
-def near_order(vectors: np.ndarray, random: np.random.Generator, size: int, first: int) -> np.ndarray:
-    """Order n examples so that the examples of each step have similar vectors. Return the row numbers in this order, (n,) int64.
-
-    The examples are split in two, then each part is split in two, until there is one group for each step. For each split,
-    balanced 2-means of a sample gives a direction, and the examples are sorted by their inner product with this direction.
-    Sources: Hofstaetter et al. 2021 (arXiv 2104.06967) take the examples of a step from one cluster. Thirukovalluru et al. 2025
-    (arXiv 2505.11293) put similar examples into one step as hard negatives of each other.
-
-    vectors: (n, d) from ``rounded``. size: number of examples of a full group. first: number of examples that the last
-    step of the previous epoch still needs. A group of ``first`` examples comes first. Then the full groups follow in random
-    order, and then the remaining examples.
-    """
-    first = min(first, len(vectors))
-    full, last = divmod(len(vectors) - first, size)
-    sizes = [first] * (first > 0) + [size] * full + [last] * (last > 0)
-    groups = _bisected(vectors, np.arange(len(vectors)), sizes, random)
-    start = int(first > 0)
-    middle = [groups[start + number] for number in random.permutation(full)]
-    return np.concatenate([*groups[:start], *middle, *groups[start + full :]])
-
-
-def _bisected(vectors: np.ndarray, rows: np.ndarray, sizes: list[int], random: np.random.Generator) -> list[np.ndarray]:
-    """Divide the row numbers ``rows`` by bisection, as in ``near_order``, into groups of the given sizes."""
-    if len(sizes) == 1:
-        return [rows]
-    direction = _direction(vectors[random.permutation(rows)[:_SAMPLE]].astype(np.float64), random)
-    products = [vectors[rows[start : start + _BLOCK]] @ direction for start in range(0, len(rows), _BLOCK)]
-    rows = rows[np.argsort(np.concatenate(products), kind="stable")]
-    half = len(sizes) // 2
-    count = sum(sizes[:half])
-    left = _bisected(vectors, rows[:count], sizes[:half], random)
-    return left + _bisected(vectors, rows[count:], sizes[half:], random)
-
-
-def _direction(sample: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Divide a sample (s, d) by balanced 2-means. Return the difference of the sums of both halves, (d,)."""
-    one, other = random.choice(len(sample), 2, replace=False)
-    direction = sample[one] - sample[other]
-    half = len(sample) // 2
-    for _ in range(_ROUNDS):
-        order = np.argsort(sample @ direction, kind="stable")
-        direction = sample[order[-half:]].sum(0) - sample[order[:half]].sum(0)
-    return direction
+    return StepSampler(train_set, seed, global_batch_size, hard_negatives, fill, order)

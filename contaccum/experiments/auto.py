@@ -94,10 +94,8 @@ class Auto:
         base = configure({})
         if not base.output_dir:
             raise InputError("output_dir is not set; it must be the folder for the results")
-        if base.data.mixture or base.data.streaming:
-            raise InputError(
-                "contaccum auto supports neither data.mixture nor data.streaming; set data.train to one data set"
-            )
+        if base.data.mixture:
+            raise InputError("contaccum auto does not support data.mixture; set data.train to one data set")
         given, default = flat(asdict(base)), flat(asdict(TrainConfig()))
         if ignored := ", ".join(name for name in CHOSEN if given[name] != default[name]):
             warnings.warn(f"contaccum auto chooses these settings and ignores your values: {ignored}", stacklevel=2)

@@ -13,7 +13,7 @@ from typing import Any
 from contaccum.config import METHOD_SPECS, TrainConfig, validate
 from contaccum.config.declare import check_values
 from contaccum.config.experiments import CompareConfig
-from contaccum.data.dataset import open_dataset, open_training
+from contaccum.data.dataset import load_training, open_dataset
 from contaccum.data.retrieval_set import same_content
 from contaccum.errors import Failed, InputError
 from contaccum.evaluation.metrics import read_metrics
@@ -209,7 +209,7 @@ class Study:
         self.test_content = open_dataset(test, split, data.policy).retrieval_set.fingerprint()
         if data.dev:
             _ = open_dataset(data.dev, data.dev_split, data.policy).retrieval_set
-        open_training(data, self.base.distils)
+        load_training(data, self.base.distils)
 
     def _config(self, variant: Variant, candidate: Values) -> TrainConfig:
         return self._parsed(tuple(variant.changes(candidate).items()))

@@ -21,7 +21,7 @@ import torch
 
 from contaccum.config import TrainConfig, affects, from_mapping
 from contaccum.config.commands import EncoderConfig, SearchConfig
-from contaccum.data.dataset import open_dataset, open_training
+from contaccum.data.dataset import load_training, open_dataset
 from contaccum.data.retrieval_set import same_content
 from contaccum.encoder import DualEncoder, model_folder
 from contaccum.errors import InputError, Interrupted
@@ -196,7 +196,7 @@ def data_hashes(kind: str, config: TrainConfig) -> dict[str, str]:
     if kind == "bm25":
         return {}
     data = config.data
-    hashes = {"train_content": open_training(data, config.distils).fingerprint}
+    hashes = {"train_content": load_training(data, config.distils).fingerprint}
     if kind == "run" and data.dev:
         hashes["dev_content"] = open_dataset(data.dev, data.dev_split, data.policy).retrieval_set.fingerprint()
     for name in ENCODERS if kind == "run" else ENCODERS[:2]:  # the untrained encoder needs no guide
@@ -241,7 +241,7 @@ def baseline_identity(kind: str, config: TrainConfig) -> dict[str, Any]:
 def _model(kind: str, config: TrainConfig) -> EncoderConfig | DualEncoder:
     device, trust = config.run.device, config.model.trust_remote_code
     if kind == "untrained":
-        return build_encoder(config, open_training(config.data), encoding_device(device))
+        return build_encoder(config, load_training(config.data), encoding_device(device))
     folder = Path(config.output_dir) / "model"
     return EncoderConfig(BM25_NAME if kind == "bm25" else str(folder), device=device, trust_remote_code=trust)
 

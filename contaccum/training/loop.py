@@ -14,9 +14,8 @@ from contaccum.batch import MicroBatch
 from contaccum.config import METRIC_CUTS, TrainConfig, check_total, parse_bytes, to_yaml, validate
 from contaccum.config.commands import SearchConfig
 from contaccum.config.file import CONFIG_VERSION
-from contaccum.data.dataset import open_dataset, open_training
+from contaccum.data.dataset import load_training, open_dataset
 from contaccum.data.retrieval_set import RetrievalSet, same_content
-from contaccum.data.stream import StreamSet
 from contaccum.encoder import SETTINGS_FILE
 from contaccum.errors import InputError, Interrupted, NotFiniteError
 from contaccum.evaluation.evaluate import evaluate
@@ -79,7 +78,7 @@ class Training:
         if checkpoint:
             run_folder.refuse_other_checkpoint(config)
         with engine.main_first():
-            train_set = open_training(config.data, config.distils)
+            train_set = load_training(config.data, config.distils)
             dev = config.data.dev and open_dataset(config.data.dev, config.data.dev_split, config.data.policy)
             self.dev: RetrievalSet | None = dev.retrieval_set if dev else None
         step = str(checkpoint and checkpoint.state["step"])
@@ -101,8 +100,8 @@ class Training:
         self.loss = parts.build_loss(config, self.encoder, parts.build_rules(config, engine, train_set))
         self.bank = parts.build_bank(config, engine, self.encoder, self.loss)
         self.drift = Drift(engine, self.bank, self.batches.clone(), self.micro_batch_size)
-        self.examples = None if isinstance(train_set, StreamSet) else len(train_set.queries)
-        epochs = config.optim.epochs * (self.examples or 0) / config.batch.global_batch_size
+        self.examples = len(train_set.queries)
+        epochs = config.optim.epochs * self.examples / config.batch.global_batch_size
         self.total = config.optim.max_steps or max(1, math.ceil(epochs))
         check_total(config, self.total)
         self.identity = run_folder.run_identity(config, engine, self.encoder, train_set, self.dev)
@@ -131,8 +130,8 @@ class Training:
         run_folder.refuse_changes(where, changes, self.config.allow_changes)
         restore(checkpoint, self.encoder, optimizer, self.bank)
         data = state["identity"].get("data", self.identity["data"])
-        if self.examples is not None and not same_content(data, self.identity["data"]):
-            changed = [*changed, "data"]  # the bank contains row numbers of the old data; a stream has hashes instead
+        if not same_content(data, self.identity["data"]):
+            changed = [*changed, "data"]  # the bank contains row numbers of the old data
         if changed and self.bank.stored:
             self.bank.empty()
             warnings.warn(f"the bank starts empty, because settings changed: {', '.join(changed)}", stacklevel=2)
@@ -209,7 +208,7 @@ class Training:
         self.bank.end_step()
         return {
             "step": self.done + 1,
-            "epoch": (self.done + 1) * self.config.batch.global_batch_size / self.examples if self.examples else None,
+            "epoch": (self.done + 1) * self.config.batch.global_batch_size / self.examples,
             **means,
             **norms,
             "bank_fill": bank_fill,

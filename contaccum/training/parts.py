@@ -12,10 +12,9 @@ import numpy as np
 import torch
 
 from contaccum.config import ENCODER_SETTINGS, OptimConfig, TrainConfig
-from contaccum.data.batches import Batches, BatchForm, BatchSource, JoinedTokens, StreamSource
+from contaccum.data.batches import Batches, BatchForm, JoinedTokens
 from contaccum.data.sampler import make_sampler
-from contaccum.data.stream import StreamSampler, StreamSet
-from contaccum.data.tables import TextTokens, TokenTable, build_token_table
+from contaccum.data.tables import TokenTable, build_token_table
 from contaccum.data.train_set import TrainSet
 from contaccum.encoder import (
     SETTINGS_FILE,
@@ -38,13 +37,9 @@ from contaccum.runtime.files import read_json
 from contaccum.runtime.processes import torch_dtype
 
 _TOWER_SETTINGS = ("passage_name", "tie_towers", "append_eos")
-PREFETCHED_STEPS = 4
-"""Number of steps whose examples a stream keeps in memory: current and prefetched steps. Steps in the bank are kept, too."""
 
 
-def build_encoder(
-    config: TrainConfig, train_set: TrainSet | StreamSet, device: torch.device | str = "cpu"
-) -> DualEncoder:
+def build_encoder(config: TrainConfig, train_set: TrainSet, device: torch.device | str = "cpu") -> DualEncoder:
     """Build the encoder of a new run."""
     model = config.model
     if model.name != "tiny":
@@ -126,35 +121,26 @@ def apply_switches(encoder: DualEncoder, config: TrainConfig) -> None:
         encoder.compile_backbones(graphs=config.run.compile == "cuda_graphs")
 
 
-def build_batches(
-    config: TrainConfig, engine: Engine, encoder: DualEncoder, train_set: TrainSet | StreamSet
-) -> Batches:
-    """Build the source of the training batches. A data set is tokenized here. A stream is tokenized while training reads it."""
+def build_batches(config: TrainConfig, engine: Engine, encoder: DualEncoder, train_set: TrainSet) -> Batches:
+    """Tokenize the training set and build the source of the training batches."""
     data, settings = config.data, encoder.settings
     size, rank, world = config.batch.global_batch_size, engine.rank, engine.world
     query, passage = encoder.query_tower, encoder.passage_tower
     padding = (query.tokenizer.pad_token_id, passage.tokenizer.pad_token_id), query.tokenizer.padding_side
     form = BatchForm(config.micro_batch_size(world), config.micro_batch_tokens, *padding, rank, world)
-    if isinstance(train_set, StreamSet):
-        # keep the steps in the bank, because measuring the drift encodes them again
-        kept_steps = math.ceil(config.bank_size() / size) + PREFETCHED_STEPS
-        return StreamSource(
-            StreamSampler(train_set, config.seed, size, data.hard_negatives, data.shuffle_buffer, kept_steps),
-            TextTokens(query.tokenizer, settings.max_query_length, settings.query_prefix, query.vocabulary),
-            TextTokens(passage.tokenizer, settings.max_passage_length, settings.passage_prefix, passage.vocabulary),
-            form,
-        )
     with engine.main_first():
         query_tokens = _tokens(train_set, "query", settings, query)
         passage_tokens = _tokens(train_set, "passage", settings, passage)
-    order, fill, tokens = config.batch.order, data.fill_negatives, config.run.eval_batch_tokens
-    vectors = None
-    if order == "near":
-        untrained = _untrained_encoder(config, engine)
-        vectors = np.concatenate(training_vectors(untrained, train_set, "query", engine, tokens).shards)
-    form_of_step = size, data.hard_negatives, data.mixture_batches, fill, order, vectors
-    sampler = make_sampler(train_set, config.seed, *form_of_step)
-    return BatchSource(train_set, sampler, query_tokens, passage_tokens, form)
+    sampler = make_sampler(
+        train_set,
+        config.seed,
+        size,
+        data.hard_negatives,
+        data.mixture_batches,
+        data.fill_negatives,
+        config.batch.order,
+    )
+    return Batches(train_set, sampler, query_tokens, passage_tokens, form)
 
 
 def _untrained_encoder(config: TrainConfig, engine: Engine) -> DualEncoder:
@@ -173,14 +159,12 @@ def check_guide(config: TrainConfig) -> None:
         raise InputError(f"loss.guide: {error}") from error
 
 
-def build_rules(config: TrainConfig, engine: Engine, train_set: TrainSet | StreamSet) -> PairRules:
+def build_rules(config: TrainConfig, engine: Engine, train_set: TrainSet) -> PairRules:
     """Build the rules that mask pairs of the loss. All processes must call this function.
 
     If ``loss.guide`` names an encoder, it encodes the training queries and passages whose vectors are not in the cache.
     """
     rules, loss = _rules_without_data(config), config.loss
-    if isinstance(train_set, StreamSet):
-        return rules
     if loss.guide is not None:
         if loss.guide == config.model.name:
             encoder = _untrained_encoder(config, engine)

@@ -29,7 +29,6 @@ from contaccum.config import ENCODER_SETTINGS, TrainConfig, settings_with
 from contaccum.config.file import CONFIG_VERSION, check_version, checked_nodes
 from contaccum.config.spellings import without_removed
 from contaccum.data.retrieval_set import RetrievalSet, same_content
-from contaccum.data.stream import StreamSet
 from contaccum.data.tables import tokenizer_hash
 from contaccum.data.train_set import TrainSet
 from contaccum.encoder import SETTINGS_FILE, DualEncoder, model_folder
@@ -133,7 +132,7 @@ def refuse_other_checkpoint(config: TrainConfig) -> None:
 
 
 def run_identity(
-    config: TrainConfig, engine: Engine, encoder: DualEncoder, train_set: TrainSet | StreamSet, dev: RetrievalSet | None
+    config: TrainConfig, engine: Engine, encoder: DualEncoder, train_set: TrainSet, dev: RetrievalSet | None
 ) -> dict[str, Any]:
     """Return the values that must be the same when a run resumes.
 

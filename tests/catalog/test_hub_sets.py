@@ -17,7 +17,7 @@ from contaccum.catalog import fetch
 from contaccum.catalog.hub_sets import HubName
 from contaccum.config import DataConfig
 from contaccum.data.commands import check, convert
-from contaccum.data.dataset import open_training
+from contaccum.data.dataset import load_training
 from contaccum.errors import InputError
 
 
@@ -128,31 +128,29 @@ def test_a_mapping_that_cannot_be_is_refused_in_one_sentence(mapping, sentence, 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_mapped_rows_without_a_query_are_rejected_by_the_reader(tmp_path, streaming):
+def test_mapped_rows_without_a_query_are_rejected_by_the_reader(tmp_path):
     rows = [{"q": "a", "p": "x"}, {"q": None, "p": "y"}, {"q": "", "p": "z"}, {"q": "b", "p": "w"}]
     write(tmp_path / "gaps" / "train.jsonl", lines(*rows))
-    data = DataConfig(train=f"hub:{tmp_path / 'gaps'}?query=q&pos=p", streaming=streaming)
+    data = DataConfig(train=f"hub:{tmp_path / 'gaps'}?query=q&pos=p")
     with pytest.warns(UserWarning, match="skipped"):
-        found = open_training(replace(data, max_bad_records=2)).texts()
+        found = load_training(replace(data, max_bad_records=2)).texts()
     assert sorted(text for text in found if text) == ["a", "b", "w", "x"]
     with pytest.raises(InputError, match=r":2: query 'unnamed-query-2' has an empty text"):
-        open_training(replace(data, max_bad_records=0)).texts()
+        load_training(replace(data, max_bad_records=0)).texts()
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_columns_that_no_reader_asks_for_may_hold_anything(name, tmp_path, streaming):
+def test_columns_that_no_reader_asks_for_may_hold_anything(name, tmp_path):
     when = datetime(2026, 1, 2)
     passages = [[{"docid": "1", "text": "x", "seen": when}], [{"docid": "2", "text": "y", "seen": when}]]
     rows = {"query": ["a", "b"], "positive_passages": passages, "seen": [when, when], "picture": [b"\x00", b"\xff"]}
     (tmp_path / "dated").mkdir()
     Dataset.from_dict({**rows, "query_id": ["q", "r"]}).to_parquet(tmp_path / "dated" / "train.parquet")
-    found = open_training(DataConfig(train=f"hub:{tmp_path / 'dated'}", streaming=streaming))
+    found = load_training(DataConfig(train=f"hub:{tmp_path / 'dated'}"))
     assert sorted(found.texts()) == ["", "", "a", "b", "x", "y"]
     (tmp_path / "bad").mkdir()
     Dataset.from_dict({**rows, "query_id": [when, when]}).to_parquet(tmp_path / "bad" / "train.parquet")
     with pytest.raises(InputError, match=r"bad, row 1: .*datetime.*; only texts and numbers are allowed"):
-        open_training(DataConfig(train=f"hub:{tmp_path / 'bad'}", streaming=streaming)).texts()
+        load_training(DataConfig(train=f"hub:{tmp_path / 'bad'}")).texts()
 
 
 def test_a_name_is_taken_apart():
@@ -229,11 +227,10 @@ def test_texts_like_dates_stay_strings(form, tmp_path):
         write(folder / "train.json", json.dumps(DATED))
     else:
         (write if form == "jsonl" else write_gzip)(folder / f"train.{form}", lines(*DATED))
-    for streaming in (False, True):
-        found = open_training(DataConfig(train=f"hub:{folder}", streaming=streaming))
-        assert sorted(text for text in found.texts() if text) == sorted(
-            text for record in DATED for text in (record["query"], *record["pos"])
-        )
+    found = load_training(DataConfig(train=f"hub:{folder}"))
+    assert sorted(text for text in found.texts() if text) == sorted(
+        text for record in DATED for text in (record["query"], *record["pos"])
+    )
     assert [query["id"] for query in open_train_set(f"hub:{folder}").queries] == ["2020-01-01", "2020-01-02"]
 
 
@@ -246,20 +243,18 @@ def test_cells_of_a_table_are_texts_and_not_numbers_or_missing_values(form, tmp_
     table = table.replace(",", "\t") if form == "tsv" else table
     (write_gzip if form.endswith("gz") else write)(tmp_path / "set" / f"train.{form}", table)
     name = f"hub:{tmp_path / 'set'}?query=q&pos=p&query_id=i"
-    for streaming in (False, True):
-        found = open_training(DataConfig(train=name, streaming=streaming))
-        assert sorted(text for text in found.texts() if text) == sorted(cell for cells in rows for cell in cells[1:])
+    found = load_training(DataConfig(train=name))
+    assert sorted(text for text in found.texts() if text) == sorted(cell for cells in rows for cell in cells[1:])
     assert [query["id"] for query in open_train_set(name).queries] == ["007", "008", "009"]
 
 
 def test_a_table_whose_rows_have_more_cells_than_names_is_refused(tmp_path):
     write(tmp_path / "set" / "train.csv", "q,p\nhow, when,because\nwho,she\n")
-    for streaming in (False, True):
-        data = DataConfig(train=f"hub:{tmp_path / 'set'}?query=q&pos=p", streaming=streaming)
-        with pytest.raises(
-            InputError, match=r"train\.csv: cannot be read after row 0 \(row 1 has more cells than the header"
-        ):
-            open_training(data).texts()
+    data = DataConfig(train=f"hub:{tmp_path / 'set'}?query=q&pos=p")
+    with pytest.raises(
+        InputError, match=r"train\.csv: cannot be read after row 0 \(row 1 has more cells than the header"
+    ):
+        load_training(data).texts()
 
 
 def test_ids_of_judgements_in_a_table_keep_their_zeros(tmp_path):

@@ -21,7 +21,7 @@ from contaccum.catalog.hub_sets import beir_from_rows, numbered
 from contaccum.catalog.pinned import CORPUS, JUDGED, KNOWN, SURPRISE, Repository, tasks
 from contaccum.config import DataConfig
 from contaccum.data.commands import check
-from contaccum.data.dataset import open_training
+from contaccum.data.dataset import load_training
 from contaccum.errors import InputError
 from contaccum.runtime.files import whole_folder
 
@@ -373,12 +373,11 @@ def test_hub_and_mteb_read_the_same_strings_from_texts_like_dates(ending, hub):
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", "-00000-of-00001.parquet", ".csv"])
-@pytest.mark.parametrize("streaming", [False, True])
-def test_examples_of_the_hub_are_read_whole_and_streamed(ending, streaming, hub):
+def test_examples_of_the_hub_are_read(ending, hub):
     rows = {"query": ["2020-01-01", "b"], "positive": ["2021-01-01", "x"]}
     card(hub.folder / "owner" / "set", {"default": {"train": (f"train{ending}", rows)}})
     name = f"hub:owner/set@{'c' * 40}?query=query&pos=positive"
-    found = open_training(DataConfig(train=name, streaming=streaming))
+    found = load_training(DataConfig(train=name))
     assert sorted(text for text in found.texts() if text) == ["2020-01-01", "2021-01-01", "b", "x"]
     assert hub.commits == {"c" * 40}
 

@@ -10,7 +10,7 @@ from opened import open_train_set
 from tiny_data import beir
 
 from contaccum.batch import MISSING, NO_PASSAGE
-from contaccum.data.batches import BatchForm, BatchSource, pad
+from contaccum.data.batches import Batches, BatchForm, pad
 from contaccum.data.sampler import StepSampler
 from contaccum.runtime.prefetch import prefetch
 
@@ -57,7 +57,7 @@ def test_a_missing_passage_has_the_first_token_of_the_positive(tokens, tmp_path)
     tables = Rows(len(train_set.queries)), Rows(len(train_set.passages))
     form = BatchForm(2, tokens)
     found = {}
-    for batch in BatchSource(train_set, sampler, *tables, form).step(0):
+    for batch in Batches(train_set, sampler, *tables, form).step(0):
         passages = batch.passages.input_ids.unflatten(0, (len(batch.query_ids), 3))
         lengths = batch.passages.attention_mask.sum(1).unflatten(0, (len(batch.query_ids), 3))
         for name, *row in zip(batch.query_ids, batch.ids.columns, passages, lengths, strict=True):
@@ -73,7 +73,7 @@ def test_a_missing_passage_has_the_first_token_of_the_positive(tokens, tmp_path)
 def test_one_process_gets_the_steps_rows_in_order(parts):
     train_set, sampler, *tables = parts
     rows = sampler(3)
-    batches = BatchSource(train_set, sampler, *tables, BatchForm(2)).step(3)
+    batches = Batches(train_set, sampler, *tables, BatchForm(2)).step(3)
     assert len(batches) == 4
     names = [name for batch in batches for name in batch.query_ids]
     assert names == [train_set.queries["id"][n] for n in rows.queries]
@@ -90,7 +90,7 @@ def test_processes_divide_each_micro_batch_and_know_all_ids(parts):
     train_set, sampler, *tables = parts
     rows = sampler(0)
     for rank in range(2):
-        source = BatchSource(train_set, sampler, *tables, BatchForm(2, rank=rank, world=2))
+        source = Batches(train_set, sampler, *tables, BatchForm(2, rank=rank, world=2))
         batches = source.step(0)
         assert len(batches) == 2
         for k, batch in enumerate(batches):
@@ -101,7 +101,7 @@ def test_processes_divide_each_micro_batch_and_know_all_ids(parts):
 
 def test_queries_and_passages_have_separate_padding_tokens(parts):
     train_set, sampler, *tables = parts
-    (batch,) = BatchSource(train_set, sampler, *tables, BatchForm(8, pad_ids=(77, 88), side="left")).step(0)
+    (batch,) = Batches(train_set, sampler, *tables, BatchForm(8, pad_ids=(77, 88), side="left")).step(0)
     for tokens, padding in ((batch.queries, 77), (batch.passages, 88)):
         assert set(tokens.input_ids[tokens.attention_mask == 0].tolist()) == {padding}
         assert tokens.attention_mask[:, -1].all()

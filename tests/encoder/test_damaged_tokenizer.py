@@ -43,7 +43,7 @@ def template(tokenizer: dict) -> None:
     tokenizer["post_processor"]["special_tokens"]["[SEP]"]["ids"] = [10_003]
 
 
-COMMANDS = ["evaluate", "train", "train on a stream"]
+COMMANDS = ["evaluate", "train"]
 DAMAGE = {
     "an id in the vocabulary": ("tokenizer.json", vocabulary(10_000), "but the encoder has"),
     "an id of more than 31 bits": ("tokenizer.json", vocabulary(2**31), "but the encoder has"),
@@ -66,12 +66,10 @@ def damaged(world: Path, tmp_path: Path, damage: str) -> tuple[Path, str]:
 def call(command: str, model: Path, world: Path, tmp_path: Path) -> list[str]:
     if command == "evaluate":
         return ["evaluate", "--model", str(model), "--data", str(world / "data"), "--split", "train", "--device", "cpu"]
-    stream = command == "train on a stream"
-    source = ["--data.train", str(world / ("lines.jsonl" if stream else "data")), "--model.name", str(model)]
+    source = ["--data.train", str(world / "data"), "--model.name", str(model)]
     return [
         "train",
         *source,
-        *["--data.streaming", "true"] * stream,
         *SHORT,
         "--output_dir",
         str(tmp_path / "run"),

@@ -136,9 +136,9 @@ def test_second_run_encodes_nothing(folder, monkeypatch):
 
 
 def test_untrained_model_can_be_the_guide(folder):
-    """With its settings for this run, so ``near`` and the guide share the vectors of the queries."""
+    """With its settings for this run."""
     name = str(folder / "guide" / "query_encoder")
-    changes = {"model.name": name, "loss.guide": name, "batch.order": "near", "optim.max_steps": 1}
+    changes = {"model.name": name, "loss.guide": name, "optim.max_steps": 1}
     train(config("run", "grad_cache", **changes, **{"model.query_prefix": "red "}))
     assert len(list((cache_folder() / "query_vectors").iterdir())) == 1
     train(config("other", "grad_cache", **changes, **{"model.query_prefix": "blue "}))
@@ -168,7 +168,7 @@ MISSING = "loss.guide: no/such/guide: no such folder; expected the folder of a m
     ],
 )
 def test_unusable_guide_is_refused_before_anything_is_loaded(options, sentence, folder, capsys, monkeypatch):
-    monkeypatch.setattr("contaccum.training.loop.open_training", lambda *given: pytest.fail("data was read"))
+    monkeypatch.setattr("contaccum.training.loop.load_training", lambda *given: pytest.fail("data was read"))
     assert main(["train", "--data.train", "data", "--output_dir", "run", "--model.name", "tiny", *options]) == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith(f"contaccum: {sentence}")

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 
 from contaccum.batch import RowIds
 from contaccum.config import METHOD_SPECS, to_yaml
-from contaccum.data.commands import convert
 from contaccum.errors import InputError
 from contaccum.methods.bank import Bank
 from contaccum.methods.loss import InfoNCE
@@ -75,11 +74,6 @@ def runs(tmp_path_factory):
     for world in WORLDS[:2]:
         call = [str(runs.data), str(runs[f"dev{world}"])]
         runs.jobs[f"dev of {world}"] = Job(call, world, worker="dev_evaluation_worker")
-    examples = runs["examples.jsonl"]
-    convert(runs.data, examples, "jsonl")
-    stream = {"data.train": str(examples), "data.streaming": True, "data.shuffle_buffer": 9, "optim.max_steps": 6}
-    for world in WORLDS[:2]:
-        runs.add(f"stream of {world}", world, **stream, **{"data.hard_negatives": 1, "optim.epochs": 1.0})
     runs.add("machines", 4, machines=2, fault="tells_what_it_builds")
     spoilt = write_beir(runs["spoilt data"], queries=41)
     for file, line in SPOILT.items():
@@ -165,9 +159,7 @@ def test_search_handles_uneven_passage_counts(world, steps):
             )
 
 
-@pytest.mark.parametrize(
-    ("whole", "name"), [("of 1", "of 2"), ("of 1", "of 4"), ("of 1", "machines"), ("stream of 1", "stream of 2")]
-)
+@pytest.mark.parametrize(("whole", "name"), [("of 1", "of 2"), ("of 1", "of 4"), ("of 1", "machines")])
 def test_metrics_of_several_processes_equal_one(whole, name, runs):
     one, several = runs.lines(whole), runs.lines(name)
     assert len(one) == len(several) == 6
@@ -216,7 +208,6 @@ def test_dev_evaluation_shares_the_corpus_and_gives_every_process_the_metrics_of
 SOUND = [
     "of 1",
     "of 2",
-    "stream of 2",
     "of 4",
     "machines",
     "unchecked",

@@ -18,8 +18,6 @@ from contaccum.training.loop import train
 CHOICES = {
     "data.hard_negatives": [0, 1, 2],
     "data.fill_negatives": ["random", "none"],
-    "data.streaming": [False, False, True],
-    "data.shuffle_buffer": [1, 7],
     "model.tie_towers": [False, True],
     "model.unpad": [False, True],
     "model.similarity": ["cosine", "dot"],
