@@ -23,7 +23,7 @@ from typing import Any
 from common import make_parser, model_folder, publish, table
 
 from contaccum.config import TrainConfig, from_mapping, parse_bytes, to_yaml
-from contaccum.experiments.plan import run_measurement
+from contaccum.experiments.measure import measure_method
 from contaccum.training.log import read_log
 
 BUDGET = "16GB"
@@ -93,7 +93,7 @@ def configuration(changes: dict, model: str, args: Any, folder: Path) -> TrainCo
 
 def compare_with_training(config: TrainConfig) -> dict[str, float]:
     """Return predicted and measured bytes and seconds."""
-    plan = run_measurement(config, parse_bytes(BUDGET))
+    plan = measure_method(config, parse_bytes(BUDGET))
     config.batch.micro_batch_size = plan.micro_batch_size or 1
     file = Path(config.output_dir).with_suffix(".yaml")
     file.write_text(to_yaml(config), encoding="utf-8")

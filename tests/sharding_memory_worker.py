@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from contaccum.methods import METHODS
 from contaccum.runtime.engine import Engine
 from contaccum.runtime.files import write_json
-from contaccum.runtime.sharding import local, saved_bytes
+from contaccum.runtime.sharding import local
 from contaccum.training import parts
 
 LAYERS, WIDTH = 8, 256
@@ -63,8 +63,6 @@ def main(arguments: list[str]) -> None:
     encoder = parts.build_encoder(config, train_set)
     if engine.world > 1:
         engine.shard(encoder)
-    else:
-        found["saved"] = {world: saved_bytes(encoder.units(), world, torch.float32) for world in (2, 4)}
     encoder.train()
     batches = parts.build_batches(config, engine, encoder, train_set)
     loss = parts.build_loss(config, encoder)

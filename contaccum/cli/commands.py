@@ -249,12 +249,10 @@ COMMANDS = {
     ),
     "plan": Command(
         _call("contaccum.experiments.plan:run_plan"),
-        "predict memory, step times, and the cost of encoding a corpus",
+        "predict memory and step times",
         "Run a few training steps with each method. Predict the largest micro-batch and the largest bank that fit into --memory. "
-        "Also predict the peak memory and the time of a step. With --corpus_size, also predict the cost of encoding and "
-        "searching a corpus. With --processes, also predict the largest micro-batch with run.sharding none and fsdp, for full "
-        "fine-tuning and for LoRA. Accepts every setting of `contaccum train`.",
-        "%(prog)s --config FILE --memory 11GB [--methods NAME,...] [--corpus_size N] [--GROUP.FIELD VALUE ...]",
+        "Also predict the peak memory and the time of a step. Accepts every setting of `contaccum train`.",
+        "%(prog)s --config FILE --memory 11GB [--methods NAME,...] [--GROUP.FIELD VALUE ...]",
         "PlanConfig TrainConfig",
         hidden=("resume",),
     ),

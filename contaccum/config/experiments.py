@@ -94,13 +94,6 @@ class PlanConfig:
     methods: str | None = None
     """Training methods to plan for, separated by commas: `in_batch`, `grad_accum`, `grad_cache`, `passage_bank`, `cont_accum`,
     `cont_cache`. Default: all."""
-    corpus_size: int | None = setting(None, at_least=1, unit="passages")
-    """Also estimate the time to encode a corpus of this many passages, the disk space of its vectors, the memory of an index and
-    the time of a search. Default: no estimate."""
-    processes: int | None = setting(None, at_least=2, unit="processes")
-    """Also plan training with this many processes, in up to four cases: training all weights or LoRA, with `run.sharding` none or
-    fsdp. Memory is measured in one process without sharding, so small micro-batches must fit into the memory of this device.
-    Default: no plan for several processes."""
     output: str | None = None
     """JSON file to write the plan to."""
 

@@ -34,8 +34,8 @@ from contaccum.evaluation.significance import Comparison, compare
 from contaccum.experiments.auto_state import EVALUATIONS, FEWEST_STEPS, STATE_FILE, TUNING, State, parse_time
 from contaccum.experiments.compare import Configure
 from contaccum.experiments.jobs import data_hashes, delete_weights, refuse_changed, run_job
+from contaccum.experiments.measure import measure_micro_batch
 from contaccum.experiments.page import duration, gigabytes
-from contaccum.experiments.plan import fitting_size
 from contaccum.experiments.run_records import METRICS_FILE, TUNED_FILE, dev_score
 from contaccum.experiments.settings import Values, Variant, named
 from contaccum.experiments.study_report import StudyResult, write_report
@@ -179,7 +179,7 @@ class Auto:
             validate(config)
             print(f"measuring {method}", file=sys.stderr)
             Engine.free_memory()  # on a GPU, memory that this process keeps of earlier runs would count as that of other programs
-            found = fitting_size(config, self.memory)
+            found = measure_micro_batch(config, self.memory)
             if found.size is None:
                 raise InputError(
                     f"--memory is {self.options.memory}, but {method} needs {gigabytes(found.peak)} even with one pair at a "

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 from contaccum.config import TrainConfig, affects, train_settings
 from contaccum.config.groups import OptimConfig
 from contaccum.errors import InputError
-from contaccum.experiments.plan import ask
+from contaccum.experiments.measure import measure_step
 from contaccum.experiments.settings import Values, Variant
 from contaccum.runtime.files import read_json, write_json
 from contaccum.training.run_folder import flat
@@ -107,7 +107,7 @@ def measured_step(config: TrainConfig, folder: Path) -> float:
     key = repr([config.method, config.run.device, *speed.items()])
     if key not in seconds:
         print(f"measuring a step of {config.method}, N = {config.batch.global_batch_size}", file=sys.stderr)
-        seconds[key] = ask(config, "seconds_per_step")
+        seconds[key] = measure_step(config)
         write_json(file, seconds)
     return seconds[key]
 

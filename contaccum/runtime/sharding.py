@@ -5,7 +5,7 @@ run the same number of passes, and save and load together.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -53,33 +53,6 @@ def shard(processes: Processes, modules: Iterable[nn.Module], dtype: torch.dtype
         # the loss needs the sum of the gradients, but FSDP computes their mean
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo cannot sum and scale at once
-
-
-def saved_bytes(units: Sequence[nn.Module], processes: int, dtype: torch.dtype) -> int:
-    """Return by how many bytes sharding lowers each process's peak memory in a step with AdamW. The result can be negative.
-
-    units, dtype: see ``shard``. A process keeps 1 / ``processes`` of weights, gradients and moments. In addition, a process
-    holds the gathered weights and the gradients of one unit at a time. It also holds two communication buffers: the
-    weights of the next unit, and the gradients of the previous unit. A unit can contain other units. While an inner unit runs,
-    the gathered weights and gradients of its outer unit stay in memory.
-    """
-    known: set[nn.Module] = set()
-    storages: set[int] = set()  # two towers can share frozen weights, but their parts are separate
-    whole = parts = largest = outer = 0
-    for unit in units:
-        modules = [module for module in unit.modules() if module not in known]
-        own = {each for module in modules for each in module.parameters(recurse=False)}
-        trained = sum(each.numel() for each in own if each.requires_grad)
-        gathered = sum(each.numel() * min(dtype.itemsize, each.itemsize) for each in own)  # 4-bit weights stay bytes
-        whole += sum(each.nbytes for each in own if each.data_ptr() not in storages) + 12 * trained
-        parts += sum(each.nbytes for each in own) + 12 * trained  # 12 bytes: a gradient and two moments
-        if known.isdisjoint(unit.modules()):
-            largest = max(largest, 2 * gathered + (dtype.itemsize + 4) * trained)
-        else:
-            outer = max(outer, gathered + dtype.itemsize * trained)
-        known.update(modules)
-        storages.update(each.data_ptr() for each in own)
-    return whole - parts // processes - largest - outer
 
 
 class SeparateBackward:

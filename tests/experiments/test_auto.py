@@ -21,7 +21,7 @@ from contaccum.evaluation.significance import compare
 from contaccum.experiments import auto
 from contaccum.experiments.auto_state import parse_time
 from contaccum.experiments.page import duration
-from contaccum.experiments.plan import FittingSize
+from contaccum.experiments.sizes import FittingSize
 from contaccum.experiments.tuning import rung_shares, survivors
 
 pytestmark = pytest.mark.filterwarnings("ignore:contaccum auto chooses these settings")
@@ -161,7 +161,7 @@ def test_memory_of_earlier_runs_is_freed_before_a_method_is_measured(planned, mo
     monkeypatch.setattr(made, "_evaluate", lambda *_: calls.append("run"))
     monkeypatch.setattr(made, "_trial", lambda _: calls.append("run") or 1.0)
     monkeypatch.setattr(auto.Engine, "free_memory", lambda: calls.append("free"))
-    monkeypatch.setattr(auto, "fitting_size", lambda *_: calls.append("measure") or FittingSize(4, 1.0, 0.0, 4))
+    monkeypatch.setattr(auto, "measure_micro_batch", lambda *_: calls.append("measure") or FittingSize(4, 1.0, 0.0, 4))
     made._measure()
     assert calls == ["run", *["free", "measure", "run"] * 3]
 

@@ -1,4 +1,4 @@
-"""`contaccum plan`: lines through synthetic and real peaks, index sizes against faiss's own files, and the command."""
+"""`contaccum plan`: lines through synthetic and real peaks, and the command."""
 
 import json
 import math
@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import faiss
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -18,13 +16,10 @@ from helpers import train_config, write_beir
 from contaccum.batch import RowIds
 from contaccum.cli import main
 from contaccum.config import TrainConfig, from_mapping, parse_bytes
-from contaccum.errors import InputError
-from contaccum.experiments import plan
-from contaccum.experiments.measure import Probe, largest, largest_bank, predict
-from contaccum.experiments.measure import fitting_size as measured_size
+from contaccum.experiments.measure import Measurement, Probe, measure_micro_batch
 from contaccum.experiments.page import duration, gigabytes
-from contaccum.experiments.plan import Measurement, fitting_size, index_costs, lists_for, render
-from contaccum.runtime.sharding import saved_bytes
+from contaccum.experiments.plan import render
+from contaccum.experiments.sizes import largest, largest_bank, largest_micro_batch, predict
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
 
@@ -79,14 +74,14 @@ def test_sizes_that_run_out_of_memory_on_a_gpu_with_the_budget_do_not_fit(tmp_pa
     most = 0.0
     assert [probe.peak(16, 64, budget) for budget in (2300, 2301)] == [pytest.approx(1576.064)] * 2
     assert [probe.peak(32, 64, budget) for budget in (2300, 2301)] == [math.inf, None]
-    assert measured_size(probe, 2300).size == 16  # a line through 2 and 4 pairs predicts that 32 fit
-    assert measured_size(probe, 2301).size == 32
+    assert largest_micro_batch(probe, 2300).size == 16  # a line through 2 and 4 pairs predicts that 32 fit
+    assert largest_micro_batch(probe, 2301).size == 32
     probe.config = replace(probe.config, method="in_batch")
-    none = measured_size(probe, 2300)
+    none = largest_micro_batch(probe, 2300)
     assert none.size is None
     assert none.peak >= 2300
     probe.config = replace(probe.config, batch=replace(probe.config.batch, micro_batch_size=32))
-    assert measured_size(probe, 2300).measured == 16  # 32, 64 and 128 pairs do not fit: 16 and 8 are measured
+    assert largest_micro_batch(probe, 2300).measured == 16  # 32, 64 and 128 pairs do not fit: 16 and 8 are measured
     probe.config = replace(probe.config, method="cont_accum")
     assert 250_064 < largest_bank(probe, 64, 4, 2300) <= 255_000
     assert largest_bank(probe, 64, 4, 2301) > 1_000_000
@@ -108,7 +103,7 @@ def test_no_size_fits_below_the_smallest_peak():
 
 def test_gpu_context_is_reported_with_the_budget_that_training_needs():
     config = TrainConfig(method="cont_accum", output_dir="run")
-    found = Measurement(8, 3e9, 0.01, 1000, 500_000_000, 0.5, 100.0, 1e-9, 64, 1000)
+    found = Measurement(8, 3e9, 0.01, 1000, 500_000_000, 0.5, 1000)
     assert found.epoch(250) == pytest.approx(4 * 0.5)
     shown = render({"cont_accum": found}, config, 4_000_000_000)
     (found_budget,) = re.findall(r"set run\.memory_budget to (\w+)\.", shown)
@@ -118,32 +113,6 @@ def test_gpu_context_is_reported_with_the_budget_that_training_needs():
     shown = render({"cont_accum": found}, config, 400_000_000)  # no run.memory_budget is left
     assert "memory_budget" not in shown
     assert "other programs on this GPU use 0.50 GB, so no size fits" in shown
-
-
-@pytest.mark.parametrize("number", range(4))
-def test_index_sizes_equal_those_of_faiss(number):
-    """Sizes of the files that faiss writes, within 2 %."""
-    rows, dim = 4_000, 64
-    cost = index_costs(rows, dim)[number]
-    random = np.random.default_rng(0)
-    vectors = random.standard_normal((rows, dim), dtype=np.float32)
-    index = faiss.index_factory(dim, cost.factory, faiss.METRIC_INNER_PRODUCT)
-    if "PQ" in cost.factory:
-        index.cp.niter = index.pq.cp.niter = 1  # sizes do not depend on where the centroids are
-        index.do_polysemous_training = False
-    index.train(vectors)
-    index.add(vectors)
-    assert cost.bytes == pytest.approx(len(faiss.serialize_index(index)), rel=0.02)
-
-
-def test_plan_names_only_indexes_that_faiss_builds():
-    """faiss refuses IVF8192,PQ64 for vectors of 312 numbers, the width of TinyBERT."""
-    assert [len(index_costs(10**6, dim)) for dim in (312, 384)] == [3, 4]
-
-
-def test_lists_are_a_power_of_two_near_four_square_roots():
-    assert lists_for(1_000_000) == 2048
-    assert lists_for(21_015_324) == 16_384
 
 
 def test_durations_and_sizes_are_readable():
@@ -157,16 +126,10 @@ DEMO = ["--config", "configs/demo.yaml", "--model.tiny_vocabulary", "300", "--ba
 def test_plan_command_measures_and_writes_json(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # freed memory goes back, so the peak is a line in B
     output = tmp_path / "plan.json"
-    extra = ["--methods", "cont_accum", "--memory", "4GB", "--corpus_size", "1000000", "--output", str(output)]
-    extra += ["--processes", "2"]
+    extra = ["--methods", "cont_accum", "--memory", "4GB", "--output", str(output)]
     assert main(["plan", *DEMO, *extra]) == 0
     shown = capsys.readouterr().out
     assert "| cont_accum |" in shown
-    assert "| IVF2048,Flat |" in shown
-    assert "trained weights | run.sharding" in shown
-    none, fsdp = json.loads(output.read_text())["sharding"]
-    assert none["micro_batch_size"] == fsdp["micro_batch_size"] == 64  # half of the 128 pairs for each of two processes
-    assert (none["sharding"], fsdp["sharding"]) == ("none", "fsdp")
     made = json.loads(output.read_text())["methods"][0]
     assert made["micro_batch_size"] in (4, 8, 16, 32, 64, 128)
     assert 1e8 < made["peak"] <= 4e9
@@ -184,49 +147,10 @@ def test_a_micro_batch_with_blocks_below_32_mb_is_predicted_within_a_tenth():
             "batch": {"global_batch_size": 1024, "micro_batch_size": 16},
         }
     )
-    found = fitting_size(config, 800_000_000)
+    found = measure_micro_batch(config, 800_000_000)
     assert found.size is not None
     assert 32 <= found.size <= 128
     assert abs(found.error) < 0.1
-
-
-def test_saved_bytes_are_those_of_a_step_with_adamw():
-    """Two layers of 10 x 10 weights in a module with 5 of its own; by hand, in numbers of 4 bytes, for 5 processes."""
-    outer = torch.nn.Sequential(*(torch.nn.Linear(10, 10, bias=False) for _ in range(2)))
-    outer.own = torch.nn.Parameter(torch.zeros(5))
-    units = [*list(outer), outer]
-    # 205 weights with gradients and two moments, of which 4/5 are saved; then 4 x 100 of a layer and 2 x 5 are gathered
-    assert saved_bytes(units, 5, torch.float32) == 4 * (4 * 205 * 4 // 5 - 4 * 100 - 2 * 5)
-    # bfloat16: weights twice and a gradient in 2 bytes, and a message of gradients in 4; 2 x 5 in 2 bytes
-    assert saved_bytes(units, 5, torch.bfloat16) == 4 * 4 * 205 * 4 // 5 - (3 * 2 + 4) * 100 - 2 * 2 * 5
-    outer.requires_grad_(False)  # as with LoRA: no gradients and no moments
-    assert saved_bytes(units, 5, torch.float32) == 4 * (205 * 4 // 5 - 2 * 100 - 5)
-    shared = torch.nn.Linear(10, 10, bias=False)
-    shared.weight = outer[0].weight
-    # two towers that share frozen weights: sharded, each has parts of its own
-    assert saved_bytes([outer[0], shared], 5, torch.float32) == 4 * (100 - 2 * 20 - 2 * 100)
-    shared.weight = torch.nn.Parameter(torch.zeros(50, dtype=torch.uint8), requires_grad=False)  # 4-bit weights
-    assert saved_bytes([shared], 5, torch.float32) == 50 - 10 - 2 * 50
-
-
-def test_variants_that_cannot_be_measured_are_named(monkeypatch):
-    """Here: all weights do not fit, adapters do."""
-
-    def ask(config: TrainConfig, function: str, **arguments) -> dict:
-        if not config.lora.rank:
-            raise InputError("too large")
-        return {kind: {"size": 8, "peak": 1e9, "error": 0.0, "measured": 8} for kind in ("none", "fsdp")}
-
-    monkeypatch.setattr(plan, "ask", ask)
-    config = TrainConfig(method="grad_cache", output_dir="run")
-    config.data.train = config.model.name = "a folder"
-    found = plan.plan_sharding(config, 2_000_000_000, 2)
-    assert [(each.weights, each.sharding, each.micro_batch_size) for each in found] == [
-        ("all", "none", None), ("LoRA of rank 16", "none", 8), ("LoRA of rank 16", "fsdp", 8),
-    ]  # fmt: skip
-    shown = plan.render_sharding(found, 2_000_000_000, 2)
-    assert "| grad_cache | LoRA of rank 16 | fsdp         | 8         | 1.00 GB |" in shown
-    assert "trained weights all: not measured. too large" in shown
 
 
 def test_on_a_gpu_the_first_measured_push_opens_blocks_of_every_level(tmp_path):
@@ -274,9 +198,6 @@ def test_a_full_disk_ends_the_plan_in_one_sentence(tmp_path, capsys, monkeypatch
     [
         (["--memory", "much"], "--memory is 'much', expected a number above 0"),
         (["--memory", "4GB", "--methods", "dpr"], "--methods: 'dpr' is unknown"),
-        (["--memory", "4GB", "--corpus_size", "0"], "--corpus_size is 0"),
-        (["--memory", "4GB", "--processes", "1"], "--processes is 1"),
-        (["--memory", "4GB", "--processes", "2", "--run.compile", "default"], "run.sharding is fsdp, which needs off"),
         (["--memory", "4GB", "--methods", "grad_accum", "--data.train", "nowhere"], "nowhere"),
     ],
 )

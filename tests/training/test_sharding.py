@@ -102,8 +102,6 @@ def test_memory_of_a_sharded_process(tmp_path):
             for name in PARTS:
                 assert found[name] <= 1.02 * one[name] / world
             assert found["peak"] <= limit < found["peak at once"]
-            # what contaccum plan predicts from a step without sharding
-            assert found["peak"] <= one["peak"] - one["saved"][str(world)] <= 1.25 * found["peak"]
 
 
 # whole runs
