@@ -3,29 +3,27 @@
     python benchmarks/mining.py --data MEDQUAD --model MODEL --json OUT.json
 
 Both trainings of a seed have equal steps, pairs and hard negatives per query (one). The first one draws them from all passages,
-the second one from those that `contaccum rounds` mined with the first model. ``--train_queries`` and ``--passages`` reduce the
-data: random training queries, every passage judged for these or for a test query, and random other passages; both trainings and
-evaluations use the same reduced data. `--runs DIR` saves the rounds and continues them.
+the second one from those that the first model found. ``--train_queries`` and ``--passages`` reduce the data: random training
+queries, every passage judged for these or for a test query, and random other passages; both trainings and evaluations use the
+same reduced data. `--runs DIR` saves the runs and continues them.
 """
 
 import json
 import statistics
 import tempfile
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from common import make_parser, publish, table
 
-from contaccum import evaluate
+from contaccum import evaluate, mine, train
 from contaccum.config import TrainConfig
 from contaccum.config.commands import DataPolicy, EncoderConfig, MineConfig
-from contaccum.config.experiments import RoundsConfig
 from contaccum.data.dataset import open_dataset
 from contaccum.evaluation.significance import compare
-from contaccum.experiments.rounds import run_rounds
 from contaccum.runtime.files import whole_folder, write_text
 
 METRIC = "ndcg@10"
@@ -96,7 +94,8 @@ def lengths(given: Any) -> dict[str, int]:
 
 def measure(given: Any, seed: int, runs: Path) -> dict[str, Any]:
     """Train and evaluate both models of one seed."""
-    config = TrainConfig(method=given.method, seed=seed, output_dir=str(runs / f"seed-{seed}"))
+    before, mined, after = (runs / f"seed-{seed}" / name for name in ("before", "mined.jsonl", "after"))
+    config = TrainConfig(method=given.method, seed=seed, output_dir=str(before), resume=True)
     config.model.name = given.model
     config.model.max_query_length, config.model.max_passage_length = given.max_query_length, given.max_passage_length
     config.data.train, config.data.repair, config.data.hard_negatives = given.data, True, 1
@@ -104,11 +103,16 @@ def measure(given: Any, seed: int, runs: Path) -> dict[str, Any]:
     config.bank.size = 4 * given.global_batch_size
     config.optim.learning_rate, config.optim.max_steps, config.optim.warmup_ratio = 5e-5, given.steps, 0.1
     config.run.device, config.run.save_steps = given.device, 0
-    mining = MineConfig(num_negatives=given.num_negatives, relative_margin=given.relative_margin)
-    model = run_rounds(config, mining, RoundsConfig(1))
-    folders = {"before": model.parents[1] / "round-0" / "model", "after": model}
-    return {"seed": seed} | {
-        name: score(given, EncoderConfig(str(folder), device=given.device)) for name, folder in folders.items()
+    model = EncoderConfig(str(train(config)), device=given.device)
+    if not mined.exists():
+        mining = MineConfig(num_negatives=given.num_negatives, relative_margin=given.relative_margin)
+        mine(model, given.data, str(mined), mining=mining, policy=config.data.policy)
+    data = replace(config.data, train=str(mined), repair=False)
+    again = train(replace(config, data=data, output_dir=str(after)))
+    return {
+        "seed": seed,
+        "before": score(given, model),
+        "after": score(given, EncoderConfig(str(again), device=given.device)),
     }
 
 

@@ -36,7 +36,7 @@ def config(method="cont_accum", **changes) -> TrainConfig:
 
 def print_config(capsys, path: Path, *given: str) -> dict:
     with pytest.raises(SystemExit) as done:
-        main(["rounds" if path.name == "rounds.yaml" else "train", "--config", str(path), *given, "--print_config"])
+        main(["train", "--config", str(path), *given, "--print_config"])
     assert done.value.code == 0
     return yaml.safe_load(capsys.readouterr().out)
 

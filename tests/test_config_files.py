@@ -61,7 +61,7 @@ def test_sound_config_gets_as_far_as_its_data(written, capsys):
         ("lora.rank: 0\nlora:\n  alpha: 2.0\n  rank: 4\n", "lora.rank"),
     ],
 )
-@pytest.mark.parametrize("command", ["train", "rounds"])
+@pytest.mark.parametrize("command", ["train", "compare"])
 def test_setting_given_twice_is_refused(command, text, name, written, capsys):
     err = refused(capsys, command, "--config", written("output_dir: out\n" + text))
     assert f"duplicate setting {name!r} (first in line " in err
@@ -146,7 +146,7 @@ def test_number_or_text_that_no_machine_can_meet_is_refused(name, value, words, 
 
 def test_limits_name_units_that_settings_have_and_allow_every_default():
     """A prefix of 50 MB is only possible in Python."""
-    assert set(LIMITS) <= {spec.unit for spec in train_settings().values()} | {"processes", "rounds", "seeds", "runs"}
+    assert set(LIMITS) <= {spec.unit for spec in train_settings().values()} | {"processes", "seeds", "runs"}
     config = TrainConfig()
     check_values(config)
     config.model.passage_prefix = "p" * 50_000_000
@@ -165,7 +165,6 @@ def test_limits_name_units_that_settings_have_and_allow_every_default():
             ["encode", "--model", "m", "--input", "i", "--output", "o", "--batch_tokens", "1" + "0" * 10],
             "at most 1e+09",
         ),
-        (["rounds", "--config", "c.yaml", "--rounds.count", "1001"], "rounds.count is 1001, expected at most 1000"),
         (["compare", "--config", "c.yaml", "--seeds", "1" + "0" * 20], "--seeds is 1e+20, expected at most 1000"),
         (["mine", "--model", "m", "--data", "d", "--output", "o", "--num_negatives", "9" * 70], "has 70 digits"),
         (["train", "--data.mixture", "[" * 20_000], "--data.mixture has more than 200 brackets"),
@@ -209,7 +208,6 @@ OTHER_NAMES = [
     ("gradient_checkpointing", "true", "did you mean {}model.gradient_checkpointing?"),
     ("learningrate", "1", "did you mean {}optim.learning_rate?"),
     ("optim.lr", "1", "use {}optim.learning_rate with the value 1"),
-    ("rounds.count", "1", "it belongs to the command `contaccum rounds`"),
 ]
 
 
@@ -321,12 +319,11 @@ def test_options_override_the_config_also_before_it(arguments, written, capsys):
         ["train"],
         ["compare"],
         ["plan", "--memory", "8GB"],
-        ["rounds", "--data.hard_negatives", "1"],
         ["auto", "--memory", "8GB", "--time", "1m"],
     ],
 )
 def test_config_of_a_finished_run_is_accepted(arguments, written, capsys):
-    """Plan, rounds and auto once answered the line `resume: false`, which every config.yaml has, with: no such setting."""
+    """Plan and auto once answered the line `resume: false`, which every config.yaml has, with: no such setting."""
     config = TrainConfig(output_dir="out")
     config.data.train = "nowhere"
     config.model.name = "tiny"
@@ -358,15 +355,6 @@ def test_every_setting_says_what_it_accepts():
 )
 def test_incomplete_or_misspelt_call_is_answered_with_what_is_missing(arguments, words, capsys):
     assert words in refused(capsys, *arguments)
-
-
-@pytest.mark.parametrize("section", ["rounds: {count: 2}", "mine: {range_max: 50}", "mine.seed: 3"])
-def test_train_with_a_config_for_rounds_points_to_rounds(section, written, capsys):
-    assert "belongs to the command `contaccum rounds`" in refused(
-        capsys, "train", "--config", written(f"{SOUND}{section}\n")
-    )
-    assert main(["rounds", "--config", "c.yaml"]) == 2
-    assert "contaccum: nowhere: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,7 @@ def test_no_other_verb_s_config_imports_anything(verb, tmp_path, canary, capsys,
     ("verb", "value"),
     [
         *(("train", value) for value in ("{class_path: evil.Evil}", "evil.Evil", "inner.yaml")),
-        *((verb, "{class_path: evil.Evil}") for verb in ("rounds", "compare", "plan --memory 1GB")),
+        *((verb, "{class_path: evil.Evil}") for verb in ("compare", "plan --memory 1GB")),
     ],
 )
 def test_a_class_on_the_command_line_is_not_imported(verb, value, tmp_path, canary, capsys, monkeypatch):

@@ -1,6 +1,7 @@
 """Shell scripts on small data sets; a second call skips finished work."""
 
 import gzip
+import json
 import os
 import shutil
 import subprocess
@@ -8,8 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import write_beir
+import yaml
+from helpers import weights, write_beir
 
+from contaccum import mine
+from contaccum.config.commands import EncoderConfig, MineConfig
 from contaccum.data.commands import convert
 from contaccum.runtime.files import read_json
 from contaccum.training.log import read_log
@@ -95,6 +99,32 @@ def test_beir_script_searches_again_after_the_model_was_trained_further(script, 
         script("beir.sh", data, run, *TINY, *more)
         found.append((run / "test.trec").stat().st_mtime_ns)
     assert found[0] < found[1]
+
+
+def test_rounds_script_mines_and_trains_as_the_single_commands(script, data, tmp_path):
+    """A second call mines and trains nothing again, and adds the missing round."""
+    rounds = tmp_path / "rounds"
+    script("rounds.sh", "tiny", data, rounds, 0, *TINY[2:])
+    first = (rounds / "mined-0.jsonl").stat().st_mtime_ns, read_log(rounds / "round-0"), weights(rounds / "round-0")
+    script("rounds.sh", "tiny", data, rounds, 1, *TINY[2:])
+    assert first == (
+        (rounds / "mined-0.jsonl").stat().st_mtime_ns,
+        read_log(rounds / "round-0"),
+        weights(rounds / "round-0"),
+    )
+
+    mined = [[json.loads(line) for line in (rounds / f"mined-{n}.jsonl").open()] for n in range(2)]
+    for number, model in enumerate(["bm25", str(rounds / "round-0" / "model")]):
+        alone = tmp_path / f"{number}.jsonl"
+        mine(EncoderConfig(model), str(data), str(alone), mining=MineConfig(num_negatives=5, relative_margin=0.05))
+        assert [json.loads(line)["neg_id"] for line in alone.open()] == [row["neg_id"] for row in mined[number]]
+    assert mined[0] != mined[1]
+    for number in range(2):
+        config = yaml.safe_load((rounds / f"round-{number}" / "config.yaml").read_text())
+        assert config["data"]["train"] == str(rounds / f"mined-{number}.jsonl")
+        assert config["model"]["name"] == "tiny"
+        assert len(read_log(rounds / f"round-{number}")) == 3
+    assert weights(rounds / "round-0") != weights(rounds / "round-1")
 
 
 def test_scripts_work_with_an_exported_cdpath(script, data):

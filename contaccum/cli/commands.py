@@ -213,17 +213,6 @@ COMMANDS = {
         "%(prog)s --model DIR|bm25 --data DATA --output FILE [--range_min N] [--relative_margin X] [options]",
         "MineFilesConfig MineConfig EncoderConfig SearchConfig DataPolicy",
     ),
-    "rounds": Command(
-        _call("contaccum.experiments.rounds:run_rounds"),
-        "train, mine with the model, train again",
-        "Train a model on data.train. Then, rounds.count times, mine hard negatives with the newest model and train again. "
-        "output_dir contains round-0/ (a run), mined-1.jsonl, round-1/ and so on; the result is the folder model/ of the last "
-        "round. A second call continues where the first one stopped; you may increase rounds.count. Accepts every setting of "
-        "`contaccum train`.",
-        "%(prog)s --config FILE --output_dir DIR [--rounds.count N] [--mine.FIELD VALUE ...] [--GROUP.FIELD VALUE ...]",
-        "TrainConfig mine:MineConfig rounds:RoundsConfig",
-        hidden=("resume", "allow_changes"),
-    ),
     "compare": Command(
         _call("contaccum.experiments.compare:compare", configured=True),
         "train with several methods, settings and seeds, and compare the results",

@@ -86,9 +86,6 @@ class SettingSpec(NamedTuple):
     """Whether a resumed run may change the setting: always (free), only with `allow_changes` (ask), or never."""
     training_only: bool = False
     """Whether a model setting has an effect only in training. The vectors of the encoder before training do not depend on it."""
-    initial_encoder: bool = False
-    """Whether a model setting is used only to build the initial encoder. When `contaccum rounds` starts a run from a trained
-    model, it resets such a setting to its default."""
     flag: bool = False
     """Whether the option is a switch without a value. Settings in a group, such as ``data.strict``, always take a value."""
     positional: bool = False
@@ -132,7 +129,7 @@ class SettingSpec(NamedTuple):
 
 LIMITS = {
     "pairs": 10**7, "entries": 10**9, "layers": 1000, "dimensions": 10**5, "minutes": 10**6, "processes": 4096, "epochs": 10**6,
-    "rounds": 1000, "seeds": 1000, "runs": 1000, "tokens": 10**9,
+    "seeds": 1000, "runs": 1000, "tokens": 10**9,
 }  # fmt: skip
 """Unit -> maximum value of a setting with this unit. Larger values are refused, because no machine can handle them."""
 MAX_NUMBER = 10**12

@@ -77,7 +77,7 @@ class EncoderConfig(EncodingConfig, ProcessConfig):
         return model if isinstance(model, cls) else cls(os.fspath(model))  # type: ignore[arg-type]
 
 
-_TINY: dict[str, Any] = {"resume": "never", "initial_encoder": True, "needs": "model.name tiny"}
+_TINY: dict[str, Any] = {"resume": "never", "needs": "model.name tiny"}
 
 
 @dataclass
@@ -87,7 +87,7 @@ class ModelConfig(EncodingConfig):
     name: str = setting("bert-base-uncased", resume="never")
     """Encoder of both towers: a name on the Hub; the folder of a run, of a trained model or of another encoder; or `tiny`, a
     small BERT with random weights and a vocabulary learned from the training texts."""
-    passage_name: str | None = setting(None, resume="never", initial_encoder=True, unused_with=("model.name tiny",))
+    passage_name: str | None = setting(None, resume="never", unused_with=("model.name tiny",))
     """Encoder of the passage tower. Its stored passage prefix is used. Default: the same as `model.name`."""
     tie_towers: bool = setting(False, resume="never")
     """Use the same weights in both towers."""

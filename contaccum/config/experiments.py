@@ -1,22 +1,8 @@
-"""Options of the commands rounds, compare, auto, plan and report."""
+"""Options of the commands compare, auto, plan and report."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from contaccum.config.declare import setting
-
-
-@dataclass(frozen=True)
-class RoundsConfig:
-    """Rounds of mining and training."""
-
-    count: int = setting(1, at_least=1, unit="rounds")
-    """Number of rounds after the first training run. Each round mines hard negatives with the newest model, and then trains with
-    the mined data."""
-    first: Literal["data", "bm25"] = "data"
-    """Hard negatives of the first training run: those in the data set (`data`), or negatives that BM25 finds (`bm25`)."""
-    start: Literal["base", "previous"] = "base"
-    """Model that each training run starts from: `model.name` (`base`), or the model of the previous round (`previous`)."""
 
 
 @dataclass(frozen=True)

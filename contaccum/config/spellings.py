@@ -105,8 +105,6 @@ def unknown(name: str, value: str, known: Collection[str], prefix: str = "") -> 
             hint = f"; use {prefix}{here[0]} with the value {recipe.format(value or 'N', in_memory=in_memory)}"
             # on the command line, a setting outside the groups that can be true is an option without a value
             return hint.replace(" with the value true", "") if prefix and "." not in here[0] else hint
-    if name.partition(".")[0] in ("rounds", "mine"):
-        return "; it belongs to the command `contaccum rounds`"
     return closest(name, known, prefix)
 
 

@@ -4,13 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
-from helpers import train_config, write_beir
+from helpers import write_beir
 from launched import Job, run_jobs
-from safetensors.torch import load_file
 
 import contaccum
-from contaccum.config import to_yaml
 from contaccum.runtime.files import read_json
 
 pytestmark = pytest.mark.acceptance
@@ -29,7 +26,7 @@ def folder(tmp_path_factory):
     data = str(write_beir(folder / "data"))
 
     def command(name: str, output: str, *options: str) -> list[str]:
-        return [name, *options, "--output_dir" if name in ("train", "rounds") else "--output", str(folder / output)]
+        return [name, *options, "--output_dir" if name == "train" else "--output", str(folder / output)]
 
     jobs = {
         "train": Job(command("train", "whole", *FINETUNE)),
@@ -46,22 +43,9 @@ def folder(tmp_path_factory):
         mining = ["--data", data, "--num_negatives", "3", "--embeddings", str(folder / f"own{processes}")]
         mined = command("mine", f"mined{processes}.jsonl", *model, *mining)
         jobs[f"mine {processes}"] = Job(mined, processes)
-        config = train_config(
-            Path(data), folder, **{"data.hard_negatives": 1, "model.dropout": 0.0, "optim.max_steps": 4}
-        )
-        settings = {**yaml.safe_load(to_yaml(config)), "rounds": {"first": "data"}, "mine": {"num_negatives": 3}}
-        (folder / "rounds.yaml").write_text(
-            yaml.safe_dump({k: v for k, v in settings.items() if k not in SET_BY_ROUNDS})
-        )
-        rounds = command("rounds", f"rounds{processes}", "--config", str(folder / "rounds.yaml"))
-        size = ["--batch.micro_batch_size", str(4 // processes)]
-        jobs[f"rounds {processes}"] = Job([*rounds, *size, *(FSDP if processes > 1 else [])], processes)
     for outcome in run_jobs(jobs, folder / "jobs").values():
         outcome.check()
     return folder
-
-
-SET_BY_ROUNDS = ("resume", "allow_changes", "output_dir")
 
 
 def largest_difference(one: dict[str, float], other: dict[str, float]) -> float:
@@ -89,14 +73,3 @@ def test_several_processes_mine_with_the_model_of_a_sharded_run(folder):
     one, two = ((folder / f"mined{processes}.jsonl").read_bytes() for processes in PROCESSES)
     assert one == two
     assert all(json.loads(line)["neg"] for line in one.splitlines())
-
-
-def test_rounds_with_fsdp_mine_and_train_as_one_process(folder):
-    """The second training starts from the encoder that the first began with, and reads mined negatives."""
-    one, two = ([json.loads(line) for line in (folder / f"rounds{n}/mined-1.jsonl").open()] for n in PROCESSES)
-    assert [row["neg_id"] for row in one] == [row["neg_id"] for row in two]
-    for number in range(2):
-        files = [folder / f"rounds{n}/round-{number}/model/query_encoder/model.safetensors" for n in PROCESSES]
-        left, right = map(load_file, files)
-        assert left.keys() == right.keys()
-        assert max((left[name] - right[name]).abs().max() for name in left) < 1e-4
