@@ -208,8 +208,7 @@ COMMANDS = {
         _mine,
         "write training data with mined hard negatives",
         "Search passages for every training query, with BM25 or an encoder. Write the training data with the hard negatives and "
-        "their scores. Positives of a query, and passages with the same text, never become negatives of this query. A restart "
-        "mines only the missing queries.",
+        "their scores. Positives of a query, and passages with the same text, never become negatives of this query.",
         "%(prog)s --model DIR|bm25 --data DATA --output FILE [--range_min N] [--relative_margin X] [options]",
         "MineFilesConfig MineConfig EncoderConfig SearchConfig DataPolicy",
     ),

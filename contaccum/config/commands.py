@@ -187,8 +187,6 @@ class MineConfig:
     """Number of query-passage pairs in one forward pass of the cross-encoder."""
     seed: int = setting(0, at_least=0)
     """Random seed for `sampling_strategy: random`, and for choosing the vectors that train an approximate index."""
-    block_size: int = setting(16_384, at_least=1, unit="queries")
-    """Number of queries searched at once. More queries need more memory. A killed run loses the results of at most one block."""
 
     def check(self) -> None:
         """Raise InputError if a setting is out of range or if two settings contradict each other."""

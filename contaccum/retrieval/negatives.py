@@ -1,12 +1,9 @@
 """Choose the hard negatives of a query: exclude its positives and their copies, score with a cross-encoder, filter by score."""
 
-import hashlib
-import json
 from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from datasets import Dataset, concatenate_datasets
 from safetensors import SafetensorError
 
@@ -24,14 +21,11 @@ class MiningQueries:
     def __init__(self, examples: ExampleTable, corpus: Dataset | None = None) -> None:
         """corpus: passages that may become negatives (columns id, title, text). None: the passages of the examples."""
         self.examples = examples
-        digest = hashlib.sha256()
         self._answers: dict[str, dict[str, str]] = {}
         """Hash of a query text -> id of each positive -> hash of the positive's text."""
         for example in examples:
-            digest.update(json.dumps([example.query, *example.positives]).encode())
             own = self._answers.setdefault(_text_hash(example.query.text), {})
             own.update((passage.id, _text_hash(passage.content)) for passage in example.positives)
-        self.fingerprint = digest.hexdigest()
         self.corpus = examples.passages if corpus is None else corpus
         positives = {key for own in self._answers.values() for key in own}
         self.extra = None if corpus is None else _missing(examples.passages, corpus, positives)
@@ -136,14 +130,6 @@ class CrossEncoder:
             self._model = Model(name, device=device, trust_remote_code=trust_remote_code, model_kwargs=safe)
         if self._model.num_labels != 1:
             raise InputError(f"{name}: has {self._model.num_labels} outputs; expected a cross-encoder with one output")
-
-    def fingerprint(self) -> str:
-        """Return the SHA-256 of the model's weights."""
-        digest = hashlib.sha256()
-        for name, tensor in sorted(self._model.state_dict().items()):
-            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
 
     def scores(self, query: str, passages: list[str]) -> np.ndarray:
         """Return the scores of n passages for one query, (n,) float32. Raises InputError if a score is not finite."""

@@ -1,11 +1,7 @@
-"""Mined negatives against a slow, plain version and against sentence-transformers' own; files, resumption, refusals."""
+"""Mined negatives against a slow, plain version and against sentence-transformers' own; files, refusals."""
 
-import hashlib
 import json
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from dataclasses import replace
@@ -26,10 +22,10 @@ from contaccum.config.commands import EncoderConfig, MineConfig, SearchConfig
 from contaccum.data.commands import convert
 from contaccum.encoder import EncoderSettings, tiny_tower
 from contaccum.errors import InputError
-from contaccum.retrieval.mine import Mining, Statistics, about_path, mine, write_mined
+from contaccum.retrieval import mine as mine_module
+from contaccum.retrieval.mine import Miner, about_path, mine
 from contaccum.retrieval.negatives import CrossEncoder, MiningQueries, select_negatives
 from contaccum.retrieval.retriever import BM25, Retriever
-from contaccum.runtime.files import read_json, write_json
 
 SETTINGS = {
     "top": {},
@@ -75,7 +71,7 @@ def content(row: dict) -> str:
 
 def mined(queries: MiningQueries, retriever, folder, rerank=None, to="jsonl", **settings) -> list[dict]:
     output = folder / f"{time.monotonic_ns()}.jsonl"
-    write_mined(Mining(queries, retriever, MineConfig(**settings), to, rerank), output, {})
+    Miner(queries, retriever, MineConfig(**settings), to, rerank).write(output, {})
     return [json.loads(line) for line in output.read_text().splitlines()]
 
 
@@ -120,13 +116,14 @@ def all_inner_products(queries: MiningQueries) -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_dense_mining_is_the_slow_version(name, queries, tmp_path):
+def test_dense_mining_is_the_slow_version(name, queries, tmp_path, monkeypatch):
     settings = MineConfig(**{"num_negatives": 3, "range_max": 30, **SETTINGS[name]})
     expected = slowly(queries, all_inner_products(queries), settings)
     assert sum(map(len, expected)) > 40
-    for block, backend in ((7, "torch"), (1000, "faiss")):
+    for chunk, backend in ((7, "torch"), (1000, "faiss")):
+        monkeypatch.setattr(mine_module, "CHUNK", chunk)
         search = dense(queries, SearchConfig(backend=backend))
-        found = mined(queries, search, tmp_path, **vars(replace(settings, block_size=block)))
+        found = mined(queries, search, tmp_path, **vars(settings))
         assert [row["query_id"] for row in found] == [f"q{n}" for n in range(40)]
         for row, hits in zip(found, expected, strict=True):
             assert row["neg_id"] == [key for key, _ in hits]
@@ -310,7 +307,9 @@ def test_every_form_is_training_data_with_scores(form, data, tmp_path):
         records = json.loads(output.read_text()) if form == "dpr" else map(json.loads, output.read_text().splitlines())
         name = "hard_negative_ctxs" if form == "dpr" else "negative_passages"
         assert [[p["score"] for p in record[name]] for record in records] == [row["neg_scores"] for row in plain]
-    assert not (tmp_path / "mined.file.mining").exists()
+    assert {path.name for path in tmp_path.glob("mined*")} == {"mined.file", "mined.about.json"}
+    with pytest.raises(InputError, match="exists already; choose a new path"):
+        mine(EncoderConfig("bm25"), str(data), str(output), to=form, mining=options)
 
 
 def test_of_a_corpus_beside_the_data_alone_is_mined_and_positives_that_it_lacks_are_scored(data, tmp_path):
@@ -343,61 +342,13 @@ def test_positives_of_a_query_that_stands_in_several_records_are_nobodys_negativ
     assert [sorted(row["neg_id"]) for row in found] == [["p1"], ["p0", "p2"], ["p1"]]
 
 
-def test_what_another_search_would_find_is_no_continuation(queries, tmp_path):
-    """The settings that matter are part of the job, and stand beside what was mined; those without effect are not."""
-
-    def job(**settings) -> dict:
-        return Mining(queries, dense(queries, SearchConfig(**settings)), MineConfig()).job()
-
+def test_the_report_names_the_search_settings_that_can_change_the_negatives(data, models, tmp_path):
+    encoder = EncoderConfig(str(models / "encoder"), device="cpu")
     index = {"factory": "IVF4,Flat", "search_params": "nprobe=1"}
-    changes = [{}, {"factory": "SQ8"}, index, {**index, "search_params": "nprobe=2"}, {**index, "seed": 1}]
-    changes += [{"dtype": "float16", "embeddings": str(tmp_path / "vectors")}]
-    assert len({json.dumps(job(**change)) for change in changes}) == len(changes)
-    assert job(seed=1, dtype="float16", backend="torch") == job()
-    report = write_mined(Mining(queries, dense(queries, SearchConfig(**index)), MineConfig()), tmp_path / "m", {})
-    assert report["search"] == {**index, "index_seed": 0, "dtype": "float32"}
-
-    output = tmp_path / "mined.jsonl"
-    work = tmp_path / "mined.jsonl.mining"
-    work.mkdir()
-    (work / "job.json").write_text(json.dumps(job(**index)))
-    other = dense(queries, SearchConfig(**{**index, "search_params": "nprobe=2"}))
-    with pytest.raises(InputError, match="contains an unfinished mining job that differs in search_params"):
-        write_mined(Mining(queries, other, MineConfig()), output, {})
-
-
-def test_killed_and_started_again_it_writes_the_same_bytes(data, tmp_path, capsys):
-    call = ["mine", "--model", "bm25", "--data", str(data), "--num_negatives", "3", "--relative_margin", "0.05"]
-    assert main([*call, "--output", str(tmp_path / "whole.jsonl")]) == 0
-    call += ["--block_size", "2"]
-    output, work = tmp_path / "mined.jsonl", tmp_path / "mined.jsonl.mining"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "contaccum", *call, "--output", str(output)], stderr=subprocess.DEVNULL
-    )
-    while not (work / "00002.json").exists():
-        assert process.poll() is None, "it ended before it could be killed"
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    assert not output.exists()
-    assert 3 <= len(list(work.glob("[0-9]*.json"))) < 20
-    capsys.readouterr()
-    assert main([*call, "--output", str(output), "--num_negatives", "4"]) == 2
-    assert f"{work}: contains an unfinished mining job that differs in num_negatives" in capsys.readouterr().err
-    (work / "00001.lines").write_bytes(b"marked\n")  # a finished block that is mined again would lose the mark
-    found = read_json(work / "00001.json", Statistics)
-    found.lines = hashlib.sha256(b"marked\n").hexdigest()
-    found.sha256 = found.own_hash()
-    write_json(work / "00001.json", vars(found))
-    assert main([*call, "--output", str(output)]) == 0
-    expected = (tmp_path / "whole.jsonl").read_bytes().splitlines(True)
-    assert output.read_bytes().splitlines(True) == [*expected[:2], b"marked\n", *expected[4:]]
-    reports = [json.loads(about_path(tmp_path / name).read_text()) for name in ("whole.jsonl", "mined.jsonl")]
-    assert [report["settings"].pop("block_size") for report in reports] == [MineConfig.block_size, 2]
-    assert reports[0] == reports[1]
-    assert not work.exists()
-    assert main([*call, "--output", str(output)]) == 2
-    assert "exists already; choose a new path" in capsys.readouterr().err
+    report = mine(encoder, data, tmp_path / "mined.jsonl", settings=SearchConfig(**index), mining=MineConfig(seed=5))
+    assert report["search"] == {**index, "index_seed": 5}
+    report = mine(EncoderConfig("bm25"), data, tmp_path / "lexical.jsonl")
+    assert report["search"] == {}
 
 
 @pytest.mark.parametrize(

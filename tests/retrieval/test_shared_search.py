@@ -49,7 +49,7 @@ def searches(tmp_path_factory):
     fresh = [f"--embeddings={folder}/fresh", "--k=60"]
     jobs["fresh 2"] = Job(["search", *use, *on, *fresh, f"--output={folder}/fresh2.trec"], 2)
     for world in (1, 2):
-        mine = ["mine", *use, *on, f"--embeddings={folder}/vectors1", "--block_size=7", "--range_max=20"]
+        mine = ["mine", *use, *on, f"--embeddings={folder}/vectors1", "--range_max=20"]
         jobs[f"mine {world}"] = Job([*mine, f"--output={folder}/mined{world}.jsonl"], world)
     jobs["mine in memory"] = Job(["mine", *use, *on, f"--output={folder}/memory.jsonl"], 2)
     jobs["index"] = Job(["search", *use, *on, "--factory=HNSW8", f"--output={folder}/index.trec"], 2)
@@ -120,13 +120,12 @@ def test_bm25_is_written_once(searches):
     assert not outcome.out[1]
 
 
-def test_processes_that_mine_take_blocks_in_turn(searches):
+def test_processes_divide_the_queries_to_mine(searches):
     folder, outcomes = searches
     one, two = outcomes["mine 1"].check(), outcomes["mine 2"].check()
     assert (folder / "mined2.jsonl").read_bytes() == (folder / "mined1.jsonl").read_bytes()
     assert (folder / "mined2.about.json").read_bytes() == (folder / "mined1.about.json").read_bytes()
     assert two.out[0].replace("mined2", "mined1") == one.out[0] != ""
     assert not two.out[1]
-    assert not (folder / "mined2.jsonl.mining").exists()
     assert outcomes["mine in memory"].codes[0] == 2
     assert "2 processes were started without --embeddings" in "".join(outcomes["mine in memory"].err)

@@ -1,0 +1,99 @@
+"""Killed calls of mine, encode and search: the next call leaves no unfinished file, and the result of a call that ended."""
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import write_beir
+from word_encoder import WordEncoder
+
+from contaccum.config.commands import EncoderConfig, MineConfig
+from contaccum.errors import InputError
+from contaccum.retrieval.encode import Texts, encode_texts
+from contaccum.retrieval.index import Index, Origin
+from contaccum.retrieval.mine import mine
+from contaccum.retrieval.shards import Shard
+from contaccum.runtime.files import is_leftover
+
+
+def killed_at(call: Callable[[Path], object], folder: Path, moment: int) -> None:
+    """Make a call, and kill this process at the ``moment``-th rename, fsync or unlink."""
+    left = moment
+
+    def counted(function):
+        def spoiled(*given, **named):
+            nonlocal left
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*given, **named)
+
+        return spoiled
+
+    for name in ("replace", "fsync", "unlink"):
+        setattr(os, name, counted(getattr(os, name)))
+    call(folder)
+
+
+def leftovers(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if is_leftover(path.name)] if folder.is_dir() else []
+
+
+def assert_survives_kills(
+    call: Callable[[Path], object], folder: Path, first: int, result: Callable[[Path], object]
+) -> None:
+    """Kill a call at every third moment; the next call must leave no unfinished file, and the result of a call that ended."""
+    call(folder / "whole")
+    expected, left_behind = result(folder / "whole"), 0
+    for moment in range(first, 1000, 3):
+        broken = folder / str(moment)
+        process = get_context("fork").Process(target=killed_at, args=(call, broken, moment))
+        process.start()
+        process.join()
+        left_behind += bool(leftovers(broken))
+        with suppress(InputError):  # if the killed call had written the output
+            call(broken)
+        assert leftovers(broken) == []
+        assert result(broken) == expected
+        if process.exitcode == 0:
+            break
+    assert moment > 5
+    assert left_behind > 1
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Contents by name, without lock files: the next call that needs the lock takes it over from the dead process."""
+    found = [path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(".lock")]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_the_call_after_a_killed_mining_leaves_no_unfinished_file(tmp_path, first):
+    data = write_beir(tmp_path / "data")
+
+    def call(folder: Path) -> None:
+        mine(EncoderConfig("bm25"), str(data), str(folder / "mined.jsonl"), mining=MineConfig(num_negatives=2))
+
+    assert_survives_kills(call, tmp_path, first, lambda folder: (folder / "mined.jsonl").read_bytes())
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_the_call_after_a_killed_encoding_leaves_no_unfinished_file(tmp_path, first):
+    texts = Texts.of_queries({f"q{n}": f"word{n}" for n in range(20)})
+    assert_survives_kills(
+        lambda folder: encode_texts(WordEncoder(), texts, folder / "e", shard_size=10), tmp_path, first, files
+    )
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_the_call_after_a_killed_index_leaves_no_unfinished_file(tmp_path, first):
+    vectors = np.random.default_rng(0).standard_normal((50, 8)).astype(np.float32)
+    shards, origin = [Shard([str(n) for n in range(50)], vectors)], Origin("SQ8")
+    assert_survives_kills(
+        lambda folder: Index.load_or_build(folder / "i", origin, lambda: shards), tmp_path, first, files
+    )
