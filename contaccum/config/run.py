@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Literal
 
 from contaccum.config.declare import parse_bytes, setting
 from contaccum.config.encoder import ProcessConfig
-from contaccum.errors import InputError
 
 if TYPE_CHECKING:
     from contaccum.config import TrainConfig
@@ -51,9 +50,6 @@ class RunConfig(ProcessConfig):
     log_steps: int = setting(1, at_least=1, unit="steps", resume="free")
     """Number of steps between two lines in log.jsonl and between two entries in the trackers. The last step is always logged. The
     times in a line are means over the steps since the line before."""
-    on_nan: str = setting("stop", resume="free")
-    """What to do if an embedding, the loss or a gradient is NaN or infinite. `stop` ends the run. `skip:N` skips at most N
-    steps."""
     drift_steps: int = setting(10, at_least=0, unit="steps", resume="free")
     """Number of steps between two measurements of drift. Drift is measured as the cosine of banked vectors and new vectors of the
     same texts. 0: never. The trained model does not depend on this setting."""
@@ -71,7 +67,6 @@ class RunConfig(ProcessConfig):
             yield from self._broken_sharding(config, world)
         elif self.cpu_offload:
             yield "run.cpu_offload is true, but run.sharding is none; set run.sharding to fsdp, or run.cpu_offload to false"
-        self.skips()
 
     def _broken_sharding(self, config: "TrainConfig", world: int) -> Iterator[str]:
         if world == 1:
@@ -88,15 +83,3 @@ class RunConfig(ProcessConfig):
         for name, usable in needed.items():
             if (value := attrgetter(name)(config)) not in usable.split(" or "):
                 yield f"{name} is {value}, but run.sharding is fsdp, which needs {usable}; change one of them"
-
-    def skips(self) -> int:
-        """Return the number of steps with NaN or infinite values that the run may skip.
-
-        Raises InputError if `on_nan` is invalid.
-        """
-        word, colon, number = self.on_nan.partition(":")
-        if (word, colon, number) == ("stop", "", ""):
-            return 0
-        if word != "skip" or not number.isascii() or not number.isdigit() or int(number) < 1:
-            raise InputError(f"run.on_nan is {self.on_nan!r}, expected stop, or skip:N with N at least 1")
-        return int(number)

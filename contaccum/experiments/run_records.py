@@ -43,7 +43,6 @@ class RunRecord:
     evaluations: list[dict[str, Any]]  # lines of the log about evaluations on dev
     metrics: dict[str, Any] | None
     environment: dict[str, Any]
-    skipped: list[int] = field(default_factory=list)  # steps that were skipped because of NaN or infinity
 
     @property
     def name(self) -> str:
@@ -74,7 +73,7 @@ class RunRecord:
     @cached_property
     def evaluation_times(self) -> dict[int, float]:
         """Step of an evaluation on dev -> seconds of training up to this step, interpolated between the logged steps."""
-        last = max([*self.times, *self.skipped], default=0)
+        last = max(self.times, default=0)
         steps = [line["step"] for line in self.evaluations if line["step"] <= last]
         return dict(zip(steps, np.interp(steps, [0, *self.times], [0.0, *self.times.values()]).tolist(), strict=True))
 
@@ -158,8 +157,7 @@ def load_run_record(folder: str | Path) -> RunRecord:
         for line in lines:
             _check_values(line)
     steps, evaluations = ([line for line in lines if kind in line] for kind in ("loss", "dev"))
-    skipped = [line["step"] for line in lines if "skipped" in line]
-    record = RunRecord(path, with_defaults(config), steps, evaluations, metrics, read_environment(path), skipped)
+    record = RunRecord(path, with_defaults(config), steps, evaluations, metrics, read_environment(path))
     with _content_errors(path / LOG_FILE):
         _ = record.waited  # division by zero if two lines have the same step
     return record

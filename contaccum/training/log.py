@@ -37,7 +37,7 @@ DRIFT_SAMPLE = 4  # number of micro-batches to encode again for the drift
 
 
 def read_log(run: Path) -> list[dict[str, Any]]:
-    """Return the content of a run's log: one dict for each logged step, skipped step and evaluation.
+    """Return the content of a run's log: one dict for each logged step and evaluation.
 
     Incomplete lines, which a kill or a power failure can leave, are skipped. Fields that had another name in an
     older version get their current name. Raises InputError if a newer version of contaccum wrote the log.
@@ -67,7 +67,6 @@ class RunLog:
         self.engine, self.active = engine, engine.is_main
         if not self.active:
             return
-        self.unwritten: dict[str, Any] | None = None  # values of the last step, if they are not in the log
         kept = [line for line in read_log(run) if line["step"] <= resumed_at]
         lines = [{"format_version": LOG_VERSION}, *kept]
         write_text(run / LOG_FILE, "".join(json.dumps(line) + "\n" for line in lines))
@@ -83,20 +82,10 @@ class RunLog:
         shown = {name: f"{value:.4g}" for name, value in shown.items()}
         shown["peak"] = f"{values['peak_memory'] / 2**30:.3g} GiB"
         self.bar.set_postfix(shown, refresh=False)
-        self.unwritten = None if write else values
         if write:
             self._write(values)
             numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
             self.engine.accelerator.log(numbers, values["step"])
-
-    def skipped(self, step: int, sentence: str, count: int) -> None:
-        """Record that a step was skipped. sentence: the reason. count: number of skipped steps, including this step."""
-        if self.active:
-            if step == self.bar.total and self.unwritten:  # the last step is skipped; log the steps before it
-                self._write(self.unwritten)
-            self.bar.update()
-            self.say(f"{sentence}; the step was skipped (skipped steps of this run: {count})")
-            self._write({"step": step, "skipped": sentence, "skips": count})
 
     def evaluation(self, step: int, scores: dict[str, float]) -> None:
         """Add the metrics of an evaluation on the dev set to the log and the trackers."""

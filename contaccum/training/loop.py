@@ -6,7 +6,7 @@ import time
 import warnings
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -106,7 +106,7 @@ class Training:
         check_total(config, self.total)
         self.identity = run_folder.run_identity(config, engine, self.encoder, train_set, self.dev)
         optimizer = parts.make_optimizer(self.encoder, config.optim)
-        self.done = self.skipped = 0  # numbers of steps; ``done`` includes the skipped steps
+        self.done = 0  # number of finished steps
         self.best: dict[str, Any] = {}
         self.evaluated = 0  # step of the last evaluation
         if checkpoint:
@@ -138,7 +138,6 @@ class Training:
         self.engine.load_scaler_state(state["scaler"])
         self.micro_batch_size.load_state(state["micro_batch"])
         self.done, self.best, self.evaluated = state["step"], state["best"], state["evaluated"]
-        self.skipped = state["skipped"]
         if self.dev and self.best:
             same_dev = same_content(self.best["dev"], self.dev.fingerprint())
             saved = self.engine.from_main(str((self.folder / "model" / SETTINGS_FILE).is_file()))
@@ -168,12 +167,11 @@ class Training:
                         try:
                             values = self.take_step(micro_batches)
                         except NotFiniteError as error:
-                            self.skip_step(error)
-                        else:
-                            if values is None:
-                                self.log.say(shrink(self.micro_batch_size, self.config, self.done, self._save_if_good))
-                                continue  # repeat the step with smaller micro-batches
-                            self._finish_step(values, time.perf_counter() - start, waited)
+                            self._stop_at_nan(error)
+                        if values is None:
+                            self.log.say(shrink(self.micro_batch_size, self.config, self.done, self._save_if_good))
+                            continue  # repeat the step with smaller micro-batches
+                        self._finish_step(values, time.perf_counter() - start, waited)
                         self.after_step(signals)
             if self.dev is None:
                 self._save_model()
@@ -269,19 +267,14 @@ class Training:
             self.unlogged = (0, 0.0, 0.0)
         self.log.step(values, write)
 
-    def skip_step(self, error: NotFiniteError) -> None:
-        """Undo a step with NaN or infinity, and count it as skipped. Raise InputError if no more steps may be skipped."""
+    def _stop_at_nan(self, error: NotFiniteError) -> NoReturn:
+        """Undo a step with NaN or infinity, save the state before it, and raise InputError."""
         self.engine.drop_step()
         self.bank.rollback()
-        if self.skipped >= self.config.run.skips():  # more, if a resumed run has a lower limit
-            raise InputError(
-                f"{error}; {self._save_if_good()}. To skip up to N such steps, use --resume --run.on_nan skip:N. "
-                "Otherwise, use --resume --allow_changes true and a lower optim.learning_rate."
-            ) from error
-        self.bank.end_step()
-        self.done += 1
-        self.skipped += 1
-        self.log.skipped(self.done, str(error), self.skipped)
+        raise InputError(
+            f"{error}; {self._save_if_good()}. Continue with --resume --allow_changes true and a lower "
+            "optim.learning_rate."
+        ) from error
 
     def _save_if_good(self) -> str:
         """Save a checkpoint if all weights are finite. Return a text about the newest checkpoint, for an error message."""
@@ -342,7 +335,7 @@ class Training:
     def save(self) -> None:
         """Save a checkpoint in the main process; with sharding, in all processes. All processes wait until it is complete."""
         if self.engine.is_main or self.engine.sharded:
-            counted = {name: getattr(self, name) for name in ("best", "evaluated", "identity", "skipped")}
+            counted = {name: getattr(self, name) for name in ("best", "evaluated", "identity")}
             state = counted | {"scaler": self.engine.scaler.state_dict(), "micro_batch": self.micro_batch_size.state()}
             optimizer, keep = self.engine.optimizer.optimizer, self.config.run.keep_checkpoints
             save_checkpoint(self.folder, self.encoder, optimizer, self.bank, {"step": self.done, **state}, keep)

@@ -228,7 +228,6 @@ class State:
     identity: dict[str, Any] = field(default_factory=dict)  # empty: nothing is compared
     best: dict[str, Any] = field(default_factory=dict)  # empty: the next evaluation counts as the best
     evaluated: int = 0  # 0: the step is evaluated again if an evaluation is due
-    skipped: int = 0
     scaler: dict[str, Any] = field(default_factory=dict)  # empty: fp16 starts with a new loss scale
     micro_batch: dict[str, Any] = field(default_factory=dict)  # empty: the configured size is used
     without_gradient: list[str] = field(default_factory=list)
