@@ -271,7 +271,7 @@ def pairs_of_set(folder: str, count: int) -> tuple[list[str], list[str]]:
 class Trainee:
     """Encoder with tied towers, its optimizer, and pairs; each call of ``update`` is one optimizer step.
 
-    compile: ``default`` or ``cuda_graphs``, as ``run.compile``. texts: queries and passages, truncated to ``lengths``. Default:
+    compile: whether to compile the encoder. texts: queries and passages, truncated to ``lengths``. Default:
     random texts of these lengths. replay_share: share of the texts that ``cont_cache`` and ``grad_cache`` encode a second time.
     """
 
@@ -285,7 +285,7 @@ class Trainee:
         dropout: float | None = None,
         rate: float = 1e-6,
         unpad: bool = False,
-        compile: str | None = None,
+        compile: bool = False,
         texts: tuple[list[str], list[str]] | None = None,
         lengths: tuple[int, int] = (QUERY_TOKENS, PASSAGE_TOKENS),
         replay_share: float = 1.0,
@@ -300,8 +300,8 @@ class Trainee:
             self.encoder.set_dropout(dropout)
         if unpad:
             self.encoder.set_attention("auto", unpad)
-        if compile is not None:
-            self.encoder.compile_backbones(graphs=compile == "cuda_graphs")
+        if compile:
+            self.encoder.compile_backbones()
         self.encoder.train()
         optimizer = torch.optim.AdamW(self.encoder.parameters(), lr=rate, fused=True)
         self.engine.prepare(self.encoder, optimizer)

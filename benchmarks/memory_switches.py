@@ -26,7 +26,6 @@ ROWS: dict[str, dict[str, object]] = {
     "8-bit AdamW": {"optim.name": "adamw_8bit"},
     "TF32": {"run.tf32": True},
     "compiled": {"run.compile": "default"},
-    "CUDA graphs": {"run.compile": "cuda_graphs"},
     "flash_attention_2, bf16": {"model.attention": "flash_attention_2", "run.precision": "bf16"},
 }
 

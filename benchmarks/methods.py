@@ -84,7 +84,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=128, help="pairs in an update (N)")
     parser.add_argument("--micro", type=int, default=8, help="pairs in a micro-batch (B)")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--compile", choices=("default", "cuda_graphs"), help="compile the encoder, as run.compile")
+    parser.add_argument("--compile", action="store_true", help="compile the encoder, as run.compile")
     add_real_texts(parser)
     args = parser.parse_args()
     if args.quick:
@@ -132,7 +132,7 @@ def main() -> None:
         "peak over grad_accum ÷ bank",
     ]  # fmt: skip
     intro = (
-        f"{about_texts(args)}; N = {args.pairs}, B = {args.micro}, {args.precision}, compile {args.compile or 'none'}, "
+        f"{about_texts(args)}; N = {args.pairs}, B = {args.micro}, {args.precision}, compile {args.compile}, "
         f"{args.repeats} rounds, interleaved; median "
         "(smallest to largest). Targets: `cont_accum` ÷ `grad_accum` at most 1.03 at M = 1,024, 1.05 at 16,384, 1.15 at 131,072; "
         "`grad_cache` ÷ `grad_accum` at most 1.36; peak beyond `grad_accum`'s (\"over\") at most 1.15 of the bank's vectors."

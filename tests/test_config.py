@@ -247,10 +247,6 @@ SEPARATE = {
         ({"model.attention": "flash_attention_2"}, "model.attention is flash_attention_2, but run.precision is fp32"),
         ({"model.unpad": True, "run.compile": "default"}, "run.compile is default, but model.unpad is true"),
         ({"replay.share": 0.0}, "replay.share is 0.0, expected more than 0 and at most 1"),
-        (
-            {"method": "grad_cache", "replay.share": 0.5, "run.compile": "cuda_graphs"},
-            "run.compile is cuda_graphs, but replay.share is 0.5; replayed batches vary in size",
-        ),
         ({"batch.on_out_of_memory": "grow"}, "batch.on_out_of_memory is 'grow', expected one of shrink, stop"),
     ],
 )

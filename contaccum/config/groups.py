@@ -182,13 +182,6 @@ class ReplayConfig:
     are weighted, and then shifted by one vector so that they have the same sum as the gradients of all texts. Below 1,
     a pair costs 1 + 3p forward passes, and the first pass has no dropout. With p = 1, the gradient is exact."""
 
-    def broken(self, config: "TrainConfig", world: int) -> Iterator[str]:
-        if config.replay_share < 1 and config.run.compile == "cuda_graphs":
-            yield (
-                f"run.compile is cuda_graphs, but replay.share is {self.share}; replayed batches vary in size, which CUDA graphs "
-                "do not support. Set run.compile to default, or replay.share to 1."
-            )
-
 
 @dataclass
 class LossConfig:

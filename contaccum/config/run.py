@@ -29,8 +29,8 @@ class RunConfig(ProcessConfig):
     cpu_offload: bool = False
     """With `run.sharding fsdp`: keep each process's shard of the weights, gradients and optimizer state in CPU memory, and update
     the weights there. This saves GPU memory but is slower."""
-    compile: Literal["off", "default", "cuda_graphs"] = "off"
-    """Compile the encoders with torch.compile. The first steps then take minutes. `cuda_graphs` also captures CUDA graphs."""
+    compile: Literal["off", "default"] = "off"
+    """Compile the encoders with torch.compile. The first steps then take minutes."""
     memory_budget: str | None = setting(None, resume="free", unit="bytes")
     """Maximum memory of torch on each GPU, such as 11GB or 10GiB. CUDA needs a few hundred MB in addition. Default: no limit."""
     save_steps: int = setting(500, at_least=0, unit="steps", resume="free")

@@ -33,7 +33,6 @@ from contaccum.runtime.files import whole_folder
 from contaccum.runtime.prefetch import prefetch
 from contaccum.runtime.processes import Processes
 
-BUCKET = 32  # with CUDA graphs, text lengths are rounded up to a multiple of this number of tokens
 PACK_FROM = 64  # minimum number of texts for packed linear layers; with fewer texts, packing takes longer than it saves
 # matches the names of module attributes that hold a dropout probability as a number, but not layerdrop
 DROPOUT_NUMBER = re.compile("dropout|pdrop")
@@ -51,7 +50,6 @@ class DualEncoder(nn.Module):
         if widths[0] != widths[1]:
             raise InputError(f"query tower has width {widths[0]}, passage tower {widths[1]}; the widths must be equal")
         self.query_tower, self.passage_tower, self.settings = query_tower, passage_tower, settings
-        self.graphs = False  # whether training replays CUDA graphs; each replay overwrites the previous output
         self.recomputes = False  # whether the backward pass recomputes activations
         self.group: Processes | None = None  # processes among which the weights are divided
         if self.dim > query_tower.dim:
@@ -222,17 +220,13 @@ class DualEncoder(nn.Module):
             if hasattr(layer, "compute_dtype"):
                 layer.compute_dtype = dtype  # type: ignore[assignment]
 
-    def compile_backbones(self, graphs: bool = False) -> None:
+    def compile_backbones(self) -> None:
         """Compile both backbones with torch.compile. Only training uses the compiled backbones.
 
-        One compilation works for all text lengths. The names of the weights do not change. graphs: whether to record CUDA graphs,
-        one for each text length. Texts are then padded to multiples of BUCKET tokens, which limits the number of graphs.
+        One compilation works for all text lengths. The names of the weights do not change.
         """
-        self.graphs = graphs
         for tower in self.towers:
-            tower.bucket = BUCKET if graphs else 1
-            mode = "reduce-overhead" if graphs else None
-            tower.compiled = torch.compile(tower.backbone.forward, dynamic=True, mode=mode)
+            tower.compiled = torch.compile(tower.backbone.forward, dynamic=True)
 
     def has_dropout(self) -> bool:
         """Return whether any dropout probability is above 0, so that two training passes over a text may differ."""

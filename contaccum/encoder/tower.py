@@ -76,7 +76,6 @@ class Tower(nn.Module):
         """Number of dimensions of the token vectors. Some OPT models project them to ``word_embed_proj_dim`` dimensions."""
         self.unpad = False
         self.compiled: Callable[..., Any] | None = None
-        self.bucket = 1  # compiled forward passes pad texts to a multiple of this length
         # contaccum does not use BERT's pooler; freezing the pooler saves memory for gradients and optimizer state
         if getattr(backbone, "pooler", None) is not None:
             backbone.pooler.requires_grad_(False)
@@ -99,8 +98,8 @@ class Tower(nn.Module):
             # since torch 2.11, Hopper GPUs would use cuDNN attention, which builds a plan for each new shape (up to 0.4 s)
             torch.backends.cuda.enable_cudnn_sdp(False)
         compiled = self.compiled if self.training else None  # evaluation is too short to pay for compiling
-        if compiled is not None or tokens.input_ids.device.type != "cpu":
-            tokens = self._rounded(tokens, compiled is not None)
+        if compiled is None and tokens.input_ids.device.type != "cpu":
+            tokens = self._rounded(tokens)
         if self.unpad:
             states = token_states(self.backbone, tokens)
         elif compiled is not None:
@@ -114,11 +113,11 @@ class Tower(nn.Module):
             vectors = layer(vectors)
         return vectors  # (n, d)
 
-    def _rounded(self, tokens: Tokens, compiled: bool) -> Tokens:
-        """Pad the tokens to a rounded length, because preparing GPU kernels or compiled passes for a new length takes time."""
+    def _rounded(self, tokens: Tokens) -> Tokens:
+        """Pad the tokens to a rounded length, because preparing GPU kernels for a new length takes time."""
         host = tokens.host_mask
         padded = host is not None and not host.all()
-        bucket = self.bucket if compiled else BUCKET if padded else 1
+        bucket = BUCKET if padded else 1
         length = tokens.input_ids.shape[1]
         rounded = -(-length // bucket) * bucket
         extra = (0, min(rounded, self.position_limit) - length)

@@ -77,7 +77,6 @@ class Engine(Processes):
         self._encoded: list[tuple[list[str], Tensor]] = []
         self._casts_reusable = False  # whether the next pass may use the half-precision weights of the last pass
         self._separate = sharding.SeparateBackward()  # only for sharded weights
-        self._with_gradient: set[Tensor] = set()  # parameters that received a gradient (only with CUDA graphs)
 
     def shard(self, encoder: "DualEncoder", offload: bool = False) -> None:
         """Divide the weights of ``encoder``, which is on the CPU, among all processes. Build the optimizer after this call."""
@@ -96,15 +95,10 @@ class Engine(Processes):
         self.parameters = [parameter for parameter in encoder.parameters() if parameter.requires_grad]
         if not self.sharded:
             self.copy_from_main([parameter.data for parameter in encoder.parameters()])
-        # gradients need memory outside the CUDA graph, because each replay overwrites the outputs of the graph
-        if encoder.graphs:
-            for parameter in self.parameters:
-                parameter.grad = torch.zeros_like(parameter)
-                parameter.register_post_accumulate_grad_hook(self._with_gradient.add)
         # accelerate would move the restored state to the GPU and back, also that of weights with run.cpu_offload
         self.optimizer = self.accelerator.prepare_optimizer(optimizer, device_placement=False)
         self.no_grad_group_size = 1
-        if self.device.type != "cpu" and not encoder.graphs:
+        if self.device.type != "cpu":
             self.no_grad_group_size = encoder.no_grad_group_size(dropout=self.replay_share == 1)
 
     def limit_memory(self, budget: int) -> None:
@@ -151,8 +145,6 @@ class Engine(Processes):
 
         Returns the gathered queries (b, d) and passages (b, 1 + H, d). Only the vectors of this process have gradients.
         """
-        if self.encoder.graphs:
-            torch.compiler.cudagraph_mark_step_begin()
         # Cast the weights to half precision again unless a backward pass came last: casts of a no-grad pass have no gradient, and
         # casts that several passes share before their backward pass would sum the gradients in half precision.
         if not self._casts_reusable:
@@ -222,7 +214,7 @@ class Engine(Processes):
 
     def drop_step(self) -> None:
         """Discard the gradients that were computed since the last update of the weights."""
-        self.optimizer.zero_grad(set_to_none=not self.encoder.graphs)
+        self.optimizer.zero_grad(set_to_none=True)
         self._encoded, self._separate.outputs = [], []
 
     def reduce_gradients(self) -> None:
@@ -252,12 +244,7 @@ class Engine(Processes):
 
     def update(self) -> None:
         """Update the weights and clear the gradients. With fp16, weights stay unchanged if a gradient overflowed."""
-        idle = [each for each in self.parameters if self.encoder.graphs and each not in self._with_gradient]
-        for parameter in idle:  # otherwise weight decay would change parameters that received no gradient
-            parameter.grad = None
         self.optimizer.step()
-        for parameter in idle:
-            parameter.grad = torch.zeros_like(parameter)
         self.drop_step()
 
     @staticmethod

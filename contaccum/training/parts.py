@@ -113,12 +113,8 @@ def apply_switches(encoder: DualEncoder, config: TrainConfig) -> None:
         encoder.set_compute_dtype(torch_dtype(config.run.precision))
     if config.model.gradient_checkpointing:
         encoder.gradient_checkpointing_enable()
-    if config.run.compile == "cuda_graphs" and encoder.device.type != "cuda":
-        raise InputError(
-            f"run.compile is cuda_graphs, but the device is {encoder.device.type}, not CUDA. Set run.compile to off."
-        )
     if config.run.compile != "off":
-        encoder.compile_backbones(graphs=config.run.compile == "cuda_graphs")
+        encoder.compile_backbones()
 
 
 def build_batches(config: TrainConfig, engine: Engine, encoder: DualEncoder, train_set: TrainSet) -> Batches:

@@ -44,9 +44,8 @@ def test_half_precision_losses_are_close_to_fp32(method, precision, data, tmp_pa
     assert found == pytest.approx(losses(data, tmp_path / "whole", method), rel=0.05)
 
 
-@pytest.mark.parametrize("compiled", ["default", "cuda_graphs"])
-def test_compiled_towers_give_the_same_losses(compiled, data, tmp_path):
-    found = losses(data, tmp_path / "compiled", **{"run.compile": compiled})
+def test_compiled_towers_give_the_same_losses(data, tmp_path):
+    found = losses(data, tmp_path / "compiled", **{"run.compile": "default"})
     assert found == pytest.approx(losses(data, tmp_path / "plain"), rel=1e-3)
 
 
