@@ -136,8 +136,9 @@ class BatchConfig:
     """Order of the examples: random in each epoch (shuffled), or as in the training data (file)."""
     on_out_of_memory: Literal["shrink", "stop"] = setting("shrink", resume="free")
     """What to do if a step runs out of memory. `shrink` repeats the step with micro-batches of half the size and keeps this size.
-    `stop` ends the run. The global batch size does not change. With `grad_cache` and `cont_cache`, the gradients do not change
-    either. On a CPU, set a memory limit (ulimit -v). Without a limit, the operating system kills the process."""
+    `stop` ends the run, and a run with several processes always ends. The global batch size does not change. With
+    `grad_cache` and `cont_cache`, the gradients do not change either. On a CPU, set a memory limit (ulimit -v). Without
+    a limit, the operating system kills the process."""
 
     def broken(self, config: "TrainConfig", world: int) -> Iterator[str]:
         n, b = self.global_batch_size, 1 if config.micro_batch_tokens else config.micro_batch_size(world)

@@ -114,7 +114,7 @@ class Engine(Processes):
 
     def begin_step(self, step: int) -> None:
         """Begin the next optimizer step. step: number of optimizer steps that are finished."""
-        self.step, self.gathers = step, 0
+        self.step = step
 
     def micro_steps(self, micro_batches: list[MicroBatch]) -> Iterator[MicroBatch]:
         """Yield each micro-batch on the device, after seeding its dropout. All passes of a step use the same seeds."""

@@ -34,7 +34,6 @@ class Processes:
         """rank: 0 to world - 1. local_rank: rank on this machine. device: device for messages; the backend gloo needs the CPU."""
         self.rank, self.world, self.local_rank = rank, world, local_rank
         self.device = device or torch.device("cpu")
-        self.gathers = 0  # number of finished calls of gather, for out-of-memory recovery
         self.peak_before = 0  # peak memory before the last ``unmeasured`` block
 
     @property
@@ -65,7 +64,6 @@ class Processes:
             return [own]
         parts = [torch.empty_like(own) for _ in range(self.world)]
         dist.all_gather(parts, own.contiguous())
-        self.gathers += 1
         return parts
 
     def all_rows(self, own: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from contaccum.runtime.processes import training_defaults
 from contaccum.training import parts, run_folder
 from contaccum.training.checkpoint import restore, save_checkpoint
 from contaccum.training.log import Drift, RunLog, mean_losses, named_queries, write_environment
-from contaccum.training.out_of_memory import advice, build_size, out_of_memory, shrink, undo_failed_step
+from contaccum.training.out_of_memory import advice, build_size, out_of_memory, shrink
 from contaccum.training.run_folder import newest_checkpoint
 
 DEV_DEPTH = max(METRIC_CUTS)  # number of passages to retrieve for each dev query
@@ -59,7 +59,7 @@ def train(config: TrainConfig) -> Path:
             if engine.world == 1:
                 with suppress(Exception):  # a tracker that could not start cannot end
                     engine.close()
-            if sentence := advice(error, config):
+            if sentence := advice(error, engine.world):
                 raise InputError(sentence) from error
             raise
         engine.close()
@@ -192,11 +192,14 @@ class Training:
         try:
             losses = method(engine, micro_batches, self.bank, self.loss)
         except Exception as error:
-            if not out_of_memory(error) or engine.sharded:
+            if not out_of_memory(error) or engine.world > 1:  # other processes wait for this one
                 raise
             failed = True
         # the traceback keeps the failed pass's tensors alive until the except block ends, so free memory only here
-        if undo_failed_step(engine, method, micro_batches, self.bank, failed):
+        if failed:
+            engine.drop_step()
+            engine.free_memory()
+            self.bank.rollback()
             return None
         if ids := engine.not_finite():
             raise NotFiniteError(f"step {self.done + 1} ({named_queries(ids)}): an embedding contains NaN or infinity")

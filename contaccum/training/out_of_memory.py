@@ -1,19 +1,12 @@
-"""Recover from out-of-memory errors: undo the failed step in every process, and repeat it with smaller micro-batches."""
+"""Recover from an out-of-memory error in a run with one process: repeat the step with smaller micro-batches."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from contaccum.batch import MicroBatch, RowIds, Tokens
 from contaccum.config import TrainConfig
 from contaccum.data.batches import Batches
 from contaccum.errors import InputError
-from contaccum.methods import Method
-from contaccum.methods.bank import Bank
-from contaccum.methods.loss import InfoNCE, LossValue
 from contaccum.runtime.engine import Engine
 
 _SIGNS = (
@@ -29,40 +22,30 @@ If cuDNN has too little memory for its workspace, it may report "not supported".
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Return whether ``error`` is an out-of-memory error of the GPU or the CPU, but not of NCCL (see ``between_processes``)."""
-    words = isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
-    return isinstance(error, MemoryError) or (words and not between_processes(error))
+    """Return whether ``error`` is an out-of-memory error of the GPU or the CPU."""
+    if isinstance(error, RuntimeError):
+        return any(sign in str(error) for sign in _SIGNS)
+    return isinstance(error, MemoryError)
 
 
-def between_processes(error: BaseException) -> bool:
-    """Return whether NCCL ran out of memory for its buffers. NCCL then closes the process group: no retry is possible."""
-    return isinstance(error, RuntimeError) and "NCCL" in str(error) and "out of memory" in str(error)
-
-
-_OUT_OF_MEMORY = (
-    "out of memory outside the forward and backward passes (weights, bank, optimizer or evaluation); smaller micro-batches do "
-    "not help there. Start a new run with optim.name adamw_8bit, lora.rank, model.tie_towers or a smaller model. If an "
-    "evaluation failed, continue with --resume and a smaller run.eval_batch_tokens."
+_ONE_PROCESS = (
+    "out of memory outside the forward and backward passes (weights, bank, optimizer or evaluation); smaller "
+    "micro-batches do not help there. Start a new run with optim.name adamw_8bit, lora.rank, model.tie_towers or a "
+    "smaller model. If an evaluation failed, continue with --resume and a smaller run.eval_batch_tokens."
 )
-_SHARDED_OUT_OF_MEMORY = (
-    "out of memory with run.sharding fsdp; the step cannot be retried, because the other processes wait for this one. "
-    "Continue with --resume --allow_changes true. Also set a smaller batch.micro_batch_size or run.eval_batch_tokens, or use "
-    "more processes."
-)
-_NCCL_OUT_OF_MEMORY = (
-    "out of memory in NCCL, which sends messages between GPUs; the step cannot be retried, because the connection is lost. "
-    "NCCL needs more free memory for its buffers. Continue with --resume and a smaller run.memory_budget, which leaves more "
-    "memory for NCCL. Or continue with --resume --allow_changes true and a smaller batch.micro_batch_size."
+_SEVERAL_PROCESSES = (
+    "out of memory in one of several processes; the step cannot be retried, because the other processes wait for this "
+    "one. Continue with --resume --allow_changes true and a smaller batch.micro_batch_size, or with --resume and a "
+    "smaller run.eval_batch_tokens if an evaluation failed. If NCCL, which sends messages between GPUs, ran out of "
+    "memory, a smaller run.memory_budget leaves more for it."
 )
 
 
-def advice(error: BaseException, config: TrainConfig) -> str:
-    """Return what the user can do about an out-of-memory error that ended the run, or an empty text for another error."""
-    if between_processes(error):
-        return _NCCL_OUT_OF_MEMORY
+def advice(error: BaseException, processes: int) -> str:
+    """Return what the user can do about an out-of-memory error that ended the run, or "" for another error."""
     if not out_of_memory(error):
         return ""
-    return _OUT_OF_MEMORY if config.run.sharding == "none" else _SHARDED_OUT_OF_MEMORY
+    return _ONE_PROCESS if processes == 1 else _SEVERAL_PROCESSES
 
 
 @dataclass
@@ -153,71 +136,3 @@ def shrink(size: MicroBatchSize, config: TrainConfig, step: int, last_good: Call
         effect = "gradients do not change" if config.spec.two_pass else "queries have fewer in-batch negatives"
         return f"{where}; retrying the step with {size} ({effect})"
     raise InputError(f"{where}; {problem}; {last_good()}. {advice}")
-
-
-def undo_failed_step(engine: Engine, method: Method, micro_batches: list[MicroBatch], bank: Bank, failed: bool) -> bool:
-    """Undo the step if memory ran out in any process. Return whether the step was undone.
-
-    failed: whether memory ran out in this process. All processes must call this function in each step, after the backward pass,
-    to exchange ``failed``. Before this exchange, a failed process sends zeros to the processes that wait for its rows (see
-    ``DummyEngine``). If sending fails, the run ends. The run also ends if memory runs out later, in the optimizer or in an
-    evaluation.
-    """
-    if failed and engine.world > 1:
-        engine.drop_step()
-        engine.free_memory()
-        zero = ZeroLoss(1.0)
-        method(DummyEngine(engine), micro_batches, Bank(0, engine.encoder.dim, zero.similarity, push=1), zero)
-    if not engine.largest(int(failed)):
-        return False
-    engine.drop_step()
-    engine.free_memory()
-    bank.rollback()
-    return True
-
-
-class DummyEngine:
-    """Engine that sends zeros instead of embeddings. A process uses it if its memory ran out in the middle of a step.
-
-    The other processes of the step still wait for the rows of this process. With this engine, the process takes part in all
-    gathers that it had not finished before the error. No model is used.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.done = engine, engine.gathers
-        self.no_grad_group_size, self.join = engine.no_grad_group_size, engine.join
-        self.replay_share = engine.replay_share
-        self.own_rows, self.uniform, self.equalized = engine.own_rows, engine.uniform, list
-
-    def micro_steps(self, micro_batches: list[MicroBatch]) -> Iterator[MicroBatch]:
-        yield from micro_batches
-
-    def encode(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Take part in the gathers of a micro-batch, with zeros instead of the embeddings of this process.
-
-        Return the gathered queries (W * b, d) and passages (W * b, 1 + H, d): b pairs of each of W processes. If this
-        process already took part in a gather before the error, it returns zeros for this gather and exchanges nothing.
-        """
-        b, dim = len(batch.query_ids), self.engine.encoder.dim
-        return self._gather(b, dim), self._gather(b, len(batch.passages.input_ids) // b, dim)
-
-    def encode_texts(self, side: int, texts: Tokens, index: int) -> Tensor:
-        """Return zeros (n, d), without a gather. Partial replay calls this in its second pass, which gathers no embeddings."""
-        return torch.zeros(len(texts.input_ids), self.engine.encoder.dim, device=self.engine.device)
-
-    def backward(self, value: Tensor) -> None:
-        """Do nothing, because zeros need no gradient."""
-
-    def _gather(self, b: int, *shape: int) -> Tensor:
-        if self.done:
-            self.done -= 1
-            return torch.zeros(self.engine.world * b, *shape, device=self.engine.device)
-        return self.engine.all_rows(torch.zeros(b, *shape, device=self.engine.device))
-
-
-class ZeroLoss(InfoNCE):
-    """Loss of 0 for use with a DummyEngine. It has a graph, so that two-pass methods can compute its (zero) gradients."""
-
-    def __call__(self, queries: Tensor, passages: Tensor, ids: RowIds, **bank: Any) -> LossValue:
-        zero = queries.new_zeros(())
-        return LossValue(0 * (queries.sum() + passages.sum()), zero, zero, zero)

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import train_config, weights, write_uneven_beir
-from launched import Job, run_jobs
 from safetensors.torch import load_file
 from torch.distributed import DistBackendError
 
@@ -22,10 +21,9 @@ from contaccum.methods import METHODS as ALL_METHODS
 from contaccum.methods.bank import Bank
 from contaccum.methods.loss import InfoNCE
 from contaccum.runtime.engine import Engine
-from contaccum.runtime.processes import Processes
 from contaccum.training.log import read_log
 from contaccum.training.loop import train
-from contaccum.training.out_of_memory import MicroBatchSize, between_processes, halved, out_of_memory
+from contaccum.training.out_of_memory import MicroBatchSize, advice, halved, out_of_memory
 from contaccum.training.run_folder import newest_checkpoint
 
 HERE = Path(__file__).parent.parent
@@ -43,18 +41,15 @@ def full() -> None:
 
 
 def spoil(monkeypatch, place: str, call: int, above: int = 2) -> None:
-    """Let memory run out in the ``call``-th forward pass, backward pass, loss or gather of queries.
+    """Let memory run out in the ``call``-th forward pass, backward pass or loss.
 
     above: only micro-batches of more pairs fail."""
     owner, name = {
         "forward": (DualEncoder, "forward"), "backward": (Engine, "backward"), "loss": (InfoNCE, "__call__"),
-        "gather": (Processes, "gather"),
     }[place]  # fmt: skip
     original, calls = getattr(owner, name), iter(range(1, 10_000))
 
     def spoiled(self, *given, **named):
-        if place == "gather" and given[0].ndim != 2:
-            return original(self, *given, **named)
         number = next(calls)
         size = len(given[0].query_ids) if place == "forward" else len(given[0]) if place == "loss" else above + 1
         if size > above and number == call:
@@ -113,29 +108,19 @@ def cuda_error(text: str, code: int) -> Exception:
         (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"), False),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("out of memory"), False),
-        (DistBackendError(NCCL), False),
+        (DistBackendError(NCCL), True),
     ],
     ids=str,
 )
 def test_allocation_failures_of_cuda_libraries_are_recognized(error, found):
     assert out_of_memory(error) == found
-    assert between_processes(error) == (str(error) == NCCL)
 
 
-def test_out_of_memory_in_nccl_ends_the_run_with_advice(data, tmp_path, monkeypatch):
-    """It is not retried."""
-    taken = []
-
-    def fails(*given):
-        taken.append(given)
-        raise DistBackendError(NCCL)
-
-    run = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        patch.setitem(ALL_METHODS, "cont_accum", fails)
-        with pytest.raises(InputError, match=r"out of memory in NCCL, .* the step cannot be retried.*--resume"):
-            train(train_config(data, run))
-    assert len(taken) == 1
+def test_advice_for_several_processes_says_that_the_step_cannot_be_retried():
+    for error in (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), DistBackendError(NCCL)):
+        assert "the step cannot be retried" in advice(error, 2)
+    assert "the step cannot be retried" not in advice(MemoryError(), 1)
+    assert advice(ValueError("another error"), 2) == ""
 
 
 def switched(data, run, method, monkeypatch) -> Path:
@@ -272,37 +257,6 @@ def test_micro_batch_size_shrinks_to_the_smallest_and_is_restored():
     other = MicroBatchSize([8, 4, 2, 1], "pairs")
     other.load_state(size.state())
     assert (other.now, other.at(9)) == (1, 4)
-
-
-def test_micro_batch_size_of_an_old_checkpoint_that_grew_again_is_restored():
-    """Older versions could return to a larger size and also saved their waiting time."""
-    size = MicroBatchSize([8, 4, 2, 1], "pairs")
-    size.load_state({"size": 4, "wait": 100, "changed": 60, "before": [[10, 4], [60, 2]]})
-    assert [size.at(step) for step in (9, 10, 59, 60)] == [4, 2, 2, 4]
-    assert size.shrink(70)
-    assert size.now == 2
-
-
-def test_both_processes_retry_when_one_runs_out_of_memory(data, tmp_path):
-    """Process 1 fails in the forward pass, before a gather, in the loss or in the backward pass.
-
-    The reference is one process that fails in the same steps."""
-    jobs = {}
-    for processes in (1, 2):
-        (tmp_path / f"of{processes}").mkdir()
-        call = [str(data), str(tmp_path / f"of{processes}")]
-        jobs[f"of {processes}"] = Job(call, processes, worker="out_of_memory_worker")
-    for outcome in run_jobs(jobs, tmp_path / "jobs").values():
-        outcome.check()
-    cases = sorted(path.name for path in (tmp_path / "of1").iterdir() if path.is_dir())
-    assert len(cases) == 5
-    for case in cases:
-        one, two = tmp_path / "of1" / case, tmp_path / "of2" / case
-        counts = [line["micro_batches"] for line in read_log(two)]
-        assert counts == [4, 8, 8], case
-        assert [line["micro_batches"] for line in read_log(one)] == counts
-        assert losses(two) == pytest.approx(losses(one), rel=1e-4), case
-        assert [line["bank_fill"] for line in read_log(two)] == [line["bank_fill"] for line in read_log(one)]
 
 
 def test_out_of_memory_outside_the_passes_is_one_sentence(data, tmp_path, monkeypatch):

@@ -84,6 +84,7 @@ def runs(tmp_path_factory):
     runs.add("killed alone", 1, fault="is_killed")
     runs.add("raises", 2, fault="raises")
     runs.add("full", 2, fault="has_a_full_disk")
+    runs.add("memory", 2, fault="runs_out_of_memory")
     runs.add("stuck", 2, fault="is_stuck", grace=0, **{"run.timeout_minutes": 0.2})
     runs.add("flipped", 2, fault="flips_a_bit_of_its_bank", **{"run.save_steps": 0, "run.bank_check_steps": 1})
     runs.add("unchecked", 2, fault="flips_a_bit_of_its_bank", **{"run.bank_check_steps": 0})
@@ -330,6 +331,7 @@ def test_same_error_in_all_processes_is_printed_once(runs):
         ("raises", 1, 1, "ZeroDivisionError: a fault of process 1 alone"),
         ("killed", 1, -signal.SIGKILL, ""),
         ("full", 0, 2, "cannot be written"),
+        ("memory", 1, 2, "out of memory in one of several processes; the step cannot be retried"),
     ],
 )
 def test_other_processes_end_when_one_ends(name, spoiled, code, words, runs):

@@ -21,7 +21,6 @@ from contaccum.runtime.files import read_json
 from contaccum.runtime.launch import refuse_other_sharding
 from contaccum.runtime.sharding import save_full
 from contaccum.training.loop import train
-from contaccum.training.out_of_memory import advice
 
 WORLDS = (1, 2, 4)
 MODELS = ("tiny", "qwen3")
@@ -266,11 +265,3 @@ def test_launches_for_other_sharding_are_refused_with_the_setting_to_use(name, m
     monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
     with pytest.raises(InputError, match=r"set run\.sharding to fsdp"):
         refuse_other_sharding()
-
-
-def test_out_of_memory_advice_for_sharded_runs_says_that_the_step_cannot_be_retried():
-    sharded = train_config(Path("data"), Path("run"), **{"run.sharding": "fsdp"})
-    error = RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
-    assert "the step cannot be retried" in advice(error, sharded)
-    assert "the step cannot be retried" not in advice(error, train_config(Path("data"), Path("run")))
-    assert advice(ValueError("another error"), sharded) == ""
