@@ -4,8 +4,6 @@ Use the package as a library with ``from contaccum import DualEncoder, TrainConf
 name is imported from its module at the first use, so ``import contaccum`` is fast.
 """
 
-import sys
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -61,13 +59,6 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "api":  # older spelling: from contaccum import api
-        warnings.warn(
-            "contaccum.api is deprecated; import from contaccum instead, for example contaccum.evaluate",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return sys.modules[__name__]
     if name not in _HOMES:
         raise AttributeError(f"module 'contaccum' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

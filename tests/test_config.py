@@ -22,7 +22,6 @@ from contaccum.config import (
 from contaccum.config.commands import EncoderConfig
 from contaccum.errors import InputError
 from contaccum.methods import METHODS
-from contaccum.training.run_folder import read_config
 
 CONFIGS = [
     path for path in sorted((Path(__file__).parent.parent / "configs").rglob("*.yaml")) if "methods" not in path.name
@@ -342,16 +341,6 @@ def test_removed_setting_is_refused_with_what_to_use_instead(name, value, instea
     python = yaml.safe_load((tmp_path / "old.yaml").read_text())
     with pytest.raises(InputError, match=instead):
         from_mapping(python)
-
-
-def test_config_of_an_earlier_version_is_read_without_removed_settings(tmp_path, capsys):
-    old = asdict(config())
-    old["model"]["pack_linears"], old["bank"]["visibility"], old["bank"]["queries"] = False, "immediate", True
-    old["optim"]["fused"] = True
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(old))
-    assert print_config(capsys, tmp_path / "config.yaml") == asdict(config())
-    assert from_mapping(old) == config()
-    assert read_config(tmp_path) == asdict(config())
 
 
 def test_settings_with_effect_are_not_named(recwarn):

@@ -20,7 +20,7 @@ from contaccum.evaluation.metrics import read_metrics
 from contaccum.evaluation.significance import Comparison, QueryScores, compare, holm
 from contaccum.runtime.files import read_json
 from contaccum.training.log import ENVIRONMENT_FILE, LOG_FILE, read_environment, read_log
-from contaccum.training.run_folder import CONFIG_FILE, flat, read_config, with_defaults
+from contaccum.training.run_folder import CONFIG_FILE, flat, read_config
 
 METRICS_FILE = "metrics.json"
 TUNED_FILE = "tuned.json"  # contains a DevScore as JSON
@@ -157,7 +157,7 @@ def load_run_record(folder: str | Path) -> RunRecord:
         for line in lines:
             _check_values(line)
     steps, evaluations = ([line for line in lines if kind in line] for kind in ("loss", "dev"))
-    record = RunRecord(path, with_defaults(config), steps, evaluations, metrics, read_environment(path))
+    record = RunRecord(path, config, steps, evaluations, metrics, read_environment(path))
     with _content_errors(path / LOG_FILE):
         _ = record.waited  # division by zero if two lines have the same step
     return record

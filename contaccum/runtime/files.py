@@ -204,9 +204,8 @@ def read_json(path: str | Path, type_: Any = Any, *, version: int | None = None,
     """Read a JSON file and check the types of its values.
 
     type_: any type that msgspec knows, such as a dataclass or ``dict[str, float]``. Unknown keys of a dataclass are dropped.
-    version: newest ``format_version`` of the file that this version of contaccum can read. A file without ``format_version``
-    has version 1. max_bytes: maximum size of the file. If the content is wrong, raises an InputError that names the
-    file, and the line or the field.
+    version: the only ``format_version`` that is accepted, if the file contains one. max_bytes: maximum size of the file.
+    If the content is wrong, raises an InputError that names the file, and the line or the field.
     """
     text = read_text(path, "a JSON file", max_bytes)
     return decode_json(text, type_, str(path), version=version)
@@ -237,11 +236,11 @@ def decode_json(text: str, type_: Any, where: str, *, version: int | None = None
     try:
         value = json.loads(text, parse_int=_integer, parse_float=_float)
         if version is not None and isinstance(value, dict):
-            found = value.get("format_version", 1)
-            if not isinstance(found, int) or found > version:
+            found = value.get("format_version", version)
+            if found != version or isinstance(found, bool):
                 raise InputError(
-                    f"{where}: has format_version {found!r}; this version of contaccum reads up to {version}. "
-                    "Use the version of contaccum that wrote the file, or a newer one."
+                    f"{where}: has format_version {found!r}, but this version of contaccum reads {version}. Use the "
+                    "version of contaccum that wrote the file."
                 )
         return check_type(value, type_, where)
     except InputError:

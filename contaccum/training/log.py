@@ -30,30 +30,29 @@ from contaccum.training.out_of_memory import MicroBatchSize
 LOG_FILE = "log.jsonl"
 ENVIRONMENT_FILE = "environment.json"
 PACKAGES = ("transformers", "accelerate", "tokenizers", "numpy")
-LOG_VERSION = 2
-"""Value of ``format_version`` in the first line of log.jsonl. A log without such a first line has version 1."""
-_RENAMED = {"row_weight": "weight_per_row"}  # keys: names in version 1; values: names since version 2
+LOG_VERSION = 1  # ``format_version`` in the first line of log.jsonl
 DRIFT_SAMPLE = 4  # number of micro-batches to encode again for the drift
 
 
 def read_log(run: Path) -> list[dict[str, Any]]:
     """Return the content of a run's log: one dict for each logged step and evaluation.
 
-    Incomplete lines, which a kill or a power failure can leave, are skipped. Fields that had another name in an
-    older version get their current name. Raises InputError if a newer version of contaccum wrote the log.
+    Incomplete lines, which a kill or a power failure can leave, are skipped. Raises InputError if the log has another
+    format_version.
     """
     path = run / LOG_FILE
-    content = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    header, *rest = content.split("\n")
-    if header.startswith('{"format_version"'):
-        decode_json(header, dict[str, Any], str(path), version=LOG_VERSION)
-    found: list[dict[str, Any]] = []
-    for text in (header, *rest[:-1]) if rest else ():  # the text after the last newline is incomplete
+    if not path.is_file():
+        return []
+    texts = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    if texts[0].startswith('{"format_version"'):
+        decode_json(texts[0], dict[str, Any], str(path), version=LOG_VERSION)
+    lines: list[dict[str, Any]] = []
+    for text in texts[:-1]:  # the text after the last newline is incomplete
         with contextlib.suppress(InputError):
             line = decode_json(text, dict[str, Any], str(path))
             if isinstance(line.get("step"), int):
-                found.append({_RENAMED.get(name, name): value for name, value in line.items()})
-    return found
+                lines.append(line)
+    return lines
 
 
 class RunLog:

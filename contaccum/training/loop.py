@@ -126,11 +126,10 @@ class Training:
         """
         state = checkpoint.state
         where = f"{checkpoint.folder}: the conditions of training changed"
-        changes = run_folder.identity_differences(state["identity"], self.identity, self.config)
+        changes = run_folder.identity_differences(state["identity"], self.identity)
         run_folder.refuse_changes(where, changes, self.config.allow_changes)
         restore(checkpoint, self.encoder, optimizer, self.bank)
-        data = state["identity"].get("data", self.identity["data"])
-        if not same_content(data, self.identity["data"]):
+        if not same_content(state["identity"]["data"], self.identity["data"]):
             changed = [*changed, "data"]  # the bank contains row numbers of the old data
         if changed and self.bank.stored:
             self.bank.empty()

@@ -86,8 +86,6 @@ class MicroBatchSize:
         If memory never ran out before the checkpoint, continue with the configured size. Otherwise, continue with the largest
         possible size that is not above the saved size. If all sizes are above it, continue with the smallest.
         """
-        if not state:
-            return
         fitting = [level for level, size in enumerate(self.sizes) if size <= state["size"]]
         self.level = min(fitting, default=len(self.sizes) - 1) if state["before"] else 0
         self.earlier = [(end, size) for end, size in state["before"]]

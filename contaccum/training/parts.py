@@ -87,8 +87,8 @@ def _with_mixture_prefixes(config: TrainConfig, settings: EncoderSettings) -> En
 def saved_encoder(config: TrainConfig, checkpoint: Path, device: torch.device | str) -> tuple[DualEncoder, list[str]]:
     """Load the encoder in the folder ``checkpoint``. Also return the names of its settings that ``config`` changes."""
     encoder = _load_encoder(config, checkpoint, device)
-    saved = read_json(checkpoint / SETTINGS_FILE, dict[str, Any])  # an older version saved fewer settings
-    names = [name for name in ENCODER_SETTINGS if name in saved and saved[name] != getattr(encoder.settings, name)]
+    saved = read_json(checkpoint / SETTINGS_FILE, dict[str, Any])
+    names = [name for name in ENCODER_SETTINGS if saved[name] != getattr(encoder.settings, name)]
     return encoder, names
 
 

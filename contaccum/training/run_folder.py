@@ -19,7 +19,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
@@ -27,7 +27,6 @@ import yaml
 
 from contaccum.config import ENCODER_SETTINGS, TrainConfig, settings_with
 from contaccum.config.file import CONFIG_VERSION, check_version, checked_nodes
-from contaccum.config.spellings import without_removed
 from contaccum.data.retrieval_set import RetrievalSet, same_content
 from contaccum.data.tables import tokenizer_hash
 from contaccum.data.train_set import TrainSet
@@ -41,7 +40,7 @@ from contaccum.runtime.locks import LOCK_FILE, folder_lock
 CONFIG_FILE = "config.yaml"
 DEV_METRICS_FILE = "dev_metrics.json"  # metrics of the best evaluation on dev
 MANIFEST = "manifest.json"
-STATE_VERSION = 1  # newest version of state.json that this code reads; a file without ``format_version`` has version 1
+STATE_VERSION = 1  # ``format_version`` of state.json
 MAX_CONFIG = 2**20  # maximum number of bytes of a config.yaml
 LINKS = ("checkpoints", "model")
 """Names of the folders in a run's folder that may be symbolic links, for example to another disk."""
@@ -146,52 +145,45 @@ def run_identity(
         "world": engine.world,
         "data": train_set.fingerprint,
         "tokenizer": [tokenizer_hash(tower.tokenizer) for tower in towers],
-        **_encoder_hashes(config),
+        "encoder": [files_hash(Path(name)) for name in (config.model.name, config.model.passage_name) if name],
+        **({"guide": files_hash(Path(model_folder(config.loss.guide)))} if config.loss.guide else {}),
         **({f"split {config.data.dev_split} of {config.data.dev}": dev.fingerprint()} if dev else {}),
     }
 
 
-def _encoder_hashes(config: TrainConfig, hidden: bool = False) -> dict[str, Any]:
-    model, guide = config.model, config.loss.guide
-    hashes = {"encoder": [files_hash(Path(name), hidden) for name in (model.name, model.passage_name) if name]}
-    return {**hashes, "guide": files_hash(Path(model_folder(guide)), hidden)} if guide else hashes
-
-
-def files_hash(folder: Path, hidden: bool = False) -> str | None:
+def files_hash(folder: Path) -> str | None:
     """Return one hash of the files in a folder. Return None if there is no such folder (``folder`` may be a Hub name)."""
-    lines = [f"{name} {sha256_of(path)}" for name, path in files_in(folder, hidden).items()]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest() if folder.is_dir() else None
+    if not folder.is_dir():
+        return None
+    lines = [f"{name} {sha256_of(path)}" for name, path in files_in(folder).items()]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def files_in(folder: Path, hidden: bool = False) -> dict[str, Path]:
-    """Return the files in a folder by relative path. hidden: also hidden files, which macOS and downloads from the Hub add."""
-    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    return {name: path for name, path in paths.items() if hidden or not f"/{name}".count("/.")}
+def files_in(folder: Path) -> dict[str, Path]:
+    """Return the files in a folder by relative path, without hidden files, which macOS and downloads from the Hub add."""
+    files = {}
+    for path in sorted(folder.rglob("*")):
+        parts = path.relative_to(folder).parts
+        if path.is_file() and not any(part.startswith(".") for part in parts):
+            files["/".join(parts)] = path
+    return files
 
 
-def identity_differences(old: dict[str, Any], new: dict[str, Any], config: TrainConfig) -> list[str]:
+def identity_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Compare two results of ``run_identity``. Return a text ``name was x and is y`` for each value that differs.
 
-    Keys that only one result has are not compared: older checkpoints have fewer keys, and a run may resume with another dev set.
-    A deleted encoder folder is not a difference.
+    Keys that only one result has are not compared: a run may resume with another dev set. A deleted encoder folder is
+    not a difference.
     """
     ignored = {"encoder"} if None in new["encoder"] else set()
     ignored |= {name for name in old if isinstance(old[name], str) and same_content(old[name], str(new.get(name)))}
-    if any(old.get(name, new.get(name)) != new.get(name) for name in ("encoder", "guide")):
-        # older versions hashed hidden files too
-        ignored |= {name for name, value in _encoder_hashes(config, hidden=True).items() if old.get(name) == value}
     return _changes(old, new, (old.keys() & new.keys()) - ignored)
 
 
 def config_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Return a text ``name was x and is y`` for each changed setting. Leave out settings that users may always change."""
-    old, new = with_defaults(flat(old)), flat(new)
+    old, new = flat(old), flat(new)
     return _changes(old, new, (old.keys() | new.keys()).difference(settings_with(resume="free")))
-
-
-def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """Add the default values of settings that an older version did not have. config: flat mapping (see ``flat``)."""
-    return flat(asdict(TrainConfig())) | config
 
 
 def _changes(old: dict[str, Any], new: dict[str, Any], names: Iterable[str]) -> list[str]:
@@ -207,7 +199,7 @@ def read_config(run: Path, name: str = CONFIG_FILE) -> dict[str, Any]:
     with library_errors(f"{path}: cannot be read as YAML", yaml.YAMLError, ValueError):
         values = yaml.safe_load(text)
     check_version(values.pop("format_version", CONFIG_VERSION), str(path))
-    return without_removed(values)
+    return values
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -220,17 +212,17 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @dataclass
 class State:
-    """Content of state.json. If a key is missing, because an older version wrote the file, it gets the default value."""
+    """Content of state.json."""
 
-    step: int
-    bank: dict[str, Any]
-    format_version: int = STATE_VERSION
-    identity: dict[str, Any] = field(default_factory=dict)  # empty: nothing is compared
-    best: dict[str, Any] = field(default_factory=dict)  # empty: the next evaluation counts as the best
-    evaluated: int = 0  # 0: the step is evaluated again if an evaluation is due
-    scaler: dict[str, Any] = field(default_factory=dict)  # empty: fp16 starts with a new loss scale
-    micro_batch: dict[str, Any] = field(default_factory=dict)  # empty: the configured size is used
-    without_gradient: list[str] = field(default_factory=list)
+    format_version: int
+    step: int  # number of finished steps
+    identity: dict[str, Any]  # result of ``run_identity``
+    best: dict[str, Any]  # step, score, metric and dev set of the best evaluation; empty before the first one
+    evaluated: int  # step of the last evaluation
+    scaler: dict[str, Any]  # state of the loss scaler; empty without fp16
+    micro_batch: dict[str, Any]  # micro-batch sizes, see ``MicroBatchSize``
+    bank: dict[str, Any]  # counters of the bank
+    without_gradient: list[str]  # names of the trained parameters that have no optimizer state
 
 
 class WrittenFile(TypedDict):

@@ -84,7 +84,7 @@ def test_a_damaged_table_is_refused_with_the_way_out(kind, file, damage, tmp_pat
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda about: about | {"format_version": 2}, "has format_version 2; this version of contaccum reads up to 1"),
+        (lambda about: about | {"format_version": 2}, "has format_version 2, but this version of contaccum reads 1"),
         (lambda about: about | {"format_version": "1"}, "has format_version '1'"),
         (lambda about: about | {"bad": "0"}, "bad: found str; int is expected"),
         (

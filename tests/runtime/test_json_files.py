@@ -123,16 +123,15 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path, make, sentence):
     assert str(error.value).count("m.json") == 1
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_files_of_this_and_earlier_versions_are_read(tmp_path, version):
-    write_json(tmp_path / "s.json", {"name": "a", "format_version": version})
+def test_files_of_this_version_are_read(tmp_path):
+    write_json(tmp_path / "s.json", {"name": "a", "format_version": 2})
     assert read_json(tmp_path / "s.json", Settings, version=2).name == "a"
 
 
-@pytest.mark.parametrize("version", [3, 10**20, "2", None])
-def test_a_newer_version_is_refused_by_its_number(tmp_path, version):
+@pytest.mark.parametrize("version", [1, 3, True, 10**20, "2", None])
+def test_another_version_is_refused_by_its_number(tmp_path, version):
     write_json(tmp_path / "s.json", {"name": 5, "format_version": version})
-    with pytest.raises(InputError, match=r"s\.json: has format_version .*reads up to 2\."):
+    with pytest.raises(InputError, match=r"s\.json: has format_version .*reads 2\."):
         read_json(tmp_path / "s.json", Settings, version=2)
 
 

@@ -11,10 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from forked import python
 from helpers import train_config, weights, write_beir
-from safetensors.torch import load_file
 from tiny_families import family_folder
 
 from contaccum.config import METHOD_SPECS, to_yaml
@@ -23,8 +21,6 @@ from contaccum.runtime.files import sha256_of
 from contaccum.training.log import read_log
 from contaccum.training.loop import train
 from contaccum.training.run_folder import newest_checkpoint
-
-OLD_RUN = Path(__file__).parent / "old_run"
 
 
 @pytest.fixture
@@ -127,38 +123,6 @@ def test_run_with_left_out_pairs_resumes_to_the_byte(name, method, data, tmp_pat
     assert last[0].read_bytes() == last[1].read_bytes()
     train(train_config(data, tmp_path / "other", method, **{key: changes[key] for key in changes if "hard_" in key}))
     assert weights(tmp_path / "other") != weights(broken)  # negative control
-
-
-@pytest.mark.filterwarnings("ignore:the best score so far is ignored")
-def test_checkpoint_of_an_older_version_resumes(tmp_path, monkeypatch):
-    """Settings, state and bank were saved before settings were removed and names in the bank changed.
-
-    Weights and optimizer, whose format did not change, are those of a new run. Another CPU may round differently.
-    """
-    monkeypatch.chdir(tmp_path)
-    changes = {
-        "model.max_query_length": 12, "model.max_passage_length": 12, "model.tiny_vocabulary": 100, "model.tie_towers": True,
-        "model.dropout": 0.0, "loss.matryoshka_dims": [8], "data.hard_negatives": 1, "data.dev": "data", "run.eval_steps": 2,
-        "optim.max_steps": 4,
-    }  # fmt: skip
-    data, whole = write_beir(Path("data")), Path("whole")
-    train(train_config(data, whole, **changes))
-    run = broken_after(whole, 2, Path("run"))
-    checkpoint = newest_checkpoint(run).folder
-    shutil.copy(OLD_RUN / "config.yaml", run)
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    for name in ("state.json", "bank.safetensors"):
-        shutil.copy(OLD_RUN / name, checkpoint)
-        manifest[name] = {"size": (OLD_RUN / name).stat().st_size, "sha256": sha256_of(OLD_RUN / name)}
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
-    train(train_config(data, run, resume=True, **changes))
-    assert [line["bank_fill"] for line in read_log(run) if "loss" in line] == [0, 16, 24, 24]
-    for one, other in zip(steps_of(run), steps_of(whole), strict=True):
-        assert one == pytest.approx(other, rel=1e-4)
-    files = [each / "model" / "query_encoder" / "model.safetensors" for each in (run, whole)]
-    one, other = (load_file(file) for file in files)
-    for name in one:
-        torch.testing.assert_close(one[name], other[name], atol=1e-4, rtol=0)
 
 
 def test_another_seed_gives_other_bytes(data, tmp_path):
