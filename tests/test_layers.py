@@ -37,7 +37,7 @@ HOMES = {
     "huggingface_hub": {
         "catalog/hub_sets.py",
         "catalog/pinned.py",
-        "doctor/__init__.py",
+        "doctor.py",
         "integrations/push.py",
         "runtime/hub.py",
     },
@@ -60,7 +60,7 @@ LIGHT = [
     "errors.py",
     "runtime/launch.py",
     "data/__init__.py",
-    "doctor/__init__.py",
+    "doctor.py",
     "training/__init__.py",
 ]
 

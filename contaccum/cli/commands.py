@@ -271,8 +271,8 @@ COMMANDS = {
     "doctor": Command(
         _call("contaccum.doctor:doctor", print),
         "diagnose the installation and suggest fixes",
-        "Test what training and search need: versions, devices, faiss on CPU and GPU, import order of torch and faiss, "
-        "flash-attention, memory, disks, network. Exit code 1 if a required part does not work.",
+        "Print the version of contaccum and a verdict, then the result of each check: versions, devices, flash-attention, "
+        "faiss on CPU and GPU, memory, disks, network. Exit code 1 if a required part does not work.",
         "%(prog)s [--help]",
     ),
     "data check": Command(

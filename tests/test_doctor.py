@@ -5,70 +5,97 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.metadata import version
 
 import numpy as np
 import pytest
+import torch
 from huggingface_hub import constants
 
 from contaccum import doctor
-from contaccum.doctor import Diagnosis, trials
+from contaccum.doctor import Diagnosis
+from contaccum.errors import Failed
 
 PYTHON = [sys.executable, "-c"]
 
 
-def result_of(script: str) -> dict:
-    return doctor._result([*PYTHON, script])
-
-
 def test_searches_on_this_machine_equal_numpy():
-    torch_found, faiss_found = trials.torch_trial(), trials.faiss_trial()
-    assert json.loads(json.dumps([torch_found, faiss_found]))
-    assert [diagnosis.state for diagnosis in doctor.devices(torch_found)][:2] == ["ok", "ok"]
-    found = list(doctor.faiss(faiss_found, faiss_found))
-    assert [diagnosis.subject for diagnosis in found][:1] == ["faiss cpu"]
+    assert doctor.torch_search("cpu").state == "ok"
+    found = list(doctor.faiss())
+    assert found[0].subject == "faiss cpu"
     assert {diagnosis.state for diagnosis in found} == {"ok"}
 
 
-def test_wrong_searches_are_broken():
-    """Negative control: a wrong row, a wrong score, and a kernel that fails."""
-    queries, passages = trials.vectors()
+def faiss_with(monkeypatch, script: str) -> list[Diagnosis]:
+    """Diagnoses if the child process runs ``script``."""
+    run = subprocess.run
+
+    def run_script(command, **options):
+        return run([*PYTHON, script], **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(doctor.subprocess, "run", run_script)
+        return list(doctor.faiss())
+
+
+def test_wrong_searches_are_broken(monkeypatch):
+    """Negative control: a wrong row, a wrong score, NaN, and a kernel that fails."""
+    queries, passages = doctor.sample_vectors()
     exact = queries @ passages.T
-    rows = np.argsort(-exact, axis=1)[:, : trials.K]
+    rows = np.argsort(-exact, axis=1)[:, : doctor.K]
     scores = np.take_along_axis(exact, rows, axis=1)
-    assert trials.difference(scores, rows) < doctor.TOLERANCE
+    assert doctor.error_of_scores(scores, rows) < doctor.TOLERANCE
     other = rows.copy()
     other[3, 0] = int(np.argmin(exact[3]))
-    assert trials.difference(scores, other) > doctor.TOLERANCE
+    assert doctor.error_of_scores(scores, other) > doctor.TOLERANCE
     off = scores.copy()
     off[0, 2] += 0.01
-    assert trials.difference(off, rows) > doctor.TOLERANCE
-    about = {"version": "1", "options": [], "gpus": 1, "search": {"cpu": 0.0, "gpu 0": "no kernel image", "gpu 1": 0.5}}
-    assert [diagnosis.state for diagnosis in doctor.faiss(about, about)] == ["ok", "broken", "broken", "ok"]
-    device = {"version": "1", "cuda": None, "threads": 1, "devices": [{"device": "cpu", "difference": 0.5}]}
-    assert list(doctor.devices(device))[-1].state == "broken"
+    assert doctor.error_of_scores(off, rows) > doctor.TOLERANCE
+    nan = doctor.error_of_scores(np.full(rows.shape, np.nan), rows)
+    assert doctor.search_result("device", "cpu", nan, "").state == "broken"
+    errors = {"cpu": 0.0, "gpu 0": "no kernel image", "gpu 1": 0.5, "gpu 2": nan}
+    answer = json.dumps({"version": "1", "options": [], "gpus": 3, "errors": errors})
+    found = faiss_with(monkeypatch, f"print('noise'); print({answer!r})")
+    assert [diagnosis.state for diagnosis in found] == ["ok", "broken", "broken", "broken"]
 
 
-def test_nan_scores_are_broken():
-    queries, passages = trials.vectors()
-    rows = np.argsort(-(queries @ passages.T), axis=1)[:, : trials.K]
-    error = json.loads(json.dumps(trials.difference(np.full(rows.shape, np.nan), rows)))  # as a trial prints it
-    device = {"version": "1", "cuda": None, "threads": 1, "devices": [{"device": "cpu", "difference": error}]}
-    assert list(doctor.devices(device))[-1].state == "broken"
-    about = {"version": "1", "options": [], "gpus": 0, "search": {"cpu": error}}
-    assert next(doctor.faiss(about, about)).state == "broken"
-    assert doctor.flash_attention({"flash": {"version": "2", "difference": error}}).state == "note"
+def test_a_crash_of_faiss_is_reported(monkeypatch):
+    (crash,) = faiss_with(monkeypatch, "import os; os.kill(os.getpid(), 6)")
+    assert (crash.state, crash.found) == ("broken", "crashed with signal 6: no message")
+    (failed,) = faiss_with(monkeypatch, "import no_such_module")
+    assert failed.found == "exit code 1: ModuleNotFoundError: No module named 'no_such_module'"
+    monkeypatch.setattr(doctor, "FAISS_SECONDS", 0.2)
+    (late,) = faiss_with(monkeypatch, "import time; time.sleep(60)")
+    assert late.found == "no answer in 0.2 s"
 
 
 def test_hidden_gpus_are_a_note(monkeypatch):
     """/dev/nvidia0 exists, and torch finds no GPU: broken, unless the user has hidden all GPUs."""
-    found = {"version": "1", "cuda": "13.0", "threads": 1, "devices": [{"device": "cpu", "difference": 0.0}]}
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(doctor.Path, "exists", lambda _: True)
     for visible, state in (("", "note"), ("-1", "note"), ("0", "broken")):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert next(doctor.devices(found)).state == state
+        assert doctor.torch_build([]).state == state
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert next(doctor.devices(found)).state == "broken"
+    assert doctor.torch_build([]).state == "broken"
+    assert doctor.torch_build(["cuda:0"]).state == "ok"
+
+
+def test_version_and_verdict_come_first(monkeypatch):
+    ok, note, broken = (Diagnosis(state, state, "text") for state in ("ok", "note", "broken"))
+    for found, verdict in (
+        ([ok], "training and search work"),
+        ([ok, note], "training and search work, with limits: note"),
+        ([ok, note, broken], "1 of 3 checks failed: broken"),
+    ):
+        monkeypatch.setattr(doctor, "diagnose", lambda found=found: iter(found))
+        lines = []
+        with pytest.raises(Failed, match=verdict) if broken in found else nullcontext():
+            doctor.doctor(lines.append)
+        assert lines[0] == f"contaccum {version('contaccum')}: {verdict}\n"
+        assert lines[1:] == [str(each) for each in found]
 
 
 def test_missing_extras_are_reported_from_the_metadata():
@@ -85,25 +112,6 @@ def test_missing_extras_are_reported_from_the_metadata():
     assert doctor.extras(needs[:2]) == Diagnosis("ok", "extras", "here")
 
 
-def test_crashed_trials_are_reported(monkeypatch):
-    assert result_of("print('noise'); print('{\"a\": 1}')") == {"a": 1}
-    assert result_of("print('no result')") == {"error": "exit code 0: no result on stdout"}
-    assert result_of("pass") == {"error": "exit code 0: no result on stdout"}
-    assert result_of("print(0)") == {"error": "exit code 0: no result on stdout"}
-    assert result_of("import os; os.kill(os.getpid(), 6)") == {"error": "signal 6: no output"}
-    crash = result_of("import no_such_module")
-    assert crash == {"error": "exit code 1: ModuleNotFoundError: No module named 'no_such_module'"}
-    monkeypatch.setattr(doctor, "TRIAL_SECONDS", 0.2)
-    assert result_of("import time; time.sleep(60)") == {"error": "no answer in 0.2 s"}
-    assert [diagnosis.state for diagnosis in doctor.devices(crash)] == ["broken"]
-    orders = list(doctor.faiss({"version": "1", "options": [], "gpus": 0, "search": {"cpu": 0.0}}, crash))
-    assert [(diagnosis.subject, diagnosis.state) for diagnosis in orders] == [
-        ("faiss cpu", "ok"),
-        ("import order", "broken"),
-    ]
-    assert "faiss, then torch: exit code 1" in orders[1].found
-
-
 def test_versions_outside_the_requirements_are_broken():
     assert doctor.packages(["numpy>=1.0", "matplotlib>=99; extra == 'study'"]).state == "ok"
     wrong = doctor.packages(["numpy>=99", "no-such-package>=1"])
@@ -112,7 +120,7 @@ def test_versions_outside_the_requirements_are_broken():
     assert doctor.packages([]).state == "note"
 
 
-def test_disk_threads_memory_and_flash_attention_states(tmp_path, monkeypatch):
+def test_disk_threads_and_memory_states(tmp_path, monkeypatch):
     assert doctor._disk("cache", tmp_path / "new" / "folder", "move").state != "broken"
     assert doctor._disk("cache", doctor.Path("/proc"), "move").state == "broken"
     monkeypatch.delenv("KMP_DUPLICATE_LIB_OK", raising=False)
@@ -120,10 +128,6 @@ def test_disk_threads_memory_and_flash_attention_states(tmp_path, monkeypatch):
     monkeypatch.setenv("KMP_DUPLICATE_LIB_OK", "TRUE")
     assert doctor.threads().state == "note"
     assert "GiB free" in doctor.memory().found
-    states = [doctor.flash_attention({"flash": about}).state for about in (
-        {}, {"version": "2", "difference": 1e-3}, {"version": "2", "difference": 1.0}, {"version": "2"}, {"error": "ABI"},
-    )]  # fmt: skip
-    assert states == ["ok", "ok", "note", "note", "note"]
 
 
 def test_cached_files_count_as_free_memory_of_a_control_group(tmp_path, monkeypatch):
@@ -224,7 +228,8 @@ def test_broken_faiss_exits_with_code_1(tmp_path):
     call = [sys.executable, "-m", "contaccum", "doctor"]
     done = subprocess.run(call, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr == "contaccum: 1 of 14 checks failed: import order\n"
-    assert "broken  import order" in done.stdout
+    assert done.stderr == "contaccum: 1 of 14 checks failed: faiss\n"
+    assert "1 of 14 checks failed: faiss" in done.stdout.splitlines()[0]
+    assert "broken  faiss" in done.stdout
     assert "faiss, which cannot be loaded (libcublas.so.12: cannot open shared object file)" in done.stdout
     assert "ok      torch" in done.stdout
