@@ -110,9 +110,6 @@ class ModelConfig(EncodingConfig):
     unpad: bool = False
     """Skip padding tokens. The texts of a micro-batch are concatenated, and attention stays within each text. This works
     with BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT and ELECTRA. The dev set is encoded in the same way."""
-    append_eos: bool | None = setting(None, resume="never", unused_with=("model.name tiny",))
-    """End every text with the end-of-text token, if the tokenizer does not do so. Truncated texts end with this token too.
-    Default: true for a decoder-only encoder with `pooling: last`, unless the encoder is a sentence-transformers model."""
     quantize: Literal["none", "4bit", "8bit"] = setting("none", resume="never")
     """Quantize the frozen weights of the encoder. `4bit` is QLoRA, `8bit` is LLM.int8. Needs `lora.rank` above 0 and the extra
     `bitsandbytes`."""

@@ -39,7 +39,6 @@ sdp_attention = model.attention sdpa
 sample_packing = model.unpad true
 normalize = model.similarity|similarity cosine
 untie_encoder = model.tie_towers false
-append_eos_token = model.append_eos {}
 query_max_len, q_max_len, max_query_len = model.max_query_length|max_query_length {}
 passage_max_len, p_max_len, max_passage_len, sequence_len = model.max_passage_length|max_passage_length {}
 max_seq_length = model.max_passage_length|max_passage_length {} (for queries: max_query_length)

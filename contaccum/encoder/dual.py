@@ -284,7 +284,6 @@ class DualEncoder(nn.Module):
         trust_remote_code: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
-        append_eos: bool | None = None,
         adapters: Adapters | None = None,
         merge: bool = False,
         **overrides: Any,
@@ -295,7 +294,6 @@ class DualEncoder(nn.Module):
         tower; its settings for passages have priority over those of ``name``. None: the encoder in ``name``.
         tie_towers: whether queries and passages use the same tower. If None: False if ``passage_name`` is given, else the value
         saved with the encoder, or True if no value is saved. dtype, device: precision of the weights, and device of both towers.
-        append_eos: whether texts end with the end-of-text token. None: see ``contaccum.config.ModelConfig``.
         adapters: options of new LoRA adapters. The other weights are then frozen. None: no new adapters. merge: whether to merge
         the saved adapters into the base weights. Quantized base weights are dequantized first.
         overrides: values for fields of EncoderSettings. A value of None changes nothing.
@@ -310,7 +308,7 @@ class DualEncoder(nn.Module):
             )
         if tied and passage_files != query_files:
             raise InputError(f"{name}: has two different encoders, which cannot be tied. Set tie_towers to false.")
-        loader = TowerLoader(settings.pooling, trust_remote_code, dtype, append_eos, adapters, merge, device)
+        loader = TowerLoader(settings.pooling, trust_remote_code, dtype, adapters, merge, device)
         query_tower, passage_tower = loader.load_pair(query_files, query_files if tied else passage_files, tied)
         for key, tower in (("max_query_length", query_tower), ("max_passage_length", passage_tower)):
             # some folders state a length that the backbone does not support, and the default may be too long as well

@@ -20,7 +20,8 @@ from contaccum.runtime.hub import optional_json
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WINDOW = 4096  # number of texts to sort by length together; a larger number means less padding, but a later first batch
-# tokens per thread; at width 384 the output of the widest layer then has 6 MB and fits in the CPU cache
+# tokens per thread; at width 384 the output of the widest layer then has 6 MB and fits in the CPU
+# cache
 CPU_TOKENS = 1024
 DEVICE_TOKENS = 16_384
 
@@ -61,7 +62,8 @@ def load_tokenizer(files: TowerFiles, trust_remote_code: bool) -> Any:
 def _save_as_changed(tokenizer: Any) -> None:
     """Set the class of the tokenizer to PreTrainedTokenizerFast, so that its changes can be saved and loaded.
 
-    Other classes can lose the changes, because they rebuild parts such as the normalizer when they are loaded.
+    Other classes can lose the changes, because they rebuild parts such as the normalizer when they
+    are loaded.
     """
     for name in ("model_input_names", "padding_side"):  # their default values depend on the class
         tokenizer.init_kwargs[name] = getattr(tokenizer, name)
@@ -71,30 +73,30 @@ def _save_as_changed(tokenizer: Any) -> None:
 def check_vocabulary(tokenizer: Any, vocabulary: int | None) -> None:
     """Raise InputError if the padding token has no word embedding, or if the largest token id is far too large.
 
-    vocabulary: number of word embeddings. None: nothing is checked. Far too large: at least twice the number of tokens in the
-    tokenizer, and at least twice ``vocabulary``. Any other id without a word embedding is an error only when a text contains it,
-    because some published tokenizers have added tokens without a word embedding.
+    vocabulary: number of word embeddings. None: nothing is checked. Far too large: at least twice
+    the number of tokens in the tokenizer, and at least twice ``vocabulary``. Any other id without a
+    word embedding is an error only when a text contains it, because some published tokenizers have
+    added tokens without a word embedding.
     """
     if vocabulary is None:
         return
     require_known_ids(tokenizer.pad_token_id, vocabulary, tokenizer)
     ids = tokenizer.get_vocab().values()
-    # the tokenizers library prints and stores every unused id below the largest id: with 2**31 this takes minutes
+    # the tokenizers library prints and stores every unused id below the largest id: with 2**31 this
+    # takes minutes
     if max(ids) >= 2 * max(len(ids), vocabulary):
         require_known_ids(max(ids), vocabulary, tokenizer)
 
 
-def append_eos(tokenizer: Any, name: str) -> None:
-    """Change the tokenizer so that every text ends with the end-of-text token.
+def append_eos(tokenizer: Any) -> None:
+    """Change the tokenizer so that every text, truncated or not, ends with the end-of-text token.
 
-    If texts already end with a special token, the tokenizer does not change. A truncated text also ends with the end-of-text
-    token. The change is saved with the tokenizer. name: folder or Hub name of the encoder, for the error message.
+    The change is saved with the tokenizer. A tokenizer without this token, or one whose texts
+    already end with a special token, does not change.
     """
-    if tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"][-1]:
-        return
     end = tokenizer.eos_token
-    if end is None:
-        raise InputError(f"{name}: the tokenizer has no end-of-text token to append. Set model.append_eos to false.")
+    if end is None or tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"][-1]:
+        return
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     state["post_processor"] = _with_end(state["post_processor"], end, tokenizer.convert_tokens_to_ids(end))
     tokenizer.backend_tokenizer.post_processor = Tokenizer.from_str(json.dumps(state)).post_processor
@@ -104,9 +106,9 @@ def append_eos(tokenizer: Any, name: str) -> None:
 def _with_end(processor: dict[str, Any] | None, end: str, number: int) -> dict[str, Any]:
     """Return a copy of ``processor`` that adds the token ``end`` after each text.
 
-    processor: post-processor of tokenizer.json. number: id of the token. If the post-processor has a template, the token is
-    added to this template. A second template would not work, because it would treat the output of the first template as two
-    texts.
+    processor: post-processor of tokenizer.json. number: id of the token. If the post-processor has
+    a template, the token is added to this template. A second template would not work, because it
+    would treat the output of the first template as two texts.
     """
     if processor is not None and processor["type"] == "TemplateProcessing":
         last = {"SpecialToken": {"id": end, "type_id": 0}}
@@ -132,8 +134,9 @@ def tokenized(
 ) -> Iterator[tuple[np.ndarray, Tokens]]:
     """Tokenize texts and group them into batches of at most ``budget`` tokens, including padding.
 
-    Yields the text indices and the tokens of each batch. max_length: maximum number of tokens of a text. Longer texts are
-    truncated. vocabulary: number of word embeddings. Raises InputError for a token id that has no word embedding.
+    Yields the text indices and the tokens of each batch. max_length: maximum number of tokens of a
+    text. Longer texts are truncated. vocabulary: number of word embeddings. Raises InputError for a
+    token id that has no word embedding.
     """
     for start in range(0, len(texts), WINDOW):
         window = texts[start : start + WINDOW]
@@ -161,7 +164,8 @@ def wordpiece_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedToke
     normalizer = normalizers.BertNormalizer(lowercase=True)
     lines = [normalizer.normalize_str(text) for text in texts]
     letters = sorted(set("".join(lines)) - {" "})
-    # The trainer numbers letters in random order, and the numbers decide ties. Special tokens have fixed numbers.
+    # The trainer numbers letters in random order, and the numbers decide ties. Special tokens have
+    # fixed numbers.
     fixed = SPECIAL + letters + [f"##{letter}" for letter in letters]
     learner = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     learner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()

@@ -143,9 +143,6 @@ class TowerLoader:
     pooling: str
     trust_remote_code: bool = False
     dtype: torch.dtype = torch.float32
-    append_eos: bool | None = None
-    """Whether texts end with the end-of-text token. None: True if the model is decoder-only, uses last-token pooling and is not a
-    sentence-transformers model, else False."""
     adapters: Adapters | None = None
     merge: bool = False
     device: torch.device | str | None = None
@@ -206,9 +203,9 @@ class TowerLoader:
         decoder = decoder_only(backbone.config.model_type)
         if decoder:  # no token attends to padding on the right, and positions start at the first token
             tokenizer.padding_side = "right"
-        guessed = decoder and files.plain and self.pooling == "last"
-        if guessed if self.append_eos is None else self.append_eos:
-            append_eos(tokenizer, files.name)
+        if decoder and files.plain and self.pooling == "last":
+            # a sentence-transformers model or a saved encoder has a tokenizer that appends the token if it was trained with it
+            append_eos(tokenizer)
         dense = [load_dense(files.name, path, self.dtype) for path in files.dense]
         base = None if self.merge else files.base
         if self.adapters is not None:

@@ -36,7 +36,7 @@ from contaccum.runtime.engine import Engine
 from contaccum.runtime.files import read_json
 from contaccum.runtime.processes import torch_dtype
 
-_TOWER_SETTINGS = ("passage_name", "tie_towers", "append_eos")
+_TOWER_SETTINGS = ("passage_name", "tie_towers")
 
 
 def build_encoder(config: TrainConfig, train_set: TrainSet, device: torch.device | str = "cpu") -> DualEncoder:

@@ -396,7 +396,6 @@ def test_wrong_lora_settings_are_refused(changes, sentence, tmp_path):
         ({"lora.alpha": 3.0}, "lora.alpha has no effect with lora.rank 0"),
         ({"lora.dropout": 0.1}, "lora.dropout has no effect with lora.rank 0"),
         ({"lora.target_modules": ["q_proj"]}, "lora.target_modules has no effect with lora.rank 0"),
-        ({"model.name": "tiny", "model.append_eos": True}, "model.append_eos has no effect with model.name tiny"),
     ],
 )
 def test_unused_lora_settings_warn(changes, sentence, tmp_path):

@@ -58,20 +58,24 @@ def test_end_token_is_saved_if_the_tokenizer_class_rebuilds_its_post_processor(t
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
 def test_a_text_without_tokens_has_a_vector_of_its_own(pooling, tmp_path):
-    encoder = DualEncoder.load(family_folder("qwen3", tmp_path / "plain"), pooling=pooling, append_eos=False, **SIZE)
+    """The tokenizer has no end-of-text token, so nothing is appended."""
+    folder = family_folder("qwen3", tmp_path / "plain")
+    config = folder / "tokenizer_config.json"
+    config.write_text(config.read_text().replace('"eos_token": "[SEP]",', ""))
+    encoder = DualEncoder.load(folder, pooling=pooling, **SIZE)
+    assert encoder.query_tower.tokenizer.eos_token is None
     assert encoder.query_tower.tokenizer("")["input_ids"] == []
     alone = encoder.encode_queries([""])
     np.testing.assert_allclose(encoder.encode_queries(["the red fox", ""])[1:], alone, atol=1e-6)
     assert np.isfinite(alone).all()
 
 
-def test_options_override_decoder_defaults(folder):
-    assert end_of(DualEncoder.load(folder, append_eos=False, **SIZE)) != "[SEP]"
+def test_only_plain_decoders_with_last_token_pooling_get_an_eos(folder):
     assert end_of(DualEncoder.load(folder, pooling="mean", **SIZE)) != "[SEP]"
-    assert end_of(DualEncoder.load(folder, pooling="mean", append_eos=True, **SIZE)) == "[SEP]"
-    once = DualEncoder.load(folder, append_eos=True, **SIZE)
-    once.save(folder.parent / "saved")
-    again = DualEncoder.load(folder.parent / "saved", append_eos=True)
+    DualEncoder.load(folder, pooling="mean", **SIZE).save(folder.parent / "mean")
+    assert end_of(DualEncoder.load(folder.parent / "mean", pooling="last")) != "[SEP]"
+    DualEncoder.load(folder, **SIZE).save(folder.parent / "last")
+    again = DualEncoder.load(folder.parent / "last")
     ids = again.query_tower.tokenizer("the red fox")["input_ids"]
     assert ids.count(again.query_tower.tokenizer.eos_token_id) == 1
 
@@ -89,8 +93,8 @@ def test_eos_follows_every_post_processor(before, tmp_path):
     if own is not None:
         tokenizer.backend_tokenizer.post_processor = own
     plain = tokenizer("the red fox")["input_ids"]
-    append_eos(tokenizer, "it")
-    append_eos(tokenizer, "it")  # once is enough
+    append_eos(tokenizer)
+    append_eos(tokenizer)  # once is enough
     assert tokenizer("the red fox")["input_ids"] == [*plain, 3]
     assert tokenizer("the red fox", truncation=True, max_length=3)["input_ids"] == [*plain[:2], 3]
     assert plain[0] == 2 or before in ("nothing", "bytes")
@@ -99,16 +103,9 @@ def test_eos_follows_every_post_processor(before, tmp_path):
 def test_bidirectional_families_get_no_second_end_token(tmp_path):
     encoder = DualEncoder.load(family_folder("bert", tmp_path / "bert"), **SIZE)
     assert encoder.settings.pooling == "mean"
-    tokenizer = DualEncoder.load(tmp_path / "bert", pooling="last", append_eos=True, **SIZE).query_tower.tokenizer
+    tokenizer = encoder.query_tower.tokenizer
+    append_eos(tokenizer)
     assert tokenizer("fox")["input_ids"].count(tokenizer.sep_token_id) == 1  # it ends texts by itself
-
-
-def test_tokenizer_without_eos_is_refused(tmp_path):
-    folder = family_folder("qwen3", tmp_path / "plain")
-    config = folder / "tokenizer_config.json"
-    config.write_text(config.read_text().replace('"eos_token": "[SEP]",', ""))
-    with pytest.raises(InputError, match="has no end-of-text token to append"):
-        DualEncoder.load(folder, **SIZE)
 
 
 def test_padding_side_does_not_change_vectors(folder):
@@ -127,7 +124,7 @@ def test_padding_side_does_not_change_vectors(folder):
 
 @pytest.mark.parametrize(("family", "sees"), [("qwen3", False), ("mistral", False), ("llama", False), ("bert", True)])
 def test_decoders_are_causal(family, sees, tmp_path):
-    encoder = DualEncoder.load(family_folder(family, tmp_path / "plain"), pooling="cls", append_eos=False, **SIZE)
+    encoder = DualEncoder.load(family_folder(family, tmp_path / "plain"), pooling="cls", **SIZE)
     one, other = encoder.encode_queries(["the red fox", "the blue whale"])
     assert (np.abs(one - other).max() > 1e-3) == sees
 
