@@ -3,7 +3,8 @@
 Content of ``output_dir``:
 
 - ``auto.json``: settings, measurements and decisions
-- ``data/``: small dev set. Without dev data, its queries are training queries, and ``data/train`` has the other training queries.
+- ``data/``: small dev set. Without dev data, its queries are training queries, and ``data/train``
+  has the other training queries.
 - ``dev/``: metrics of the untrained model on the small dev set
 - ``measure/``: training runs of a few steps, whose time is measured
 - ``tune/``: short training runs, from which the settings are chosen
@@ -26,13 +27,13 @@ from pathlib import Path
 from contaccum.config import TrainConfig, parse_bytes, validate
 from contaccum.config.experiments import AutoConfig
 from contaccum.data.dataset import open_dataset
-from contaccum.data.dev_set import hold_out, write_dev_set
 from contaccum.data.retrieval_set import splits_of
 from contaccum.errors import InputError, Interrupted
 from contaccum.evaluation.metrics import read_metrics
 from contaccum.evaluation.significance import Comparison, compare
 from contaccum.experiments.auto_state import EVALUATIONS, FEWEST_STEPS, STATE_FILE, TUNING, State, parse_time
 from contaccum.experiments.compare import Configure
+from contaccum.experiments.dev_set import hold_out, write_dev_set
 from contaccum.experiments.jobs import data_hashes, delete_weights, refuse_changed, run_job
 from contaccum.experiments.measure import measure_micro_batch
 from contaccum.experiments.page import duration, gigabytes
@@ -76,7 +77,7 @@ def run_auto(configure: Configure, options: AutoConfig) -> str:
     """
     auto = Auto(configure, options)
     with waiting_lock(auto.output / LOCK_FILE, after=1.0), StopSignals():
-        auto.state = State.read(auto.state.file, auto.state.settings)  # may have changed during the wait
+        auto.state = State.read(auto.state.file, auto.state.settings)
         try:
             return auto.run()
         except Interrupted as signal:
@@ -96,13 +97,20 @@ class Auto:
             raise InputError("output_dir is not set; it must be the folder for the results")
         if base.data.mixture:
             raise InputError("contaccum auto does not support data.mixture; set data.train to one data set")
-        given, default = flat(asdict(base)), flat(asdict(TrainConfig()))
-        if ignored := ", ".join(name for name in CHOSEN if given[name] != default[name]):
-            warnings.warn(f"contaccum auto chooses these settings and ignores your values: {ignored}", stacklevel=2)
-        self.base, self.output, self.data = base, Path(base.output_dir), base.data
-        self.total, self.memory = parse_time(options.time), parse_bytes(options.memory, "--memory")
+        values = flat(asdict(base))
+        defaults = flat(asdict(TrainConfig()))
+        ignored = [name for name in CHOSEN if values[name] != defaults[name]]
+        if ignored:
+            warnings.warn(
+                f"contaccum auto chooses these settings and ignores your values: {', '.join(ignored)}", stacklevel=2
+            )
+        self.base = base
+        self.output = Path(base.output_dir)
+        self.data = base.data
+        self.total = parse_time(options.time)
+        self.memory = parse_bytes(options.memory, "--memory")
         settings = {**asdict(base), "auto": {**asdict(options), "dry_run": False}}
-        self.state = State.read(self.output / STATE_FILE, settings)
+        self.state = State(settings, file=self.output / STATE_FILE)
         self.source = open_dataset(base.data.train, base.data.split, base.data.policy)
         splits = splits_of(self.source.path) if self.source.path.is_dir() else []
         dev = base.data.dev or (base.data.train if base.data.dev_split in splits else None)
@@ -153,11 +161,12 @@ class Auto:
         folder = self.output / "data"
         if (folder / "dev").is_dir():
             return
-        policy, most = self.data.policy, (DEV_QUERIES, DEV_PASSAGES)
+        seed = self.base.seed
         if self.dev_source is None:
-            hold_out(self.source, folder, *most, self.base.seed, self.data.hard_negatives)
+            hold_out(self.source, folder, DEV_QUERIES, DEV_PASSAGES, seed, self.data.hard_negatives)
         else:
-            write_dev_set(open_dataset(*self.dev_source, policy).retrieval_set, folder / "dev", *most, self.base.seed)
+            dev = open_dataset(*self.dev_source, self.data.policy).retrieval_set
+            write_dev_set(dev, folder / "dev", DEV_QUERIES, DEV_PASSAGES, seed)
 
     def _evaluate(self, kind: str, folder: str, data: dict[str, str]) -> None:
         """Evaluate a baseline and save the duration, unless an earlier call did both. kind: ``untrained`` or ``bm25``."""
@@ -192,8 +201,9 @@ class Auto:
     def _trial(self, recipe: dict[str, str]) -> float:
         """Train for a few steps and return the median seconds per pair. recipe: a method with its settings.
 
-        The global batch size is the smallest one that tuning tries, because small batches take the most time per pair. Time
-        outside the steps, such as loading, is also measured; ``state.seconds["run"]`` is its maximum over all trials.
+        The global batch size is the smallest one that tuning tries, because small batches take the
+        most time per pair. Time outside the steps, such as loading, is also measured;
+        ``state.seconds["run"]`` is its maximum over all trials.
         """
         name = f"measure/{recipe['method']}"
         folder = self.output / name
@@ -250,14 +260,18 @@ class Auto:
         tuned = Tuned(Variant("auto", "cont_accum", (), tuple(candidates)), rung_shares(len(candidates), None))
         if len(candidates) > 1:
             tune([tuned], lambda runs: [self._dev_score(values, float(share) * budget) for _, values, share in runs])
-        best = next((max(rung, key=rung.__getitem__) for rung in reversed(tuned.rungs) if rung), candidates[0])
+        best = candidates[0]
+        for scores in tuned.rungs:
+            if scores:  # the last rung with a successful run decides
+                best = max(scores, key=scores.__getitem__)
         self.state.chosen = dict(best)
         self.state.save()
 
     def _dev_score(self, values: Values, seconds: float) -> float | None:
         """Train for ``seconds`` and return the dev metric.
 
-        Return None if training fails, for example at a high learning rate, or if the tuning time is used up.
+        Return None if training fails, for example at a high learning rate, or if the tuning time is
+        used up.
         """
         steps = max(1, min(self._most_steps(values), int(seconds / self.state.step_seconds(values))))
         config = self._run_config(f"tune/{named('run', values)}-{steps}", dict(values), steps, evaluations=0)
@@ -322,7 +336,8 @@ class Auto:
 
     def _plan_text(self, candidates: list[Values], budget: float) -> str:
         sizes = ", ".join(f"{method} {size}" for method, size in self.state.sizes.items())
-        left, tuning = self.total - self.state.elapsed, "none, because the time is too short"
+        left = self.total - self.state.elapsed
+        tuning = "none, because the time is too short"
         if budget:
             left -= TUNING * self.total
             tuning = f"{len(candidates)} combinations, {duration(TUNING * self.total)}; longest run {duration(budget)}"
@@ -336,13 +351,18 @@ class Auto:
 
 def described(values: Values) -> str:
     """Return a combination of settings as text, such as: grad_cache, N = 64, learning rate 0.001."""
-    method, size, rate = map(dict(values).__getitem__, ("method", "batch.global_batch_size", "optim.learning_rate"))
-    return f"{method}, N = {size}, learning rate {rate}"
+    settings = dict(values)
+    n = settings["batch.global_batch_size"]
+    return f"{settings['method']}, N = {n}, learning rate {settings['optim.learning_rate']}"
 
 
 def verdict(found: Comparison, metric: str) -> str:
     """Return a text that says whether to use the trained model. found: trained model compared with the untrained model."""
     interval = f"{metric} {found.difference:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
-    word = "the trained model is better; use it" if found.low > 0 else "no significant difference"
-    word = "the trained model is worse; do not use it" if found.high < 0 else word
-    return f"{interval} against the untrained model: {word}"
+    if found.low > 0:
+        advice = "the trained model is better; use it"
+    elif found.high < 0:
+        advice = "the trained model is worse; do not use it"
+    else:
+        advice = "no significant difference"
+    return f"{interval} against the untrained model: {advice}"

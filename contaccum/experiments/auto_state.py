@@ -42,9 +42,10 @@ class State:
     seconds: dict[str, float] = field(default_factory=dict)
     """Key -> measured seconds.
 
-    ``dev``: evaluation of the untrained model on dev. ``untrained``, ``bm25``: evaluation of the baseline on the test data.
-    ``run``: time that a training run needs in addition to its steps (loading, dev evaluation, saving); the longest time that was
-    measured. Each method is also a key, for example ``grad_cache``; its value is the training time per pair.
+    ``dev``: evaluation of the untrained model on dev. ``untrained``, ``bm25``: evaluation of the
+    baseline on the test data. ``run``: time that a training run needs in addition to its steps
+    (loading, dev evaluation, saving); the longest time that was measured. Each method is also a
+    key, for example ``grad_cache``; its value is the training time per pair.
     """
     sizes: dict[str, int] = field(default_factory=dict)
     """Method -> largest micro-batch size that fits into the memory."""
@@ -72,7 +73,8 @@ class State:
 
     def save(self) -> None:
         now = time.monotonic()
-        self.spent, self.began = self.spent + now - self.began, now
+        self.spent += now - self.began
+        self.began = now
         write_json(self.file, {k: v for k, v in asdict(self).items() if k not in ("file", "began")})
 
     @property
@@ -96,14 +98,19 @@ class State:
     def tuning_plan(self, candidates: list[Values], total: float) -> tuple[list[Values], float]:
         """Return the candidates to try in the tuning time, and the planned seconds of a run in the last round (rung).
 
-        candidates: the most promising first. total: seconds that the whole command may take. If there is only one candidate, or
-        no time to compare two, return the first candidate and 0 seconds.
+        candidates: the most promising first. total: seconds that the whole command may take. If
+        there is only one candidate, or no time to compare two, return the first candidate and 0
+        seconds.
         """
         for count in range(len(candidates), 1, -1):
-            shares, trained = rung_shares(count, None), count
-            runs, full = 0, Fraction(0)
+            shares = rung_shares(count, None)
+            runs = 0  # number of training runs
+            full = Fraction(0)  # their cost; a run with the full budget costs 1
+            trained = count
             for share in shares:
-                runs, full, trained = runs + trained, full + trained * share, survivors(trained)
+                runs += trained
+                full += trained * share
+                trained = survivors(trained)
             budget = (TUNING * total - runs * self.seconds["run"]) / float(full)
             slowest = max(map(self.step_seconds, candidates[:count]))
             if budget * float(shares[0]) >= FEWEST_STEPS * slowest:

@@ -1,10 +1,11 @@
 """Length of training runs: all final runs have the same budget; tuning also uses shorter runs (successive halving).
 
-Successive halving is cheaper than training all combinations of values fully. It has several rounds, called rungs. In the first
-rung, all combinations train for a short time. In each later rung, the best quarter of the combinations trains again from the
-start, 3 times as long (LONGER). In the last rung, the remaining combinations train with the full budget. By default, at most 3
-combinations remain (FINALISTS). The learning rate schedule of each run ends with that run. All runs use the first seed. Source:
-Jamieson, Talwalkar 2016, arXiv 1502.07943.
+Successive halving is cheaper than training all combinations of values fully. It has several rounds,
+called rungs. In the first rung, all combinations train for a short time. In each later rung, the
+best quarter of the combinations trains again from the start, 3 times as long (LONGER). In the last
+rung, the remaining combinations train with the full budget. By default, at most 3 combinations
+remain (FINALISTS). The learning rate schedule of each run ends with that run. All runs use the
+first seed. Source: Jamieson, Talwalkar 2016, arXiv 1502.07943.
 """
 
 import re
@@ -44,7 +45,8 @@ class Budget(NamedTuple):
     def steps(self, config: TrainConfig, share: Fraction, step_seconds: float | None) -> int:
         """Return the number of optimizer steps that a run can take with the fraction ``share`` of the budget.
 
-        step_seconds: measured seconds of a step, only for a budget in seconds. Raises InputError if the number of steps is 0.
+        step_seconds: measured seconds of a step, only for a budget in seconds. Raises InputError if
+        the number of steps is 0.
         """
         pairs = config.batch.global_batch_size
         micro_batch_size = None if config.micro_batch_tokens else config.micro_batch_size(world=1)
@@ -76,8 +78,8 @@ def parse_budget(text: str) -> Budget:
 def limited(config: TrainConfig, budget: Budget | None, share: Fraction, step_seconds: float | None) -> TrainConfig:
     """Return the config with the number of steps that a run can take with the fraction ``share`` of the budget.
 
-    Without a budget, the run takes this fraction of the configured steps or epochs. step_seconds: measured seconds of a step,
-    needed only for a budget in seconds.
+    Without a budget, the run takes this fraction of the configured steps or epochs. step_seconds:
+    measured seconds of a step, needed only for a budget in seconds.
     """
     optim = config.optim
     if budget is not None:
@@ -93,7 +95,8 @@ def limited(config: TrainConfig, budget: Budget | None, share: Fraction, step_se
 def measured_step(config: TrainConfig, folder: Path) -> float:
     """Return the seconds of an optimizer step with ``config``, measured in a new process.
 
-    A file in ``folder`` keeps the seconds, so that a repeated command plans the same numbers of steps.
+    A file in ``folder`` keeps the seconds, so that a repeated command plans the same numbers of
+    steps.
     """
     file = folder / TIMES_FILE
     seconds = read_json(file, dict[str, float]) if file.is_file() else {}
@@ -115,8 +118,9 @@ def measured_step(config: TrainConfig, folder: Path) -> float:
 def rung_shares(candidates: int, rungs: int | None) -> list[Fraction]:
     """Return, for each rung (round of tuning), the share of the full budget that one run gets. The share of the last rung is 1.
 
-    rungs: number of rungs. Default: as few as possible, with at most FINALISTS candidates in the last rung. Example: for 30
-    candidates there are three rungs, with 30, 8 and 2 candidates. Together they cost 30/9 + 8/3 + 2 = 8 full runs.
+    rungs: number of rungs. Default: as few as possible, with at most FINALISTS candidates in the
+    last rung. Example: for 30 candidates there are three rungs, with 30, 8 and 2 candidates.
+    Together they cost 30/9 + 8/3 + 2 = 8 full runs.
     """
     if rungs is None:
         rungs, left = 1, candidates
@@ -146,13 +150,14 @@ class Tuned:
     def alive(self) -> list[Values]:
         """Return the candidates that the next rung (round of tuning) trains.
 
-        The first rung trains all candidates. A later rung trains the best candidates of the previous rung; the list is then
-        sorted by dev metric, the best first.
+        The first rung trains all candidates. A later rung trains the best candidates of the
+        previous rung; the list is then sorted by dev metric, the best first.
         """
         if not self.rungs:
             return list(self.variant.candidates)
         scores = self.rungs[-1]
-        best = sorted(scores, key=lambda each: -scores[each])  # stable: candidates with equal scores keep their order
+        # stable: candidates with equal scores keep their order
+        best = sorted(scores, key=lambda candidate: -scores[candidate])
         return best[: survivors(self.trained[-1])]
 
     @property
@@ -168,16 +173,17 @@ class Tuned:
     def edges(self) -> list[str]:
         """Return the names of tuned settings whose chosen number is the lowest or the highest that was tried.
 
-        Leave out a number that is also the lowest or the highest allowed value, because no wider range is possible.
+        Leave out a number that is also the lowest or the highest allowed value, because no wider
+        range is possible.
         """
         found = []
         for name, value in self.chosen or ():
-            tried = {
-                number for each in self.variant.candidates if (number := _number(dict(each).get(name))) is not None
-            }
-            own, spec = _number(value), train_settings()[name]
-            bounds = (spec.at_least, spec.at_most)
-            if len(tried) > 1 and own in (min(tried), max(tried)) and own not in bounds:
+            numbers = [_number(dict(candidate).get(name)) for candidate in self.variant.candidates]
+            tried = {number for number in numbers if number is not None}
+            chosen = _number(value)
+            spec = train_settings()[name]
+            at_the_edge = len(tried) > 1 and chosen in (min(tried), max(tried))
+            if at_the_edge and chosen not in (spec.at_least, spec.at_most):
                 found.append(name)
         return found
 
@@ -211,8 +217,9 @@ def _number(text: str | None) -> float | None:
 def tune(tuned: list[Tuned], train: Callable[[list[tuple[Variant, Values, Fraction]]], list[float | None]]) -> None:
     """Run all rungs of all variants. Save the dev metrics in ``tuned``.
 
-    train: function that trains candidates of the variants, each for its share of the budget. It returns the dev metric of each
-    run, or None for a failed run. The same rung of all variants is trained in one call, so that several devices have enough work.
+    train: function that trains candidates of the variants, each for its share of the budget. It
+    returns the dev metric of each run, or None for a failed run. The same rung of all variants is
+    trained in one call, so that several devices have enough work.
     """
     for number in range(max((len(each.shares) for each in tuned), default=0)):
         current = [each for each in tuned if len(each.shares) > number]

@@ -1,8 +1,9 @@
 """Write small dev sets as BEIR folders.
 
-A dev set has a sample of the judged queries, all judged passages of these queries, and a sample of the other passages. The corpus
-is small because training often computes the dev score, and encoding the passages takes most of that time. A score on a sampled
-corpus is higher than a score on the whole corpus, so compare only scores on the same corpus.
+A dev set has a sample of the judged queries, all judged passages of these queries, and a sample of
+the other passages. The corpus is small because training often computes the dev score, and encoding
+the passages takes most of that time. A score on a sampled corpus is higher than a score on the
+whole corpus, so compare only scores on the same corpus.
 """
 
 import random
@@ -27,8 +28,8 @@ SHARE = 10
 def write_dev_set(source: RetrievalSet, folder: Path, most_queries: int, most_passages: int, seed: int) -> None:
     """Write a BEIR folder with the split ``dev``. Queries and passages are a sample of ``source``.
 
-    The dev set has at most ``most_queries`` queries and all judged passages of these queries. Random other passages are added
-    until there are ``most_passages`` passages.
+    The dev set has at most ``most_queries`` queries and all judged passages of these queries.
+    Random other passages are added until there are ``most_passages`` passages.
     """
     names = sorted(source.queries)
     kept = sorted(random.Random(seed).sample(names, min(most_queries, len(names))))
@@ -40,12 +41,13 @@ def hold_out(
 ) -> None:
     """Divide training queries into a dev set, ``folder/dev``, and a training set, ``folder/train``.
 
-    The dev set has at most ``most_queries`` queries and at most a tenth of all queries. Its passages are a sample, as in
-    ``write_dev_set``. The training set has the other queries and all passages. All queries with the same text (ignoring case
-    and spaces) go to the same set. Raises InputError if the dev set would have no query.
+    The dev set has at most ``most_queries`` queries and at most a tenth of all queries. Its
+    passages are a sample, as in ``write_dev_set``. The training set has the other queries and all
+    passages. All queries with the same text (ignoring case and spaces) go to the same set. Raises
+    InputError if the dev set would have no query.
 
-    hard_negatives: number of hard negatives per query in training. If a query has fewer, its other negatives fill the gap, as in
-    ``RetrievalDataset.train_set``.
+    hard_negatives: number of hard negatives per query in training. If a query has fewer, its other
+    negatives fill the gap, as in ``RetrievalDataset.train_set``.
     """
     examples = source.examples()
     numbers = np.flatnonzero(examples.positives.lengths)
