@@ -58,29 +58,51 @@ def require(package: str, extra: str, what: str) -> None:
 
 
 def load_backbone(
-    name: str, dtype: torch.dtype, quantize: str = "none", device: torch.device | str | None = None, **where: Any
+    name: str,
+    dtype: torch.dtype,
+    quantize: str,
+    device: torch.device | str | None,
+    *,
+    subfolder: str,
+    trust_remote_code: bool,
 ) -> Any:
     """Load the backbone of an encoder, without an adapter.
 
-    name: folder or Hub name. quantize: none, 4bit or 8bit. device: device for a quantized backbone; do not move it later.
-    Other backbones are loaded on the CPU. where: other arguments of ``AutoModel.from_pretrained``, such as the subfolder.
+    name: folder or Hub name. quantize: none, 4bit or 8bit. device: device for a quantized backbone;
+    do not move it later. Other backbones are loaded on the CPU.
     """
-    options = {"dtype": dtype, "use_safetensors": True, "output_loading_info": True, **where}
+    options: dict[str, Any] = {}
     if quantize == "none":
         options["ignore_mismatched_sizes"] = True  # refuse_incomplete then names the tensors with a wrong shape
     else:
         require("bitsandbytes", "bitsandbytes", f"{quantize} quantization")
-        nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
-        bits = {"load_in_8bit": True} if quantize == "8bit" else {"load_in_4bit": True, **nf4}
-        options |= {"quantization_config": BitsAndBytesConfig(**bits), "device_map": {"": str(device or "cpu")}}
-    backbone, info = AutoModel.from_pretrained(name, **options)
+        if quantize == "8bit":
+            quantization = BitsAndBytesConfig(load_in_8bit=True)
+        else:
+            quantization = BitsAndBytesConfig(
+                load_in_4bit=True,
+                bnb_4bit_quant_type="nf4",
+                bnb_4bit_use_double_quant=True,
+                bnb_4bit_compute_dtype=dtype,
+            )
+        options["quantization_config"] = quantization
+        options["device_map"] = {"": str(device or "cpu")}
+    backbone, info = AutoModel.from_pretrained(
+        name,
+        subfolder=subfolder,
+        trust_remote_code=trust_remote_code,
+        dtype=dtype,
+        use_safetensors=True,  # a pickle can run code
+        output_loading_info=True,
+        **options,
+    )
     refuse_incomplete(name, info["missing_keys"], info["mismatched_keys"], info["unexpected_keys"])
     vars(backbone).pop("hf_device_map", None)  # otherwise save_pretrained splits the weights into several files
-    for part in backbone.modules():
-        if hasattr(part, "support_avx512bf16_for_cpu"):
-            part.support_avx512bf16_for_cpu = False  # otherwise the first evaluation repacks the weights permanently
-        elif hasattr(part, "init_8bit_state"):
-            part.init_8bit_state()  # otherwise the first of two layers that share weights removes the scales of both
+    for module in backbone.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # otherwise the first evaluation repacks the weights permanently
+        elif hasattr(module, "init_8bit_state"):
+            module.init_8bit_state()  # otherwise the first of two layers that share weights removes the scales of both
     return backbone
 
 
@@ -93,14 +115,15 @@ def refuse_incomplete(
     names of weights with a wrong shape. unexpected: names of weights in the file that the configuration does not have. They
     are an error only in an encoder layer.
     """
-    wrong = {
-        "are missing": sorted(key for key in missing if not re.fullmatch(POOLER, key)),
-        "have the wrong shape": sorted(key if isinstance(key, str) else key[0] for key in mismatched),
-        "belong to layers that the configuration does not have": sorted(filter(LAYER.search, unexpected)),
+    problems = {
+        "are missing": [key for key in missing if not re.fullmatch(POOLER, key)],
+        # transformers names a tensor, or gives a tuple of its name and two shapes
+        "have the wrong shape": [key if isinstance(key, str) else key[0] for key in mismatched],
+        "belong to layers that the configuration does not have": [key for key in unexpected if LAYER.search(key)],
     }
-    for problem, keys in wrong.items():
+    for problem, keys in problems.items():
         if keys:
-            examples = ", ".join([*keys[:3], *["..."] * (len(keys) > 3)])
+            examples = ", ".join(sorted(keys)[:3]) + (", ..." if len(keys) > 3 else "")
             raise InputError(
                 f"{name}: {len(keys)} tensors {problem} ({examples}); the file must have the weights of every layer in the "
                 "configuration"
@@ -110,10 +133,15 @@ def refuse_incomplete(
 def clone_sharing_weights(backbone: Any) -> Any:
     """Clone a backbone. The clone and the original use the same memory for their parameters and buffers."""
     shared = [*backbone.parameters(), *backbone.buffers()]
-    for part in backbone.modules():  # bitsandbytes: scales of 4-bit weights; weights and scales of 8-bit layers
-        shared += [getattr(part, "quant_state", None)]
-        shared += [getattr(getattr(part, "state", None), name, None) for name in ("CB", "SCB")]
-    return copy.deepcopy(backbone, {id(each): each for each in shared if each is not None})
+    for module in backbone.modules():  # layers of bitsandbytes
+        if getattr(module, "quant_state", None) is not None:
+            shared.append(module.quant_state)  # scales of 4-bit weights
+        state = getattr(module, "state", None)
+        for name in ("CB", "SCB"):  # weights and scales of 8-bit layers
+            if getattr(state, name, None) is not None:
+                shared.append(getattr(state, name))
+    # deepcopy does not copy objects that are already in its memo
+    return copy.deepcopy(backbone, {id(value): value for value in shared})
 
 
 def add_adapter(backbone: Any, base: Base, config: AdapterConfig) -> None:
@@ -181,10 +209,16 @@ def merge(backbone: Any) -> None:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    # the wrappers contain fully trained modules and tokens, and may contain LoRA layers: merge the outermost one first
-    kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
-    while found := next(((name, part) for name, part in backbone.named_modules() if isinstance(part, kinds)), None):
-        name, layer = found
+    while True:
+        # the wrappers contain fully trained modules and tokens, and may contain LoRA layers: merge the outermost one first
+        wrapped = [
+            (name, module)
+            for name, module in backbone.named_modules()
+            if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
+        ]
+        if not wrapped:
+            break
+        name, layer = wrapped[0]
         if isinstance(layer, BaseTunerLayer):
             layer.merge(safe_merge=True)
             merged = layer.get_base_layer()
@@ -202,10 +236,12 @@ def save_base(base: Base, folder: Path) -> None:
 
     The lists of strings in adapter_config.json are also sorted, so that equal adapters have equal files.
     """
-    config = {**read_json(folder / ADAPTER_FILE, dict[str, Any]), "base_model_name_or_path": base.name}
-    lists = {key: value for key, value in config.items() if isinstance(value, list)}
-    ordered = {key: sorted(value) for key, value in lists.items() if all(isinstance(each, str) for each in value)}
-    write_json(folder / ADAPTER_FILE, config | ordered)
+    config = read_json(folder / ADAPTER_FILE, dict[str, Any])
+    config["base_model_name_or_path"] = base.name
+    for key, value in config.items():
+        if isinstance(value, list) and all(isinstance(name, str) for name in value):
+            config[key] = sorted(value)
+    write_json(folder / ADAPTER_FILE, config)
     write_json(folder / BASE_FILE, {"sha256": base.sha256, "quantize": base.quantize})
 
 
@@ -228,7 +264,10 @@ def base_of(name: str, subfolder: str, quantize: str) -> Base:
 
 def check_base(base: Base, name: str) -> None:
     """Raise InputError if the files of ``base`` have changed since the adapter was trained. name: adapter folder."""
-    if base.sha256 and (found := hash_of(base.name)) != base.sha256:
+    if base.sha256 is None:  # peft wrote the adapter
+        return
+    found = hash_of(base.name)
+    if found != base.sha256:
         raise InputError(
             f"{name}: base {base.name} has SHA-256 {found}; the adapter was trained on a base with SHA-256 {base.sha256}. "
             "Restore the original base."

@@ -46,16 +46,23 @@ class DualEncoder(nn.Module):
 
     def __init__(self, query_tower: Tower, passage_tower: Tower, settings: EncoderSettings) -> None:
         super().__init__()
-        widths = (query_tower.dim, passage_tower.dim)
-        if widths[0] != widths[1]:
-            raise InputError(f"query tower has width {widths[0]}, passage tower {widths[1]}; the widths must be equal")
-        self.query_tower, self.passage_tower, self.settings = query_tower, passage_tower, settings
+        width = query_tower.dim
+        if passage_tower.dim != width:
+            raise InputError(
+                f"query tower has width {width}, passage tower {passage_tower.dim}; the widths must be equal"
+            )
+        self.query_tower = query_tower
+        self.passage_tower = passage_tower
+        self.settings = settings
         self.recomputes = False  # whether the backward pass recomputes activations
         self.group: Processes | None = None  # processes among which the weights are divided
-        if self.dim > query_tower.dim:
-            raise InputError(f"truncate_dim is {self.dim}; expected at most {widths[0]}, the width of the encoder")
-        for key, tower in (("max_query_length", query_tower), ("max_passage_length", passage_tower)):
-            length, least = getattr(settings, key), tower.tokenizer.num_special_tokens_to_add() + 1
+        if self.dim > width:
+            raise InputError(f"truncate_dim is {self.dim}; expected at most {width}, the width of the encoder")
+        for key, length, tower in (
+            ("max_query_length", settings.max_query_length, query_tower),
+            ("max_passage_length", settings.max_passage_length, passage_tower),
+        ):
+            least = tower.tokenizer.num_special_tokens_to_add() + 1
             if not least <= length <= tower.position_limit:
                 most = f"to {tower.position_limit} " if tower.position_limit < NO_LIMIT else "or more "
                 raise InputError(f"{key} is {length}; expected {least} {most}tokens")
@@ -114,11 +121,15 @@ class DualEncoder(nn.Module):
         batch_tokens: maximum number of tokens in one forward pass, including padding. Default: 16384, but on a CPU at most 1024
         per thread. progress: whether to show a progress bar. Raises InputError for invalid UTF-8, or if ``texts`` is one string.
         """
-        return self._encode("query", texts, batch_tokens, progress)
+        settings = self.settings
+        texts = require_texts(texts, "query", settings.query_prefix)
+        return self._encode(self.query_tower, texts, settings.max_query_length, batch_tokens, progress)
 
     def encode_passages(self, texts: list[str], batch_tokens: int | None = None, progress: bool = False) -> np.ndarray:
         """Return the float32 embeddings of n passages with the passage prefix, (n, d). Arguments: as in ``encode_queries``."""
-        return self._encode("passage", texts, batch_tokens, progress)
+        settings = self.settings
+        texts = require_texts(texts, "passage", settings.passage_prefix)
+        return self._encode(self.passage_tower, texts, settings.max_passage_length, batch_tokens, progress)
 
     @contextmanager
     def in_step(self, kind: str) -> Iterator[None]:
@@ -132,10 +143,10 @@ class DualEncoder(nn.Module):
             with torch.no_grad(), self.without_dropout():
                 self.embed(getattr(self, f"{kind}_tower"), ONE_TOKEN.to(self.device))
 
-    def _encode(self, side: str, texts: list[str], batch_tokens: int | None, progress: bool) -> np.ndarray:
-        tower = getattr(self, f"{side}_tower")
-        max_length, prefix = (getattr(self.settings, name) for name in (f"max_{side}_length", f"{side}_prefix"))
-        texts = require_texts(texts, side, prefix)
+    def _encode(
+        self, tower: Tower, texts: list[str], max_length: int, batch_tokens: int | None, progress: bool
+    ) -> np.ndarray:
+        """Return the float32 embeddings of texts that already have their prefix, (n, d)."""
         budget = default_batch_tokens(self.device) if batch_tokens is None else batch_tokens
         if budget < 1:
             raise InputError(f"batch_tokens is {budget}; expected at least 1")
@@ -181,7 +192,8 @@ class DualEncoder(nn.Module):
         tokenizer = json.loads(tower.tokenizer.backend_tokenizer.to_str()) | side
         digest.update(json.dumps(tokenizer, sort_keys=True).encode())
         names = ["pooling", "similarity", f"max_{kind}_length", f"{kind}_prefix"]
-        names += ["truncate_dim"] * (self.settings.truncate_dim is not None)
+        if self.settings.truncate_dim is not None:
+            names.append("truncate_dim")
         digest.update(json.dumps([getattr(self.settings, name) for name in names]).encode())
         return digest.hexdigest()
 
@@ -230,11 +242,13 @@ class DualEncoder(nn.Module):
 
     def has_dropout(self) -> bool:
         """Return whether any dropout probability is above 0, so that two training passes over a text may differ."""
-        return any(
-            (isinstance(module, nn.Dropout) and module.p > 0)
-            or any("drop" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items())
-            for module in self.modules()
-        )
+        for module in self.modules():
+            if isinstance(module, nn.Dropout) and module.p > 0:
+                return True
+            for name, value in vars(module).items():
+                if "drop" in name and isinstance(value, float) and value > 0:
+                    return True
+        return False
 
     def no_grad_group_size(self, dropout: bool = True) -> int:
         """Return how many micro-batches can be encoded at once without gradients.
@@ -299,39 +313,51 @@ class DualEncoder(nn.Module):
         overrides: values for fields of EncoderSettings. A value of None changes nothing.
         """
         given = {key: value for key, value in overrides.items() if value is not None}
-        found, query_files, passage_files, hashes = _read_pair(name := model_folder(name), passage_name, given)
-        tied = tie_towers if tie_towers is not None else passage_name is None and found.get("tie_towers", True)
-        settings = make_settings({**found, **given, "tie_towers": tied}, name)
-        if tied and passage_name is not None:
+        name = model_folder(name)
+        files = read_encoder(name)
+        if passage_name is not None:
+            files = _with_passage_tower(files, model_folder(passage_name), given)
+        if tie_towers is None:
+            tie_towers = passage_name is None and files.settings.get("tie_towers", True)
+        settings = make_settings({**files.settings, **given, "tie_towers": tie_towers}, name)
+        if tie_towers and passage_name is not None:
             raise InputError(
                 f"passage_name is {passage_name}, but the towers are tied. Remove passage_name, or set tie_towers to false."
             )
-        if tied and passage_files != query_files:
+        if tie_towers and files.passage != files.query:
             raise InputError(f"{name}: has two different encoders, which cannot be tied. Set tie_towers to false.")
         loader = TowerLoader(settings.pooling, trust_remote_code, dtype, adapters, merge, device)
-        query_tower, passage_tower = loader.load_pair(query_files, query_files if tied else passage_files, tied)
-        for key, tower in (("max_query_length", query_tower), ("max_passage_length", passage_tower)):
-            # some folders state a length that the backbone does not support, and the default may be too long as well
-            if key not in given:
-                settings = replace(settings, **{key: min(getattr(settings, key), tower.position_limit)})
-        check_hashes(name, hashes)
+        query_tower, passage_tower = loader.load_pair(files.query, files.passage, tie_towers)
+        # some folders state a length that the backbone does not support, and the default may be too long as well
+        if "max_query_length" not in given:
+            settings = replace(settings, max_query_length=min(settings.max_query_length, query_tower.position_limit))
+        if "max_passage_length" not in given:
+            settings = replace(
+                settings, max_passage_length=min(settings.max_passage_length, passage_tower.position_limit)
+            )
+        check_hashes(name, files.sha256)
         return cls(query_tower, passage_tower, settings).to(device).eval()
 
 
-def _read_pair(name: str, passage_name: str | Path | None, given: dict[str, Any]) -> EncoderFiles:
-    """Read an encoder; replace its passage tower by that of ``passage_name``, with this encoder's settings for passages."""
-    files = read_encoder(name)
-    if passage_name is None:
-        return files
-    settings, _, passage, hashes = read_encoder(passage_name := model_folder(passage_name))
-    check_hashes(passage_name, hashes)
+def _with_passage_tower(files: EncoderFiles, passage_name: str, given: dict[str, Any]) -> EncoderFiles:
+    """Return ``files`` with the passage tower of another encoder, and its settings for passages.
+
+    passage_name: folder or Hub name of the other encoder. given: settings that the caller chose.
+    """
+    other = read_encoder(passage_name)
+    check_hashes(passage_name, other.sha256)
     for key in ("pooling", "similarity"):
         expected = files.settings.get(key, getattr(EncoderSettings, key))
-        if key not in given and settings.get(key, expected) != expected:
-            found = f"{key} is {expected} for queries and {settings[key]} for passages"
-            raise InputError(f"{passage_name}: {found}; they must be equal. Set {key} (--model.{key}).")
-    stated = {key: settings[key] for key in ("max_passage_length", "passage_prefix") if key in settings}
-    return files._replace(settings=files.settings | stated, passage=passage)
+        if key not in given and other.settings.get(key, expected) != expected:
+            raise InputError(
+                f"{passage_name}: {key} is {expected} for queries and {other.settings[key]} for passages; they must be equal. "
+                f"Set {key} (--model.{key})."
+            )
+    settings = dict(files.settings)
+    for key in ("max_passage_length", "passage_prefix"):
+        if key in other.settings:
+            settings[key] = other.settings[key]
+    return files._replace(settings=settings, passage=other.passage)
 
 
 def _store(vectors: np.ndarray, indices: np.ndarray, found: Tensor, copied: "torch.cuda.Event | None") -> None:

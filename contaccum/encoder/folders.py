@@ -141,9 +141,12 @@ def make_settings(values: dict[str, Any], source: str) -> EncoderSettings:
         if key in values and values[key] not in allowed:
             raise InputError(f"{source}: {key} is {values[key]!r}; expected one of {', '.join(allowed)}")
     known = {field.name for field in fields(EncoderSettings)}
-    if unknown := sorted(values.keys() - known):
-        found = f"{SETTINGS_FILE} or an argument has an unknown setting ({', '.join(unknown)}); known settings are"
-        raise InputError(f"{source}: {found} {', '.join(sorted(known))}")
+    unknown = sorted(values.keys() - known)
+    if unknown:
+        raise InputError(
+            f"{source}: {SETTINGS_FILE} or an argument has an unknown setting ({', '.join(unknown)}); known settings are "
+            f"{', '.join(sorted(known))}"
+        )
     for key in ("query_prefix", "passage_prefix"):
         require_utf8(str(values.get(key)), f"{source}: {key}")
     return check_type(values, EncoderSettings, source)
@@ -155,8 +158,11 @@ def family_settings(name: str) -> dict[str, Any]:
     name: folder or Hub name. The part after the last slash is compared with the patterns in families.json, and the first
     pattern that matches is used. Settings in the folder of a model have priority over published settings.
     """
-    families, last = read_json(Path(__file__).with_name("families.json")), name.rstrip("/").rpartition("/")[2].lower()
-    return next((each["settings"] for each in families if re.fullmatch(each["models"], last)), {})
+    last_part = name.rstrip("/").rpartition("/")[2].lower()
+    for family in read_json(Path(__file__).with_name("families.json")):
+        if re.fullmatch(family["models"], last_part):
+            return family["settings"]
+    return {}
 
 
 def model_folder(name: str | Path) -> str:
@@ -169,7 +175,8 @@ def model_folder(name: str | Path) -> str:
     if os.path.isfile(os.path.join(text, "model", SETTINGS_FILE)):
         return os.path.join(text, "model")
     if os.path.isdir(text):
-        if "config.yaml" in (files := os.listdir(text)) and not any(file in files for file in MODEL_FILES):
+        files = os.listdir(text)
+        if "config.yaml" in files and not any(file in files for file in MODEL_FILES):
             raise InputError(
                 f"{text}: this run has no model/ yet, because its training is not finished. Resume the training with contaccum "
                 "train --resume, or use a folder in checkpoints/."
@@ -191,14 +198,16 @@ def read_encoder(name: str) -> EncoderFiles:
     if saved is not None:
         saved.pop("format_version", None)
         hashes = check_type(saved.pop("sha256", {}), dict[str, str], f"{name}: sha256")
-        query, passage = (_tower_files(name, _modules(name, folder)) for folder in TOWERS)
-        passage = query if saved.get("tie_towers") else passage
+        query = _tower_files(name, _modules(name, TOWERS[0]))
+        passage = query if saved.get("tie_towers") else _tower_files(name, _modules(name, TOWERS[1]))
         return EncoderFiles({"tie_towers": False, **saved}, query, passage, hashes)
     if optional_json(name, "modules.json", list[Module]) is None:
         plain = TowerFiles(name, base=_base(name, ""), plain=True)
         config = optional_json(plain.base.name if plain.base else name, "config.json", ModelFile) or {}
-        pooling = {"pooling": "last"} if decoder_only(config.get("model_type", "")) else {}
-        return EncoderFiles(pooling | family_settings(name), plain, plain)
+        settings = family_settings(name)
+        if decoder_only(config.get("model_type", "")):
+            settings = {"pooling": "last", **settings}
+        return EncoderFiles(settings, plain, plain)
     return _read_sentence_transformers(name)
 
 
@@ -208,11 +217,13 @@ def _read_sentence_transformers(name: str) -> EncoderFiles:
     passage, passage_files = _read_side(name, "document", about)
     for key in ("pooling", "similarity"):
         if query[key] != passage[key]:
-            found = f"{key} is {query[key]} for queries and {passage[key]} for passages"
-            raise InputError(f"{name}: {found}; they must be equal")
-    pair = {"truncate_dim": about.get("truncate_dim"), "tie_towers": query_files == passage_files}
-    settings = {key: value for key, value in {**query, **passage, **pair}.items() if value is not None}
-    return EncoderFiles(settings | _prefixes(name, about), query_files, passage_files)
+            raise InputError(
+                f"{name}: {key} is {query[key]} for queries and {passage[key]} for passages; they must be equal"
+            )
+    settings = {**query, **passage, "tie_towers": query_files == passage_files, **_prefixes(name, about)}
+    if about.get("truncate_dim") is not None:
+        settings["truncate_dim"] = about["truncate_dim"]
+    return EncoderFiles(settings, query_files, passage_files)
 
 
 def _prefixes(name: str, about: dict[str, Any]) -> dict[str, str]:
@@ -222,15 +233,20 @@ def _prefixes(name: str, about: dict[str, Any]) -> dict[str, str]:
     all prompts are empty, the prefixes of the model family are returned. about: config_sentence_transformers.json.
     """
     prompts = about.get("prompts") or {}
-    first = {side: next((prompts[key] for key in keys if prompts.get(key)), "") for side, keys in SIDES.items()}
-    if not any(first.values()):
+    query_prompts = [prompts[key] for key in SIDES["query"] if prompts.get(key)]
+    passage_prompts = [prompts[key] for key in SIDES["document"] if prompts.get(key)]
+    if not query_prompts and not passage_prompts:
         return {key: value for key, value in family_settings(name).items() if key.endswith("_prefix")}
-    return {"query_prefix": first["query"], "passage_prefix": first["document"]}
+    return {
+        "query_prefix": query_prompts[0] if query_prompts else "",
+        "passage_prefix": passage_prompts[0] if passage_prompts else "",
+    }
 
 
 def _modules(name: str, subfolder: str = "") -> list[Module]:
+    """Return the modules that modules.json lists. Without this file, the folder is one plain encoder."""
     listed = optional_json(name, _join(subfolder, "modules.json"), list[Module]) or [Module("", "")]
-    return [Module(each.type.rpartition(".")[2], _join(subfolder, each.path)) for each in listed]
+    return [Module(module.type.rpartition(".")[2], _join(subfolder, module.path)) for module in listed]
 
 
 def _join(folder: str, path: str) -> str:
@@ -239,19 +255,28 @@ def _join(folder: str, path: str) -> str:
 
 def _routed(name: str, router: Module, side: str) -> list[Module]:
     """Return the modules of a Router for ``side`` (query or document), or those for any text if it has none for ``side``."""
-    files = [_join(router.path, file) for file in ("router_config.json", "config.json")]
-    config = next(filter(None, (optional_json(name, file, RouterConfig) for file in files)), None)
-    if config is None:
-        raise InputError(f"{name}: {files[0]} is missing; a {router.type} in modules.json needs this file")
+    file = _join(router.path, "router_config.json")
+    config = optional_json(name, file, RouterConfig)
+    if not config:  # an Asym module
+        config = optional_json(name, _join(router.path, "config.json"), RouterConfig)
+    if not config:
+        raise InputError(f"{name}: {file} is missing; a {router.type} in modules.json needs this file")
     structure = config.get("structure", {})
-    mapped = check_type(config.get("parameters", {}).get("route_mappings") or {}, dict[str, str], f"{name}/{files[0]}")
-    keys = [str((task, modality)) for task in (*SIDES[side], None) for modality in ("text", None)]
-    routes = [mapped[key] for key in keys if key in mapped]
-    routes += [key for key in (*SIDES[side], "text") if key in structure]
+    mapped = check_type(config.get("parameters", {}).get("route_mappings") or {}, dict[str, str], f"{name}/{file}")
+    routes = []  # names of the routes that accept the texts, the most specific first
+    for task in (*SIDES[side], None):
+        for modality in ("text", None):
+            key = str((task, modality))  # sentence-transformers writes a tuple as text
+            if key in mapped:
+                routes.append(mapped[key])
+    routes += [route for route in (*SIDES[side], "text") if route in structure]
     if not routes:
         raise InputError(f"{name}: the {router.type} has the routes {', '.join(structure)}, but no route for {side}")
-    types = {key: config.get("types", {}).get(key, "").rpartition(".")[2] for key in structure.get(routes[0], [])}
-    return [Module(kind, _join(router.path, key)) for key, kind in types.items()]
+    modules = []
+    for path in structure.get(routes[0], []):
+        kind = config.get("types", {}).get(path, "")
+        modules.append(Module(kind.rpartition(".")[2], _join(router.path, path)))
+    return modules
 
 
 def _read_side(name: str, side: str, about: dict[str, Any]) -> tuple[dict[str, Any], TowerFiles]:
@@ -262,7 +287,9 @@ def _read_side(name: str, side: str, about: dict[str, Any]) -> tuple[dict[str, A
     if modules[:1] and modules[0].type == "SentenceTransformer":
         modules = [*_modules(name, modules[0].path), *modules[1:]]
     kinds = [module.type for module in modules]
-    if kinds != ["Transformer", "Pooling", *["Dense"] * kinds.count("Dense"), *["Normalize"] * ("Normalize" in kinds)]:
+    normalized = "Normalize" in kinds
+    expected = ["Transformer", "Pooling"] + ["Dense"] * kinds.count("Dense") + ["Normalize"] * normalized
+    if kinds != expected:
         raise InputError(
             f"{name}: modules are {', '.join(kinds)}; expected Transformer, Pooling, any number of Dense, and at most one "
             "Normalize"
@@ -271,8 +298,7 @@ def _read_side(name: str, side: str, about: dict[str, Any]) -> tuple[dict[str, A
     # in sentence-transformers the default similarity is cosine, even without a Normalize module
     named = str(about.get("similarity_fn_name") or "cosine")
     similarity = named.replace("dot_score", "dot").replace("cos_sim", "cosine")
-    dot = similarity == "dot"
-    if dot and "Normalize" in kinds and about.get("truncate_dim"):
+    if similarity == "dot" and normalized and about.get("truncate_dim"):
         raise InputError(
             f"{name}: truncate_dim is {about['truncate_dim']}, but similarity_fn_name is {about['similarity_fn_name']}. "
             "Truncated vectors lose the L2 norm of 1. Set similarity_fn_name to cosine in config_sentence_transformers.json."
@@ -282,18 +308,25 @@ def _read_side(name: str, side: str, about: dict[str, Any]) -> tuple[dict[str, A
         raise InputError(
             f"{name}: pooling excludes the prompt (include_prompt is false); contaccum supports only pooling over all tokens"
         )
-    return {
-        "pooling": _pooling(pooling, name),
-        "similarity": "cosine" if dot and "Normalize" in kinds else similarity,  # make_settings refuses others
-        f"max_{'query' if side == 'query' else 'passage'}_length": _max_length(name, files.subfolder, side),
-    }, files
+    if similarity == "dot" and normalized:
+        similarity = "cosine"  # inner products of unit vectors
+    settings: dict[str, Any] = {"pooling": _pooling(pooling, name), "similarity": similarity}
+    length = _max_length(name, files.subfolder, side)
+    if length is not None:
+        settings["max_query_length" if side == "query" else "max_passage_length"] = length
+    return settings, files
 
 
 def _tower_files(name: str, modules: list[Module]) -> TowerFiles:
     folder = modules[0].path
-    dense = tuple(module.path for module in modules if module.type == "Dense")
     config = optional_json(name, _join(folder, "sentence_bert_config.json"), ModelFile) or {}
-    return TowerFiles(name, folder, dense, bool(config.get("do_lower_case")), _base(name, folder))
+    return TowerFiles(
+        name,
+        subfolder=folder,
+        dense=tuple(module.path for module in modules if module.type == "Dense"),
+        lower_case=bool(config.get("do_lower_case")),
+        base=_base(name, folder),
+    )
 
 
 def _base(name: str, subfolder: str) -> Base | None:
@@ -325,22 +358,24 @@ def _max_length(name: str, subfolder: str, side: str) -> int | None:
 
     Uses the same files as sentence-transformers. side: ``query`` or ``document``.
     """
-    config, tokenizer, model = (
-        optional_json(name, _join(subfolder, file), ModelFile) or {}
-        for file in ("sentence_bert_config.json", "tokenizer_config.json", "config.json")
-    )
+    config = optional_json(name, _join(subfolder, "sentence_bert_config.json"), ModelFile) or {}
     text = (config.get("processing_kwargs") or {}).get("text")
     stated = text.get("max_length") if isinstance(text, dict) else None
-    if stated := stated or config.get(f"{side}_length") or config.get("max_seq_length"):
+    stated = stated or config.get(f"{side}_length") or config.get("max_seq_length")
+    if stated:
         return check_type(stated, Positive, f"{name}: maximum length of a {side}")
-    length, positions = tokenizer.get("model_max_length"), model.get("max_position_embeddings")
-    known = [int(value) for value in (length, positions) if value is not None and 0 < value < NO_LIMIT]
-    return min(known, default=None)
+    tokenizer = optional_json(name, _join(subfolder, "tokenizer_config.json"), ModelFile) or {}
+    model = optional_json(name, _join(subfolder, "config.json"), ModelFile) or {}
+    limits = [tokenizer.get("model_max_length"), model.get("max_position_embeddings")]
+    return min((int(limit) for limit in limits if limit is not None and 0 < limit < NO_LIMIT), default=None)
 
 
 def _pooling(config: dict[str, Any], name: str) -> str:
+    """Return cls, mean or last. config: 1_Pooling/config.json of a sentence-transformers model."""
     mode = config.get("pooling_mode")  # newer files have the name of the mode, older files have a flag for each mode
-    chosen = [kind for kind, flag in POOLING_FLAGS.items() if config.get(flag) or mode in (kind, f"{kind}token")]
+    chosen = [
+        pooling for pooling, flag in POOLING_FLAGS.items() if config.get(flag) or mode in (pooling, f"{pooling}token")
+    ]
     flags = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
     if len(chosen) != 1 or len(flags) > 1:
         raise InputError(

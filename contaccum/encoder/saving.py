@@ -12,8 +12,10 @@ model/
 
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_file
 
@@ -29,59 +31,70 @@ MODULES = "sentence_transformers.models."  # package of the module classes; old 
 
 def save_encoder(query_tower: Tower, passage_tower: Tower, settings: EncoderSettings, folder: Path) -> None:
     """Write both towers, and the files that describe the whole model, into the empty folder ``folder``."""
-    query, passage = (folder / name for name in TOWERS)
-    _save_tower(query_tower, query)
-    if passage_tower is query_tower:
-        shutil.copytree(query, passage, copy_function=_link)
+    query_name, passage_name = TOWERS
+    tied = passage_tower is query_tower
+    _save_tower(query_tower, folder / query_name)
+    if tied:
+        shutil.copytree(folder / query_name, folder / passage_name, copy_function=_link)
     else:
-        _save_tower(passage_tower, passage)
-    lengths = {"query": settings.max_query_length, "document": settings.max_passage_length}
-    shared = passage_tower is query_tower and len(set(lengths.values())) > 1
-    for path, tower, side in ((query, query_tower, "query"), (passage, passage_tower, "document")):
-        # a tied tower has two maximum lengths: for queries and for passages; old sentence-transformers ignore both
-        by_side = {f"{name}_length": length for name, length in lengths.items()} if shared else {}
-        config = {"max_seq_length": lengths[side], "do_lower_case": False, **by_side}
-        write_json(path / "sentence_bert_config.json", config)
-        _write_model(path, _modules(tower, settings), settings, side)
+        _save_tower(passage_tower, folder / passage_name)
+    query_length, passage_length = settings.max_query_length, settings.max_passage_length
+    by_side = {}
+    if tied and query_length != passage_length:  # older versions of sentence-transformers ignore these two lengths
+        by_side = {"query_length": query_length, "document_length": passage_length}
+    query_config = {"max_seq_length": query_length, "do_lower_case": False, **by_side}
+    write_json(folder / query_name / "sentence_bert_config.json", query_config)
+    _write_model(folder / query_name, _modules(query_tower, settings), settings, "query")
+    passage_config = {"max_seq_length": passage_length, "do_lower_case": False, **by_side}
+    write_json(folder / passage_name / "sentence_bert_config.json", passage_config)
+    _write_model(folder / passage_name, _modules(passage_tower, settings), settings, "document")
+
     # SentenceTransformer.encode treats texts as passages: tied towers use the passage folder with its maximum length
-    routes = {"query": (TOWERS[passage_tower is query_tower], query_tower), "document": (TOWERS[1], passage_tower)}
-    _write_router(routes, settings, folder)
-    hashes = {path.relative_to(folder).as_posix(): sha256_of(path) for path in sorted(folder.rglob("*.safetensors"))}
-    write_json(folder / SETTINGS_FILE, {**asdict(settings), "sha256": hashes})
-
-
-def _write_router(routes: dict[str, tuple[str, Tower]], settings: EncoderSettings, folder: Path) -> None:
-    modules = {side: _routed(name, tower, settings) for side, (name, tower) in routes.items()}
+    query_route = _routed(passage_name if tied else query_name, query_tower, settings)
+    passage_route = _routed(passage_name, passage_tower, settings)
     router = {
-        "types": {path: kind for each in modules.values() for path, kind in each.items()},
-        "structure": {side: list(each) for side, each in modules.items()},
+        "types": {**query_route, **passage_route},
+        "structure": {"query": list(query_route), "document": list(passage_route)},
         "parameters": {"default_route": "document", "allow_empty_key": True},
     }
     write_json(folder / "router_config.json", router)
     _write_model(folder, {"": "Router"}, settings, "document")
+    hashes = {path.relative_to(folder).as_posix(): sha256_of(path) for path in sorted(folder.rglob("*.safetensors"))}
+    write_json(folder / SETTINGS_FILE, {**asdict(settings), "sha256": hashes})
 
 
 def _routed(name: str, tower: Tower, settings: EncoderSettings) -> dict[str, str]:
+    """Return path -> class of the modules that a route of the Router runs. name: folder of the tower."""
     if tower.base is not None:  # sentence-transformers loads the base of an adapter only in a nested model
         return {name: "sentence_transformers.SentenceTransformer"}
     return {f"{name}/{path}".rstrip("/"): MODULES + kind for path, kind in _modules(tower, settings).items()}
 
 
 def _modules(tower: Tower, settings: EncoderSettings) -> dict[str, str]:
-    normalize = ["Normalize"] * (settings.similarity == "cosine")
-    kinds = ["Transformer", "Pooling", *["Dense"] * len(tower.dense), *normalize]
-    return {f"{index}_{kind}" if index else "": kind for index, kind in enumerate(kinds)}
+    """Return path -> class of the modules of a tower, such as 1_Pooling -> Pooling."""
+    modules = {"": "Transformer", "1_Pooling": "Pooling"}
+    for _ in tower.dense:
+        modules[f"{len(modules)}_Dense"] = "Dense"
+    if settings.similarity == "cosine":
+        modules[f"{len(modules)}_Normalize"] = "Normalize"
+    return modules
 
 
 def _write_model(folder: Path, modules: dict[str, str], settings: EncoderSettings, side: str) -> None:
     """Write the modules and prompts of a sentence-transformers model. Default prompt: that of ``side`` (query or document)."""
-    listed = enumerate(modules.items())
-    rows = [{"idx": i, "name": str(i), "path": path, "type": MODULES + kind} for i, (path, kind) in listed]
+    rows: list[dict[str, Any]] = []
+    for path, kind in modules.items():
+        rows.append({"idx": len(rows), "name": str(len(rows)), "path": path, "type": MODULES + kind})
     write_json(folder / "modules.json", rows)
     prompts = {"query": settings.query_prefix, "document": settings.passage_prefix}
-    default = {"default_prompt_name": side if prompts[side] else None, "similarity_fn_name": settings.similarity}
-    truncated = {} if settings.truncate_dim is None else {"truncate_dim": settings.truncate_dim}
-    write_json(folder / "config_sentence_transformers.json", {"prompts": prompts, **default, **truncated})
+    config: dict[str, Any] = {
+        "prompts": prompts,
+        "default_prompt_name": side if prompts[side] else None,
+        "similarity_fn_name": settings.similarity,
+    }
+    if settings.truncate_dim is not None:
+        config["truncate_dim"] = settings.truncate_dim
+    write_json(folder / "config_sentence_transformers.json", config)
 
 
 def _save_tower(tower: Tower, folder: Path) -> None:
@@ -142,7 +155,9 @@ def check_hashes(name: str, hashes: dict[str, str] | None) -> None:
 
     Only a local folder is checked. hashes: SHA-256 of each file, by path in the folder. None: nothing is checked.
     """
-    for file, expected in (hashes or {}).items() if os.path.isdir(name) else ():
+    if not os.path.isdir(name):
+        return
+    for file, expected in (hashes or {}).items():
         path = os.path.join(name, file)
         if not os.path.isfile(path) or sha256_of(path) != expected:
             raise InputError(
@@ -153,7 +168,8 @@ def check_hashes(name: str, hashes: dict[str, str] | None) -> None:
 
 def _link(source: str, target: str) -> None:
     """Copy a file. A file with weights becomes a hard link if possible, because such files are never changed in place."""
-    try:
-        (os.link if source.endswith(".safetensors") else shutil.copyfile)(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
+    if source.endswith(".safetensors"):
+        with suppress(OSError):  # this disk has no hard links
+            os.link(source, target)
+            return
+    shutil.copyfile(source, target)

@@ -65,7 +65,10 @@ class Tower(nn.Module):
     ) -> None:
         """dense: layers after pooling. base: encoder that the LoRA adapter was added to; None if there is no adapter."""
         super().__init__()
-        self.backbone, self.tokenizer, self.pooling, self.base = backbone, tokenizer, pooling, base
+        self.backbone = backbone
+        self.tokenizer = tokenizer
+        self.pooling = pooling
+        self.base = base
         self.dense: Any = nn.ModuleList(dense)
         limit = getattr(backbone.config, "max_position_embeddings", None)
         self.position_limit = NO_LIMIT if limit is None or limit < 1 else limit - first_position(backbone.config)
@@ -90,41 +93,47 @@ class Tower(nn.Module):
     def units(self) -> list[nn.Module]:
         """Return the FSDP units of the backbone: the word embeddings, then each layer."""
         count = self.backbone.config.num_hidden_layers
-        lists = [part for part in self.backbone.modules() if isinstance(part, nn.ModuleList) and len(part) == count]
-        return [self.backbone.get_input_embeddings(), *(lists[0] if lists else ())]
+        for module in self.backbone.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == count:
+                return [self.backbone.get_input_embeddings(), *module]
+        return [self.backbone.get_input_embeddings()]
 
     def forward(self, tokens: Tokens) -> Tensor:
         if tokens.input_ids.is_cuda:
             # since torch 2.11, Hopper GPUs would use cuDNN attention, which builds a plan for each new shape (up to 0.4 s)
             torch.backends.cuda.enable_cudnn_sdp(False)
         compiled = self.compiled if self.training else None  # evaluation is too short to pay for compiling
-        if compiled is None and tokens.input_ids.device.type != "cpu":
-            tokens = self._rounded(tokens)
         if self.unpad:
-            states = token_states(self.backbone, tokens)
+            states = token_states(self.backbone, tokens)  # (n, length, width)
         elif compiled is not None:
             states = compiled(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask).last_hidden_state
         else:
-            on_cpu = tokens.input_ids.device.type == "cpu"
-            mask = tokens.attention_mask if on_cpu else attention_mask(tokens, self.backbone)
+            if tokens.input_ids.device.type == "cpu":
+                mask: Tensor | None = tokens.attention_mask
+            else:
+                tokens = self._rounded(tokens)
+                mask = attention_mask(tokens, self.backbone)
             states = self.backbone(input_ids=tokens.input_ids, attention_mask=mask).last_hidden_state
-        vectors = pool(states, tokens.attention_mask, self.pooling)
+        vectors = pool(states, tokens.attention_mask, self.pooling)  # (n, width)
         for layer in self.dense:
             vectors = layer(vectors)
         return vectors  # (n, d)
 
     def _rounded(self, tokens: Tokens) -> Tokens:
-        """Pad the tokens to a rounded length, because preparing GPU kernels for a new length takes time."""
-        host = tokens.host_mask
-        padded = host is not None and not host.all()
-        bucket = BUCKET if padded else 1
-        length = tokens.input_ids.shape[1]
-        rounded = -(-length // bucket) * bucket
-        extra = (0, min(rounded, self.position_limit) - length)
-        if self.unpad or not any(extra):
+        """Pad texts that have padding to a multiple of BUCKET tokens.
+
+        A GPU prepares kernels for each new length, which takes time.
+        """
+        if tokens.host_mask is None or tokens.host_mask.all():
             return tokens
-        ids = F.pad(tokens.input_ids, extra, value=self.tokenizer.pad_token_id)
-        return Tokens(ids, F.pad(tokens.attention_mask, extra), None if host is None else F.pad(host, extra))
+        length = tokens.input_ids.shape[1]
+        rounded = min(-(-length // BUCKET) * BUCKET, self.position_limit)
+        extra = (0, rounded - length)
+        return Tokens(
+            F.pad(tokens.input_ids, extra, value=self.tokenizer.pad_token_id),
+            F.pad(tokens.attention_mask, extra),
+            F.pad(tokens.host_mask, extra),
+        )
 
 
 def word_embeddings(backbone: Any) -> int | None:
@@ -151,15 +160,17 @@ class TowerLoader:
         """Load both towers; tied towers are one object. Adapters on the same base share its weights in memory."""
         if self.merge and query.base is None and passage.base is None:
             raise InputError(f"{query.name}: has no adapter to merge; choose a model trained with lora.rank above 0")
-        first = self.backbone(query)
+        query_backbone = self.backbone(query)
         if tied:
-            return (self.tower(query, first),) * 2
+            tower = self.tower(query, query_backbone)
+            return tower, tower
         if _weights_of(query) != _weights_of(passage):
-            second = self.backbone(passage)
+            passage_backbone = self.backbone(passage)
+        elif (query.base is not None or self.adapters is not None) and not self.merge:
+            passage_backbone = lora.clone_sharing_weights(query_backbone)
         else:
-            shared = (query.base is not None or self.adapters is not None) and not self.merge
-            second = lora.clone_sharing_weights(first) if shared else copy.deepcopy(first)
-        return self.tower(query, first), self.tower(passage, second)
+            passage_backbone = copy.deepcopy(query_backbone)
+        return self.tower(query, query_backbone), self.tower(passage, passage_backbone)
 
     def backbone(self, files: TowerFiles) -> Any:
         """Load the backbone of a tower, without an adapter."""
@@ -173,16 +184,27 @@ class TowerLoader:
             lora.check_base(files.base, files.name)
         elif self.adapters:
             quantize = self.adapters.quantize
-        # check the file before transformers reads it
         config = optional_json(name, f"{subfolder}/config.json".lstrip("/"), ModelFile) or {}
-        refuse_model_type(name, config.get("model_type", ""))
-        remote = {"subfolder": subfolder, "trust_remote_code": self.trust_remote_code}
+        family = config.get("model_type", "")
+        if family in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+            raise InputError(f"{name}: {family} is an encoder-decoder; expected an encoder or a decoder")
+        if family == "dpr":
+            raise InputError(
+                f"{name}: the model type dpr has no token vectors. Use a copy that was converted to the type bert, such as "
+                "sentence-transformers/facebook-dpr-question_encoder-single-nq-base."
+            )
         with loading(name), quiet_transformers():
-            backbone = lora.load_backbone(name, self.dtype, quantize, self.device, **remote)
+            backbone = lora.load_backbone(
+                name,
+                self.dtype,
+                quantize,
+                self.device,
+                subfolder=subfolder,
+                trust_remote_code=self.trust_remote_code,
+            )
             if self.merge and quantize != "none":
                 backbone = backbone.dequantize()
         family = backbone.config.model_type
-        refuse_model_type(name, family, backbone.config.is_encoder_decoder)
         if family in PADDING_CHANGES_VECTORS:
             warnings.warn(
                 f"{name}: with the model type {family}, padding changes the vectors, so the vector of a text depends on the "
@@ -216,19 +238,11 @@ class TowerLoader:
         return Tower(backbone, tokenizer, self.pooling, dense, base)
 
 
-def refuse_model_type(name: str, family: str, encoder_decoder: bool = False) -> None:
-    """Raise InputError for an encoder-decoder and for a model type without token vectors. name: folder or Hub name."""
-    if encoder_decoder or family in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
-        raise InputError(f"{name}: {family} is an encoder-decoder; expected an encoder or a decoder")
-    if family == "dpr":
-        raise InputError(
-            f"{name}: the model type dpr has no token vectors. Use a copy that was converted to the type bert, such as "
-            "sentence-transformers/facebook-dpr-question_encoder-single-nq-base."
-        )
-
-
 def _weights_of(files: TowerFiles) -> tuple[str, str, str]:
-    return (files.base.name, "", files.base.quantize) if files.base else (files.name, files.subfolder, "none")
+    """Return name, subfolder and quantization of the encoder with the full weights of a tower."""
+    if files.base is not None:
+        return files.base.name, "", files.base.quantize
+    return files.name, files.subfolder, "none"
 
 
 class DenseConfig(TypedDict, total=False):
@@ -254,6 +268,7 @@ def load_dense(name: str, subfolder: str, dtype: torch.dtype) -> Dense:
     if path is None:
         raise InputError(f"{where}: Dense module without {WEIGHTS}; weights must be in safetensors format")
     activation = config.get("activation_function", "torch.nn.modules.activation.Tanh")
+    # only classes of torch.nn, because a name from a file must not import code
     kind = getattr(nn, activation.rpartition(".")[2], None) if activation.startswith("torch.nn.") else None
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise InputError(f"{where}: activation_function is {activation!r}; expected the name of a torch.nn activation")
@@ -304,7 +319,8 @@ def quiet_transformers() -> Iterator[None]:
 
 def set_attention(backbone: Any, name: str) -> None:
     """Choose the implementation of attention in a backbone. Raise InputError if the model type does not support ``name``."""
-    family, reason = backbone.config.model_type, ""
+    family = backbone.config.model_type
+    reason = ""
     try:
         with quiet_transformers():
             backbone.set_attn_implementation(name)

@@ -196,7 +196,7 @@ def test_push_needs_an_adapter_base_on_the_hub(tmp_path):
         file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "somebody/base"}))
     assert "adapter_model.safetensors" in push(str(tmp_path / "model"), "owner/name", dry_run=True)
     card = (tmp_path / "model" / "README.md").read_text()
-    assert "LoRA of rank 4 on base" in card
+    assert "LoRA of rank 4 on somebody/base" in card
     assert "AutoModel" not in card
 
 
