@@ -9,7 +9,6 @@ from helpers import train_config
 
 from contaccum.config import validate
 from contaccum.encoder import DualEncoder, tokenizer
-from contaccum.retrieval import encode
 from contaccum.runtime.engine import Engine
 from contaccum.runtime.files import write_json
 from contaccum.training.loop import Training
@@ -17,7 +16,7 @@ from contaccum.training.loop import Training
 
 def main(arguments: list[str]) -> None:
     data, output = arguments
-    tokenizer.WINDOW = encode.WINDOW = 8  # a small corpus has several windows
+    tokenizer.WINDOW = 8  # a small corpus has several windows
     engine = Engine(device="cpu")
     changes = {"data.dev": data, "batch.micro_batch_size": 4 // engine.world, "run.metric": "ndcg@10"}
     config = train_config(Path(data), Path(output), **changes)

@@ -119,4 +119,4 @@ def counts_gradient_messages(rank: int) -> None:
 
 def encodes_few_texts_at_a_time(rank: int) -> None:
     """No fault: encode a small corpus in several chunks, in all processes."""
-    encode.CHUNK = encode.WINDOW = 8
+    encode.CHUNK = 8

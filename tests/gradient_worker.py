@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from contaccum.batch import MicroBatch, RowIds
 from contaccum.config import METHOD_SPECS, validate
 from contaccum.methods import METHODS
-from contaccum.retrieval import encode
 from contaccum.retrieval.retriever import Retriever
 from contaccum.runtime import processes
 from contaccum.runtime.engine import Engine
@@ -98,7 +97,6 @@ def uneven_evaluation(engine: Engine, data: str) -> dict[str, torch.Tensor]:
     encoder = parts.build_encoder(config, open_train_set(data, "train"))
     engine.prepare(encoder, torch.optim.SGD(encoder.parameters()))
     texts = [f"the fox of valley {number}" for number in range(5)]
-    encode.WINDOW = 1  # so that each process gets some of the passages
     found = {}
     for count in range(1, 6):
         corpus = Dataset.from_dict({"id": texts[:count], "title": [""] * count, "text": texts[:count]})

@@ -404,7 +404,7 @@ def test_a_hostile_index_header_under_a_right_hash_is_refused(damage, tmp_path):
     manifest = json.loads((tmp_path / "index" / "manifest.json").read_text())
     with pytest.raises(InputError, match=r"index\.faiss"):  # the hash speaks first
         Index.load(tmp_path / "index")
-    manifest["sha256"]["index"] = hashlib.sha256(data).hexdigest()
+    manifest["sha256"] = hashlib.sha256(data).hexdigest()
     write_json(tmp_path / "index" / "manifest.json", manifest)
     with pytest.raises(InputError, match="index"):
         Index.load(tmp_path / "index")

@@ -47,8 +47,7 @@ from contaccum.runtime.processes import ALONE, Processes, joined
 if TYPE_CHECKING:
     from contaccum.encoder import DualEncoder
 
-WINDOW = 4096  # number of texts that the encoder sorts by length together, as in encoder/tokenizer.py; no batch spans two windows
-CHUNK = 4 * WINDOW  # number of texts in one call of the encoder
+CHUNK = 16_384  # number of texts in one call of the encoder; a multiple of the texts that it sorts by length together
 SAMPLE = 32  # number of texts that are encoded to estimate the time for all texts
 ESTIMATE_FROM = 50 * SAMPLE  # minimum number of texts for an estimate, so that the sample takes at most 2 % of the time
 ESTIMATE_SECONDS = 60.0  # an estimate is printed only if it is longer than this
@@ -127,46 +126,46 @@ def encode_shard(
     return Shard(ids, vectors, kept if keep_texts else None)
 
 
-def encode_in_memory(encoder: "DualEncoder", texts: Texts, batch_tokens: int | None = None) -> Shard:
-    """Encode all texts into one float32 shard in memory. The vectors take rows * dimension * 4 bytes."""
-    return _encode_spans(encoder, texts, [(0, texts.rows)], batch_tokens)[0]
+def encode_in_memory(
+    encoder: "DualEncoder",
+    texts: Texts,
+    batch_tokens: int | None = None,
+    start: int = 0,
+    stop: int | None = None,
+) -> Shard:
+    """Encode the rows ``start`` to ``stop`` - 1, or all rows, into one float32 shard in memory.
 
-
-def _encode_spans(
-    encoder: "DualEncoder", texts: Texts, spans: list[tuple[int, int]], batch_tokens: int | None
-) -> list[Shard]:
-    rows = sum(stop - start for start, stop in spans)
+    The vectors take rows * dimension * 4 bytes.
+    """
+    stop = texts.rows if stop is None else stop
     with encoder.in_step(texts.kind):
-        print_estimate(encoder, texts, rows, batch_tokens)
-        with tqdm(total=rows, desc=f"encode {texts.kind}", unit="text", disable=None, leave=False) as bar:
-            return [encode_shard(encoder, texts, start, stop, batch_tokens, bar) for start, stop in spans]
+        print_estimate(encoder, texts, stop - start, batch_tokens)
+        with tqdm(total=stop - start, desc=f"encode {texts.kind}", unit="text", disable=None, leave=False) as bar:
+            return encode_shard(encoder, texts, start, stop, batch_tokens, bar)
 
 
-def passage_shards(
-    encoder: "DualEncoder", corpus: Dataset, settings: SearchConfig, group: Processes = ALONE, *, whole: bool = False
-) -> Shards:
-    """Return the vectors of the corpus, from a folder or in memory.
+def passage_vectors(
+    encoder: "DualEncoder", corpus: Dataset, settings: SearchConfig, group: Processes = ALONE
+) -> tuple[Shards, int]:
+    """Return the vectors of the corpus, from a folder or in memory, and the row number of the first vector.
 
     If ``settings.embeddings`` names a folder, missing shards are encoded first, and the vectors are read from the folder.
-    Otherwise the corpus is encoded in memory. In both cases, each of W processes gets every W-th shard. whole: each process gets
-    all shards of the folder instead.
+    Otherwise the corpus is encoded in memory. In both cases, each of W processes gets one of W parts of consecutive rows.
     """
     texts = Texts.of_corpus(corpus)
-    if settings.embeddings is not None:
-        # a folder is used with any shard size and dtype, so a finished job is not compared with the settings
-        finished = (Path(settings.embeddings) / MANIFEST).is_file()
-        options = {"dtype": settings.dtype, **started_options(settings.embeddings)}
-        group.barrier()  # no process may write the manifest before all have looked for it
-        if not finished:
-            encode_texts(encoder, texts, settings.embeddings, group, batch_tokens=settings.batch_tokens, **options)
-            group.barrier()
-        part = {} if whole else {"rank": group.rank, "world": group.world}
-        return ShardFolder(settings.embeddings, encoder.fingerprint(texts.kind), texts.fingerprint, **part)
-    # spans end between windows of the encoder, so a vector has the same bits for any number of processes
-    rank, world = group.rank, group.world
-    size = texts.rows if world == 1 else WINDOW * max(1, min(CHUNK // WINDOW, -(-texts.rows // WINDOW) // world))
-    spans = [(start, min(texts.rows, start + size)) for start in range(rank * size, texts.rows, world * size or 1)]
-    return _encode_spans(encoder, texts, spans, settings.batch_tokens)
+    if settings.embeddings is None:
+        start, stop = (texts.rows * rank // group.world for rank in (group.rank, group.rank + 1))
+        return [encode_in_memory(encoder, texts, settings.batch_tokens, start, stop)], start
+    # a folder is used with any shard size and dtype, so a finished job is not compared with the settings
+    finished = (Path(settings.embeddings) / MANIFEST).is_file()
+    options = {"dtype": settings.dtype, **started_options(settings.embeddings)}
+    group.barrier()  # no process may write the manifest before all have looked for it
+    if not finished:
+        encode_texts(encoder, texts, settings.embeddings, group, batch_tokens=settings.batch_tokens, **options)
+        group.barrier()
+    fingerprint = encoder.fingerprint(texts.kind)
+    folder = ShardFolder(settings.embeddings, fingerprint, texts.fingerprint, rank=group.rank, world=group.world)
+    return folder, folder.first_row
 
 
 def encode_texts(

@@ -1,6 +1,5 @@
 """Build, save, load and search faiss indexes, on the CPU or on GPUs."""
 
-import json
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,23 +14,23 @@ import torch
 from tqdm.auto import tqdm
 
 from contaccum.errors import InputError, library_errors
+from contaccum.retrieval.exact import best_first
 from contaccum.retrieval.faiss_library import (
     GPU_LIMIT,
     LONGEST,
     check_factory,
     load_faiss,
     reason_of,
-    row_blocks,
     search_gpus,
 )
-from contaccum.retrieval.shards import MANIFEST, Shards, count_rows
-from contaccum.runtime.files import read_json, require_name, sha256_of, sweep, whole_folder, write_json, write_text
+from contaccum.retrieval.shards import MANIFEST, Shards, count_rows, row_blocks
+from contaccum.runtime.files import read_json, require_name, sha256_of, sweep, whole_folder, write_json
 from contaccum.runtime.locks import waiting_lock
 
 FORMAT = "contaccum-index"
 VERSION = 1
 
-_FILES = {"index": "index.faiss", "ids": "ids.json"}
+INDEX_FILE = "index.faiss"
 _AT_LEAST_ONE = ("nprobe", "efSearch")  # with 0 for such a parameter, an index finds nothing
 
 
@@ -51,7 +50,7 @@ class _Manifest:
     origin: Origin
     dimension: int
     rows: int
-    sha256: dict[str, str]
+    sha256: str  # SHA-256 of the index file
 
     def __post_init__(self) -> None:
         """Raise ValueError if this is not the manifest of an index."""
@@ -60,11 +59,10 @@ class _Manifest:
 
 
 class Index:
-    """A faiss index for inner products, with the passage id of each row."""
+    """A faiss index for inner products. Its rows have the numbers of the passages in the corpus."""
 
-    def __init__(self, index: Any, ids: list[str], origin: Origin) -> None:
+    def __init__(self, index: Any, origin: Origin) -> None:
         self.index = index
-        self.ids = ids
         self.origin = origin
         self.device = "auto"
         """Device of the encoder. With ``cpu``, the search uses no GPU."""
@@ -75,7 +73,7 @@ class Index:
         return int(self.index.d)
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return int(self.index.ntotal)
 
     @classmethod
     def build(cls, shards: Shards, origin: Origin | None = None) -> "Index":
@@ -99,21 +97,19 @@ class Index:
             index = faiss.index_factory(dimension, factory, faiss.METRIC_INNER_PRODUCT)
             if not index.is_trained:
                 index.train(_sample(shards, rows, training_rows(faiss, index), seed))
-            ids: list[str] = []
             single = "HNSW" in factory or "NSG" in factory
             bar = tqdm(total=rows, desc="index", unit="row", disable=None)
             with bar, _one_thread(faiss) if single else nullcontext():
                 pending: list[np.ndarray] = []
-                for block in row_blocks(shards):
+                for block in row_blocks(shards, np.float32):
                     pending.append(block.vectors)
                     if "NSG" not in factory:  # an NSG index cannot grow, so it gets all rows at once
                         _add(index, pending.pop(), factory)
                     bar.update(len(block.ids))
-                    ids += block.ids
                 if pending:
                     _add(index, np.concatenate(pending), factory)
             _check_scores(index, factory, shards[0].vectors[:8])
-        return cls(index, ids, origin)
+        return cls(index, origin)
 
     @classmethod
     def load_or_build(cls, folder: str | Path | None, origin: Origin, shards: Callable[[], Shards]) -> "Index":
@@ -163,14 +159,15 @@ class Index:
         gpus = search_gpus(self.device) if k <= GPU_LIMIT else []
         index = self._gpu_copies(gpus) if gpus else self.index
         try:
-            return index.search(queries, min(k, len(self)))
+            scores, rows = index.search(queries, min(k, len(self)))
         except RuntimeError as error:
             if index is self.index:
                 raise InputError(
                     f"index {self.origin.factory!r}: faiss refused the search ({reason_of(error)})"
                 ) from error
             self._fall_back_to_cpu(error)
-        return self.search(queries, k)
+            return self.search(queries, k)
+        return best_first(scores, rows, k)
 
     def _gpu_copies(self, gpus: list[int]) -> Any:
         """Return the index divided among the GPUs, or the CPU index if faiss has no GPU version of it (such as HNSW)."""
@@ -195,21 +192,20 @@ class Index:
         self._on_gpus = self.index
 
     def save(self, folder: str | Path) -> None:
-        """Write the index, the passage ids, and a manifest with the hashes of both.
+        """Write the index and a manifest with its hash.
 
         The folder appears only when it is complete.
         """
         _check_target(Path(folder))
         with whole_folder(folder) as part:
-            load_faiss().write_index(self.index, str(part / _FILES["index"]))
-            write_text(part / _FILES["ids"], json.dumps(self.ids, ensure_ascii=False))
+            load_faiss().write_index(self.index, str(part / INDEX_FILE))
             manifest = {
                 "format": FORMAT,
                 "format_version": VERSION,
                 "origin": asdict(self.origin),
                 "dimension": self.dimension,
                 "rows": len(self),
-                "sha256": {name: sha256_of(part / file) for name, file in _FILES.items()},
+                "sha256": sha256_of(part / INDEX_FILE),
             }
             write_json(part / MANIFEST, manifest)
 
@@ -228,22 +224,19 @@ class Index:
                     f"{path}: this index belongs to different vectors or settings ({name} {found!r}, but now {value!r}). "
                     "Choose another folder, or delete this one."
                 )
-        files = {name: Path(folder) / file for name, file in _FILES.items()}
-        for name, file in files.items():
-            if not file.is_file() or sha256_of(file) != manifest.sha256.get(name):
-                raise InputError(
-                    f"{file}: missing or damaged (its SHA-256 is not the one in {path}). Delete the folder to "
-                    "build the index again."
-                )
-        with library_errors(f"{files['index']}: faiss cannot read it as an index", RuntimeError, reason=reason_of):
-            index = load_faiss().read_index(str(files["index"]))
-        ids = read_json(files["ids"], list[str], max_bytes=files["ids"].stat().st_size)
-        if (index.d, index.ntotal, len(ids)) != (manifest.dimension, manifest.rows, manifest.rows):
+        file = Path(folder) / INDEX_FILE
+        if not file.is_file() or sha256_of(file) != manifest.sha256:
             raise InputError(
-                f"{folder}: the index has {index.ntotal} vectors of dimension {index.d} and {len(ids)} ids, but {path} has "
-                f"{manifest.rows} vectors of dimension {manifest.dimension}. Delete the folder to build the index again."
+                f"{file}: missing or damaged (its SHA-256 is not the one in {path}). Delete the folder to build the index again."
             )
-        return cls(index, ids, manifest.origin)
+        with library_errors(f"{file}: faiss cannot read it as an index", RuntimeError, reason=reason_of):
+            index = load_faiss().read_index(str(file))
+        if (index.d, index.ntotal) != (manifest.dimension, manifest.rows):
+            raise InputError(
+                f"{folder}: the index has {index.ntotal} vectors of dimension {index.d}, but {path} has {manifest.rows} "
+                f"vectors of dimension {manifest.dimension}. Delete the folder to build the index again."
+            )
+        return cls(index, manifest.origin)
 
 
 def _check_target(folder: Path) -> None:

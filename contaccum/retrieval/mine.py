@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -19,11 +19,15 @@ from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.errors import InputError
 from contaccum.formats.records import Example, Passage, TeacherScores, record_line, whole_records
 from contaccum.formats.training import Form, example_record, framed
+from contaccum.retrieval.encode import passage_vectors
 from contaccum.retrieval.negatives import CrossEncoder, MiningQueries, select_negatives
-from contaccum.retrieval.retriever import BM25_NAME, DEFAULTS, Retriever, index_settings
+from contaccum.retrieval.retriever import BM25_NAME, DEFAULTS, Retriever, index_settings, validate_search
 from contaccum.runtime.checks import refuse_input_as_output
 from contaccum.runtime.files import write_json
 from contaccum.runtime.processes import ALONE, Processes, encoding_device
+
+if TYPE_CHECKING:
+    from contaccum.encoder import DualEncoder
 
 MINING = MineConfig()
 CHUNK = 16_384  # number of queries that are searched at a time; their rankings are in memory
@@ -206,7 +210,21 @@ def mine(
         passages = open_dataset(corpus, policy=policy).corpus if corpus else None
         queries = MiningQueries(open_dataset(data, split, policy).examples(), passages)
     settings = replace(settings, seed=mining.seed)
-    retriever = Retriever.open(choice, queries.corpus, settings, group, mining=True, extra=queries.extra)
+    model: EncoderConfig | DualEncoder = choice
+    if choice.model != BM25_NAME:
+        validate_search(settings, group)
+        from contaccum.encoder import load_encoder
+
+        model = load_encoder(choice)
+        if group.world > 1:
+            # each process searches the whole corpus for its own queries, in vectors that the processes compute together
+            if settings.embeddings is None:
+                raise InputError(
+                    f"{group.world} processes were started without --embeddings; set it to a folder where the processes share "
+                    "vectors"
+                )
+            passage_vectors(model, queries.corpus, settings, group)
+    retriever = Retriever.open(model, queries.corpus, settings, extra=queries.extra)
     cross_encoder = None
     if mining.cross_encoder is not None:
         device = str(encoding_device(choice.device))

@@ -1,12 +1,9 @@
 """Find the best passages of a corpus for each query, with the vectors of an encoder or with BM25."""
 
-import json
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +14,11 @@ from tqdm.auto import tqdm
 from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.errors import InputError
-from contaccum.retrieval.encode import Texts, encode_in_memory, passage_shards
-from contaccum.retrieval.exact import Ranker, exact_ranker, rescore
+from contaccum.retrieval.encode import Texts, encode_in_memory, passage_vectors
+from contaccum.retrieval.exact import ExactIndex, best_first, inner_products
 from contaccum.retrieval.index import Index, Origin
-from contaccum.retrieval.runs import RankedPassage, Run, ranked, read_passages, refuse_unwritable_ids, write_run
-from contaccum.retrieval.shards import Shard, Shards, refuse_infinite
+from contaccum.retrieval.runs import RankedPassage, Run, make_run, read_passages, refuse_unwritable_ids, write_run
+from contaccum.retrieval.shards import Shards, refuse_infinite
 from contaccum.runtime.checks import refuse_input_as_output, require_queries, require_utf8
 from contaccum.runtime.processes import ALONE, Processes
 
@@ -41,9 +38,6 @@ Scored = tuple[list[tuple[str, float]], np.ndarray]
 class Retriever(ABC):
     """Base class of retrievers. A retriever searches one corpus."""
 
-    fingerprint: str  # hash of the model's weights and settings, or bm25
-    index_settings: dict[str, Any]  # search settings that can change which passages are found
-
     @staticmethod
     def open(
         model: "EncoderConfig | DualEncoder | str | Path",
@@ -51,41 +45,30 @@ class Retriever(ABC):
         settings: SearchConfig = DEFAULTS,
         group: Processes = ALONE,
         *,
-        mining: bool = False,
         extra: Dataset | None = None,
     ) -> "Retriever":
         """Load the model, then encode or index the corpus (columns id, title, text).
 
-        model: an encoder, the name or the config of an encoder, or ``bm25``. group: processes of this search. mining: if False,
-        the processes divide the corpus among themselves; all of them must search for the same queries, and each gets the complete
-        run. If True, each process searches the whole corpus for its own queries, and the scores are exact inner products, even
-        with an approximate index. extra: positives of the queries that are not in the corpus. ``search_with_positives`` returns
-        their scores, but they are never among the passages found.
+        model: an encoder, the name or the config of an encoder, or ``bm25``. group: processes of this search. They divide the
+        corpus among themselves, must all search for the same queries, and each gets the complete run. extra: positives of the
+        queries that are not in the corpus. ``search_with_positives`` returns their scores, but they are never found.
         """
-        config = EncoderConfig.of(model) if isinstance(model, str | Path) else model
-        if isinstance(config, EncoderConfig) and config.model == BM25_NAME:
+        if isinstance(model, str | Path):
+            model = EncoderConfig.of(model)
+        if isinstance(model, EncoderConfig) and model.model == BM25_NAME:
             return BM25(corpus, extra)
         validate_search(settings, group)
-        if mining and group.world > 1 and settings.embeddings is None:
-            raise InputError(
-                f"{group.world} processes were started without --embeddings; set it to a folder where the processes share vectors"
-            )
-        from contaccum.encoder import load_encoder
+        if isinstance(model, EncoderConfig):
+            from contaccum.encoder import load_encoder
 
-        encoder = load_encoder(config) if isinstance(config, EncoderConfig) else config
-        exact = settings.factory == "Flat"
-        shards = passage_shards(encoder, corpus, settings, group, whole=mining) if exact or mining else []
-        extras = [] if extra is None else [encode_in_memory(encoder, Texts.of_corpus(extra), settings.batch_tokens)]
-        if exact:
-            rank = exact_ranker(shards, settings.backend, str(encoder.device))
-        else:
-            rank = index_ranker(_open_index(encoder, corpus, settings, shards), shards if mining else None)
-        return DenseRetriever(encoder, settings, group, shards, extras, rank)
+            model = load_encoder(model)
+        return DenseRetriever(model, corpus, settings, group, extra)
 
     def search(self, queries: Mapping[str, str], k: int = 100, *, ignore_identical_ids: bool = False) -> Run:
         """Return the k best passages for each query, or fewer if the search finds fewer.
 
-        queries: query id -> text. ignore_identical_ids: leave out a passage whose id equals the id of the query, as BEIR does.
+        Passages with equal scores are in the order of the corpus. queries: query id -> text. ignore_identical_ids: leave out a
+        passage whose id equals the id of the query, as BEIR does.
         """
         k = require_k(k)
         require_queries(queries)
@@ -107,43 +90,73 @@ class Retriever(ABC):
         """
 
 
-@dataclass(eq=False)
 class DenseRetriever(Retriever):
     """Retriever that ranks passages by the inner product of vectors, either exactly or with a faiss index."""
 
-    encoder: "DualEncoder"
-    settings: SearchConfig
-    group: Processes
-    shards: Shards  # vectors of the corpus; empty if a faiss index is searched, except for mining
-    extra: list[Shard]  # vectors of positives outside the corpus; they are scored, but never among the passages found
-    rank: Ranker
+    def __init__(
+        self, encoder: "DualEncoder", corpus: Dataset, settings: SearchConfig, group: Processes, extra: Dataset | None
+    ) -> None:
+        """See ``Retriever.open``."""
+        self.encoder = encoder
+        self.corpus = corpus
+        self.settings = settings
+        self.group = group
+        self.extra: Shards = []  # vectors of positives outside the corpus
+        if extra is not None:
+            self.extra = [encode_in_memory(encoder, Texts.of_corpus(extra), settings.batch_tokens)]
+        self.index: ExactIndex | Index
+        if settings.factory == "Flat":
+            shards, first_row = self.vectors
+            self.index = ExactIndex(shards, first_row, backend=settings.backend, device=str(encoder.device))
+        else:
+            origin = Origin(settings.factory, settings.seed)
+            if settings.index_dir is not None:  # the saved index belongs to these texts and this encoder
+                source = Texts.of_corpus(corpus).fingerprint
+                origin = Origin(settings.factory, settings.seed, encoder.fingerprint("passage"), source)
+            self.index = Index.load_or_build(settings.index_dir, origin, lambda: self.vectors[0])
+            self.index.device = str(encoder.device)
+            self.index.set_search_params(settings.search_params)
 
     @cached_property
-    def fingerprint(self) -> str:  # type: ignore[override]
-        return f"{self.encoder.fingerprint('query')} {self.encoder.fingerprint('passage')}"
+    def vectors(self) -> tuple[Shards, int]:
+        """Vectors of the corpus, or of this process's part, and the row number of the first one.
 
-    @property
-    def index_settings(self) -> dict[str, Any]:  # type: ignore[override]
-        return index_settings(self.settings) | {"dtype": str(self.shards[0].vectors.dtype)}
+        A saved index is searched without them, so they are read or computed when first needed.
+        """
+        return passage_vectors(self.encoder, self.corpus, self.settings, self.group)
 
     def _search(self, queries: Mapping[str, str], k: int) -> Run:
         encoded = encode_in_memory(self.encoder, Texts.of_queries(queries), self.settings.batch_tokens)
-        run = dict(zip(encoded.ids, self.rank(encoded.vectors, k), strict=True))
-        if self.group.world == 1:
-            return run
-        # a score depends only on its query and passage, so the merged run equals the run of one process
-        runs = [json.loads(part) for part in self.group.gather_bytes(json.dumps(run).encode())]
-        return {query: ranked(((hit[0], hit[1]) for part in runs for hit in part[query]), k) for query in run}
+        scores, rows = self.index.search(encoded.vectors, k)  # (n, k)
+        if self.group.world > 1:
+            gathered_scores = self.group.gather_bytes(scores.tobytes())
+            gathered_rows = self.group.gather_bytes(rows.tobytes())
+            # a process with fewer than k passages returns fewer columns
+            scores = np.hstack([np.frombuffer(part, np.float32).reshape(len(queries), -1) for part in gathered_scores])
+            rows = np.hstack([np.frombuffer(part, np.int64).reshape(len(queries), -1) for part in gathered_rows])
+            scores, rows = best_first(scores, rows, k)
+        return make_run(encoded.ids, scores, rows, self.corpus)
 
     def search_with_positives(
         self, queries: Sequence[str], positives: Sequence[Sequence[int]], k: int
     ) -> Iterator[Scored]:
         texts = Texts.of_queries({str(number): text for number, text in enumerate(queries)})
         vectors = encode_in_memory(self.encoder, texts, self.settings.batch_tokens).vectors  # (n, d)
-        padded = np.array(list(zip_longest(*positives, fillvalue=-1))).T  # (n, most positives of a query)
-        _, scores, _ = rescore(vectors, chain(self.shards, self.extra), padded)
-        for ranking, values, own in zip(self.rank(vectors, k), scores, positives, strict=True):
-            yield ranking, values[: len(own)]
+        shards, first_row = self.vectors
+        scores, rows = self.index.search(vectors, k)
+        if isinstance(self.index, Index):
+            # an approximate index may round scores, and negatives are compared with the exact scores of positives
+            scores, rows = best_first(inner_products(vectors, shards, rows, first_row), rows, k)
+        wanted = np.full((len(queries), max(map(len, positives), default=0)), -1)  # (n, most positives of a query)
+        for number, query_positives in enumerate(positives):
+            wanted[number, : len(query_positives)] = query_positives
+        positive_scores = np.maximum(
+            inner_products(vectors, shards, wanted, first_row),
+            inner_products(vectors, self.extra, wanted, first_row=len(self.corpus)),
+        )
+        run = make_run(texts.read(0, len(queries))[0], scores, rows, self.corpus)
+        for number, hits in enumerate(run.values()):
+            yield hits, positive_scores[number, : len(positives[number])]
 
 
 class BM25(Retriever):
@@ -158,10 +171,9 @@ class BM25(Retriever):
         """extra: positives outside the corpus. They are never found, but BM25's document frequencies include them."""
         import bm25s  # the import takes a quarter of a second
 
-        self.fingerprint, self.index_settings = BM25_NAME, {}
+        self.corpus = corpus
         passages = corpus if extra is None else concatenate_datasets([corpus, extra])
         self.ids, contents = Texts.of_corpus(passages).read(0, len(passages))
-        self._rows = len(corpus)
         tokens = bm25s.tokenize(contents, show_progress=False, **WORDS)
         self._index = None
         if tokens.vocab:  # bm25s divides by zero if the corpus has no words
@@ -178,7 +190,7 @@ class BM25(Retriever):
 
     def _search(self, queries: Mapping[str, str], k: int) -> Run:
         scores = self.scores(list(queries.values()))
-        return {query_id: self._best(own, k) for query_id, own in zip(queries, scores, strict=True)}
+        return {query_id: self._best(query_scores, k) for query_id, query_scores in zip(queries, scores, strict=True)}
 
     def search_with_positives(
         self, queries: Sequence[str], positives: Sequence[Sequence[int]], k: int
@@ -187,12 +199,14 @@ class BM25(Retriever):
             yield self._best(scores, k), scores[list(rows)]
 
     def _best(self, scores: np.ndarray, k: int) -> list[tuple[str, float]]:
-        scores = scores[: self._rows]
+        scores = scores[: len(self.corpus)]
         k = min(k, len(scores))
         if k == 0:  # the corpus is empty
             return []
-        least = max(float(np.partition(scores, -k)[-k]), np.finfo(np.float32).tiny)
-        return ranked(((self.ids[row], float(scores[row])) for row in np.flatnonzero(scores >= least)), k)
+        kth_score = np.partition(scores, -k)[-k]
+        rows = np.flatnonzero((scores >= kth_score) & (scores > 0))
+        rows = rows[np.argsort(-scores[rows], kind="stable")][:k]  # equal scores stay in the order of the corpus
+        return [(self.ids[row], float(scores[row])) for row in rows]
 
 
 def words_of(texts: Sequence[str]) -> list[list[str]]:
@@ -228,28 +242,14 @@ def search_vectors(
         vectors = np.ascontiguousarray(query_vectors, dtype=np.float32)
     refuse_infinite("query", query_ids, vectors)
     if settings.factory == "Flat":
-        rank = exact_ranker(shards, settings.backend, device)
+        scores, rows = ExactIndex(shards, backend=settings.backend, device=device).search(vectors, k)
     else:
         index = Index.build(shards, Origin(settings.factory, settings.seed))
         index.device = device
         index.set_search_params(settings.search_params)
-        rank = index_ranker(index)
-    return dict(zip(query_ids, rank(vectors, k), strict=True))
-
-
-def index_ranker(index: Index, shards: Shards | None = None) -> Ranker:
-    """Return a function that searches the index. If ``shards`` is given, the passages found are sorted by exact scores."""
-
-    def rank(queries: np.ndarray, k: int) -> list[list[tuple[str, float]]]:
-        scores, rows = index.search(queries, k)
-        if shards is not None:
-            _, scores, _ = rescore(queries, shards, rows)
-        return [  # row -1: no passage
-            ranked((index.ids[row], float(score)) for row, score in zip(*found, strict=True) if row >= 0)
-            for found in zip(rows, scores, strict=True)
-        ]
-
-    return rank
+        scores, rows = index.search(vectors, k)
+    ids = [passage_id for shard in shards for passage_id in shard.ids]
+    return make_run(query_ids, scores, rows, Dataset.from_dict({"id": ids}))
 
 
 def require_k(k: int) -> int:
@@ -288,63 +288,50 @@ def index_settings(settings: SearchConfig) -> dict[str, Any]:
     return {"factory": settings.factory, "search_params": settings.search_params, "index_seed": settings.seed}
 
 
-def _open_index(encoder: "DualEncoder", corpus: Dataset, settings: SearchConfig, shards: Shards) -> Index:
-    """Load the saved index of the corpus, or build it from ``shards``. If ``shards`` is empty, first encode the corpus."""
-    origin = Origin(settings.factory, settings.seed)
-    if settings.index_dir is not None:
-        origin = replace(origin, encoder=encoder.fingerprint("passage"), source=Texts.of_corpus(corpus).fingerprint)
-    index = Index.load_or_build(settings.index_dir, origin, lambda: shards or passage_shards(encoder, corpus, settings))
-    index.device = str(encoder.device)
-    index.set_search_params(settings.search_params)
-    return index
-
-
 def search(
-    choice: "EncoderConfig | DualEncoder | str | Path",
+    model: "EncoderConfig | DualEncoder | str | Path",
     data: str | Path,
     split: str = "test",
     k: int = 100,
+    *,
     settings: SearchConfig = DEFAULTS,
-    repair: bool = False,
-    max_bad_records: int = 0,
-    output: str | None = None,
+    policy: DataPolicy = DEFAULT_POLICY,
+    output: str | Path | None = None,
     group: Processes = ALONE,
-    policy: DataPolicy | None = None,
 ) -> Run:
     """Return the k best passages for each query of a split: query id -> list of (passage id, score), best first.
 
-    A passage with the id of the query is left out, as in BEIR. choice: an encoder, the name or the config of an encoder, or
-    ``bm25``. output: TREC run file to write. If it is set, an id with white space raises InputError before the search. group:
-    processes (see ``joined``) that share the work. All of them must call this function, and each gets the same run. policy:
-    what to do with bad records. None: use ``repair`` and ``max_bad_records``.
+    A passage with the id of the query is left out, as in BEIR. model: an encoder, the name or the config of an encoder, or
+    ``bm25``. policy: what to do with bad records. output: TREC run file to write. If it is set, an id with white space raises
+    InputError before the search. group: processes (see ``joined``) that share the work. All of them must call this function,
+    and each gets the same run.
     """
-    policy = policy or DataPolicy(repair=repair, max_bad_records=max_bad_records)
-    refuse_input_as_output(output, data, getattr(choice, "model", choice), settings.embeddings, settings.index_dir)
+    refuse_input_as_output(output, data, getattr(model, "model", model), settings.embeddings, settings.index_dir)
     with group.main_first():
         judged = open_dataset(data, split, policy).retrieval_set
     if output is not None:
         refuse_unwritable_ids(output, judged.queries, judged.corpus)
-    retriever = Retriever.open(choice, judged.corpus, settings, group)
-    run = retriever.search(judged.queries, k, ignore_identical_ids=True)
+    run = Retriever.open(model, judged.corpus, settings, group).search(judged.queries, k, ignore_identical_ids=True)
     if output is not None and group.is_main:
         write_run(output, run)
     return run
 
 
 def look(
-    choice: "EncoderConfig | DualEncoder | str | Path",
+    model: "EncoderConfig | DualEncoder | str | Path",
     data: str | Path,
     query: str,
     k: int = 10,
+    *,
+    split: str = "test",
     settings: SearchConfig = DEFAULTS,
     policy: DataPolicy = DEFAULT_POLICY,
     group: Processes = ALONE,
-    split: str = "test",
 ) -> list[RankedPassage]:
     """Return the k best passages for one query text, with title and text. split: used only for a data set of the Hub."""
     require_utf8(query, "the query")
     with group.main_first():
-        given = open_dataset(data, split, policy)
-        corpus = given.corpus if given.path.is_dir() else given.searchable_set.corpus
-    run = Retriever.open(choice, corpus, settings, group).search({"query": query}, k)
+        dataset = open_dataset(data, split, policy)
+        corpus = dataset.corpus if dataset.path.is_dir() else dataset.searchable_set.corpus
+    run = Retriever.open(model, corpus, settings, group).search({"query": query}, k)
     return read_passages(corpus, run["query"])

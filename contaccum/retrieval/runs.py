@@ -1,8 +1,7 @@
-"""Sort, write, read and print runs. A run contains the ranked passages of each query.
+"""Make, write, read and print runs. A run contains the ranked passages of each query, sorted by score, highest first.
 
-Passages are sorted by score, highest first. Passages with equal scores are sorted by id (as UTF-8 bytes), greatest first.
-This is also the order of trec_eval, so every metric ranks the passages in the order of the run. A run with a larger k begins
-with the same passages as a run with a smaller k.
+A search returns passages with equal scores in the order of the corpus. trec_eval sorts such passages by id, so ``read_run``
+does it too.
 """
 
 import math
@@ -10,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from datasets import Dataset
 
 from contaccum.data.corpus import find_rows
@@ -23,10 +23,21 @@ Run = dict[str, list[tuple[str, float]]]
 _COLUMNS = "six columns: query id, Q0, passage id, rank, score, tag"
 
 
-def ranked(pairs: Iterable[tuple[str, float]], k: int | None = None) -> list[tuple[str, float]]:
-    """Sort (passage id, score) pairs in the order of a run. Return the first k pairs, or all pairs if k is None."""
+def make_run(query_ids: Iterable[str], scores: np.ndarray, rows: np.ndarray, corpus: Dataset) -> Run:
+    """Make a run of n queries from scores (n, k) and row numbers (n, k) of passages, best first. Row -1 is no passage."""
+    numbers = np.unique(rows)
+    numbers = numbers[numbers >= 0].tolist()
+    ids = dict(zip(numbers, corpus.select_columns(["id"])[numbers]["id"] if numbers else [], strict=True))
+    return {
+        query_id: [(ids[row], score) for row, score in zip(query_rows, query_scores, strict=True) if row >= 0]
+        for query_id, query_rows, query_scores in zip(query_ids, rows.tolist(), scores.tolist(), strict=True)
+    }
+
+
+def ranked(pairs: Iterable[tuple[str, float]]) -> list[tuple[str, float]]:
+    """Sort (passage id, score) pairs as trec_eval does: by score, highest first, and equal scores by id, greatest first."""
     # Python compares strings by code point, which gives the same order as trec_eval's comparison of UTF-8 bytes
-    return sorted(pairs, key=lambda pair: (pair[1], pair[0]), reverse=True)[:k]
+    return sorted(pairs, key=lambda pair: (pair[1], pair[0]), reverse=True)
 
 
 def write_run(path: str | Path, run: Run, tag: str = "contaccum") -> None:

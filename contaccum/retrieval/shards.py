@@ -9,7 +9,7 @@ the columns ``id`` (string), ``text`` (string, only on request) and ``embedding`
 import json
 import re
 import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ FORMAT = "contaccum-embeddings"
 VERSION = 1
 MANIFEST = "manifest.json"
 DTYPES = ("float16", "float32")
+BLOCK = 65_536  # number of rows that are searched or added to an index at a time
 FILES = {"npy": ("npy", "ids.json"), "parquet": ("parquet", "parquet")}
 """Format -> file extensions of the vectors and of the ids."""
 
@@ -274,8 +275,8 @@ class ShardFolder(Sequence[Shard]):
     """Shards of a finished folder. The hashes of a shard are checked when the shard is first read.
 
     Vectors in .npy files are memory-mapped. A Parquet file is read into memory at each access to its shard. encoder, source:
-    expected fingerprints of the encoder and the texts; None accepts any. rank, world: use only every ``world``-th shard, from
-    shard ``rank`` on. Raises InputError if the manifest is invalid or has other fingerprints, or if a damaged shard is read.
+    expected fingerprints of the encoder and the texts; None accepts any. rank, world: use only part ``rank`` of ``world`` parts
+    of consecutive shards. Raises InputError if the manifest is invalid or has other fingerprints, or if a damaged shard is read.
     """
 
     def __init__(
@@ -306,7 +307,8 @@ class ShardFolder(Sequence[Shard]):
                     f"{path}: shards[{number}] is {record.vectors} with {record.rows} vectors of dimension {record.dimension}; "
                     f"expected {_names(number, self.job)[0]} with {stop - start} vectors of dimension {self.dimension}"
                 )
-        self._numbers = range(rank, len(self._records), world)
+        count = len(self._records)
+        self._numbers = range(count * rank // world, count * (rank + 1) // world)
         self._checked: set[int] = set()
         for name, expected in (("encoder", encoder), ("source", source)):
             if expected is not None and (found := getattr(self.job, name)) != expected:
@@ -319,6 +321,11 @@ class ShardFolder(Sequence[Shard]):
 
     def __iter__(self) -> Iterator[Shard]:  # the inherited method would treat an IndexError as the end
         return map(self.__getitem__, range(len(self)))
+
+    @property
+    def first_row(self) -> int:
+        """Row number of the first vector among all texts."""
+        return self._numbers.start * self.job.shard_size
 
     @property
     def rows(self) -> int:
@@ -348,3 +355,11 @@ class ShardFolder(Sequence[Shard]):
 def count_rows(shards: Shards) -> int:
     """Return the number of rows in all shards. For a ShardFolder this reads no shard."""
     return shards.rows if isinstance(shards, ShardFolder) else sum(len(shard.vectors) for shard in shards)
+
+
+def row_blocks(shards: Iterable[Shard], dtype: Any = None) -> Iterator[Shard]:
+    """Divide shards into blocks of at most ``BLOCK`` rows, with contiguous vectors. dtype: None keeps that of the shards."""
+    for shard in shards:
+        for start in range(0, len(shard.vectors), BLOCK):
+            rows = slice(start, start + BLOCK)
+            yield Shard(shard.ids[rows], np.ascontiguousarray(shard.vectors[rows], dtype=dtype))

@@ -46,9 +46,9 @@ def test_scores_are_the_formulas_and_passages_without_a_word_are_left_out(query)
         assert score == pytest.approx(expected[key], rel=1e-5)
 
 
-def test_equal_passages_stand_by_id_also_at_the_cut():
-    assert [key for key, _ in BM25(CORPUS).search({"q": "dogs"}, 2)["q"]] == ["e", "b"]
-    assert [key for key, _ in BM25(CORPUS).search({"q": "dogs"}, 1)["q"]] == ["e"]
+def test_equal_passages_are_in_the_order_of_the_corpus_also_at_the_cut():
+    assert [key for key, _ in BM25(CORPUS).search({"q": "dogs"}, 2)["q"]] == ["b", "e"]
+    assert [key for key, _ in BM25(CORPUS).search({"q": "dogs"}, 1)["q"]] == ["b"]
 
 
 def test_queries_without_a_known_word_find_nothing():

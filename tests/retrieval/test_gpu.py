@@ -6,7 +6,6 @@ import pytest
 from contaccum.retrieval import faiss_library
 from contaccum.retrieval.faiss_library import GPU_LIMIT, gpu_count, search_gpus
 from contaccum.retrieval.index import Index, Origin
-from contaccum.retrieval.retriever import search_vectors as search
 from contaccum.retrieval.shards import Shard
 
 pytestmark = [
@@ -20,24 +19,11 @@ def made(rows: int, seed: int) -> np.ndarray:
 
 
 QUERIES = made(20, seed=1)
-NAMES = [f"q{n}" for n in range(20)]
 
 
 def shards(dtype: str = "float32") -> list[Shard]:
     vectors = made(5000, seed=0).astype(dtype)
     return [Shard([f"p{n}" for n in range(at, at + 1000)], vectors[at : at + 1000]) for at in range(0, 5000, 1000)]
-
-
-def counted(monkeypatch, count: int) -> None:
-    monkeypatch.setattr(faiss_library, "gpu_count", lambda: count)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_exact_search_on_gpus_is_exact_search_on_the_cpu(dtype, monkeypatch):
-    found = search(NAMES, QUERIES, shards(dtype), 50, backend="faiss")
-    counted(monkeypatch, 0)
-    assert found == search(NAMES, QUERIES, shards(dtype), 50, backend="faiss")
-    assert found != search(NAMES, QUERIES[::-1], shards(dtype), 50, backend="faiss")
 
 
 @pytest.mark.parametrize("factory", ["Flat", "IVF16,Flat", "IVF16,SQfp16", "IVF16,PQ8"])

@@ -16,9 +16,11 @@ from contaccum.config.commands import SearchConfig
 from contaccum.errors import InputError
 from contaccum.retrieval import exact, faiss_library
 from contaccum.retrieval import index as index_module
+from contaccum.retrieval import shards as shards_module
 from contaccum.retrieval.index import Index, Origin
-from contaccum.retrieval.retriever import Retriever, index_ranker
+from contaccum.retrieval.retriever import Retriever
 from contaccum.retrieval.retriever import search_vectors as search
+from contaccum.retrieval.runs import make_run
 from contaccum.retrieval.shards import Shard
 from contaccum.runtime.files import read_json, sha256_of, write_json
 
@@ -34,7 +36,9 @@ NAMES = [f"q{n}" for n in range(5)]
 
 
 def search_index(index: Index) -> dict[str, list[tuple[str, float]]]:
-    return dict(zip(NAMES, index_ranker(index)(QUERIES, 10), strict=True))
+    scores, rows = index.search(QUERIES, 10)
+    ids = Dataset.from_dict({"id": [passage_id for shard in shards() for passage_id in shard.ids]})
+    return make_run(NAMES, scores, rows, ids)
 
 
 @pytest.mark.parametrize("factory", ["Flat", "IVF8,Flat", "HNSW8"])
@@ -67,17 +71,16 @@ def test_the_number_of_threads_is_as_before_once_a_graph_is_built():
     assert faiss.omp_get_max_threads() == before
 
 
-@pytest.mark.parametrize("file", ["index.faiss", "ids.json"])
 @pytest.mark.parametrize("fault", ["flipped", "gone"])
-def test_a_damaged_index_is_refused_before_faiss_reads_it(tmp_path, file, fault, monkeypatch):
+def test_a_damaged_index_is_refused_before_faiss_reads_it(tmp_path, fault, monkeypatch):
     Index.build(shards()).save(tmp_path / "index")
-    path = tmp_path / "index" / file
+    path = tmp_path / "index" / "index.faiss"
     data = path.read_bytes()
     path.unlink()
     if fault == "flipped":
         path.write_bytes(data[:9] + bytes([data[9] ^ 1]) + data[10:])
     monkeypatch.setattr(index_module, "load_faiss", lambda: pytest.fail("faiss was asked to read a damaged index"))
-    with pytest.raises(InputError, match=file):
+    with pytest.raises(InputError, match=r"index\.faiss"):
         Index.load(tmp_path / "index")
 
 
@@ -96,13 +99,11 @@ def test_a_manifest_that_is_missing_foreign_or_untrue_is_refused(tmp_path):
     write_json(folder / "manifest.json", manifest | {"format": "contaccum-embeddings"})
     with pytest.raises(InputError, match="found format 'contaccum-embeddings'; expected 'contaccum-index'"):
         Index.load(folder)
-    write_json(folder / "manifest.json", manifest | {"sha256": {}})
+    write_json(folder / "manifest.json", manifest | {"sha256": ""})
     with pytest.raises(InputError, match=r"index\.faiss"):
         Index.load(folder)
     write_json(folder / "manifest.json", manifest | {"dimension": 17})
-    with pytest.raises(
-        InputError, match=r"200 vectors of dimension 16 and 200 ids, but .* has 200 vectors of dimension 17"
-    ):
+    with pytest.raises(InputError, match=r"200 vectors of dimension 16, but .* has 200 vectors of dimension 17"):
         Index.load(folder)
 
 
@@ -111,7 +112,7 @@ def test_a_file_that_is_no_index_is_refused_though_its_hash_is_right(tmp_path):
     Index.build(shards()).save(folder)
     (folder / "index.faiss").write_bytes(b"IxF2" + b"\xff" * 60)
     manifest = read_json(folder / "manifest.json")
-    manifest["sha256"]["index"] = sha256_of(folder / "index.faiss")
+    manifest["sha256"] = sha256_of(folder / "index.faiss")
     write_json(folder / "manifest.json", manifest)
     with pytest.raises(InputError, match=r"index\.faiss"):
         Index.load(folder)
@@ -177,10 +178,10 @@ def test_torch_and_faiss_work_in_one_process_in_either_order(first, second):
 
 
 @pytest.fixture
-def gpu_calls(monkeypatch) -> list[tuple[bool | str, list[int]]]:
+def gpu_calls(monkeypatch) -> list[tuple[bool, list[int]]]:
     """Replace the GPU classes of faiss, which only a GPU build has, by those of the CPU; HNSW has no GPU version."""
     faiss = index_module.load_faiss()
-    calls: list[tuple[bool | str, list[int]]] = []
+    calls: list[tuple[bool, list[int]]] = []
 
     def copies(index, options, gpus):
         calls.append((options.shard, gpus))
@@ -188,14 +189,7 @@ def gpu_calls(monkeypatch) -> list[tuple[bool | str, list[int]]]:
             raise RuntimeError("Error in ToGpuCloner at GpuCloner.cpp:1: Error: not implemented on GPU")
         return index
 
-    def flat(resources, width, config):
-        calls.append(("flat", [config.device]))
-        return faiss.IndexFlatIP(width)
-
     monkeypatch.setattr(faiss_library, "gpu_count", lambda: 2)
-    monkeypatch.setattr(faiss, "StandardGpuResources", object, raising=False)
-    monkeypatch.setattr(faiss, "GpuIndexFlatConfig", types.SimpleNamespace, raising=False)
-    monkeypatch.setattr(faiss, "GpuIndexFlatIP", flat, raising=False)
     monkeypatch.setattr(faiss, "GpuMultipleClonerOptions", types.SimpleNamespace, raising=False)
     monkeypatch.setattr(faiss, "index_cpu_to_gpus_list", copies)
     return calls
@@ -206,9 +200,6 @@ def test_with_gpus_the_index_is_divided_over_them_once(gpu_calls):
     found = [built.search(QUERIES, 5)[1] for _ in range(2)]
     assert gpu_calls == [(True, [0, 1])]
     np.testing.assert_array_equal(found[0], found[1])
-    gpu_calls.clear()
-    assert search(NAMES, QUERIES, shards(), 5) == search(NAMES, QUERIES, shards(), 5, device="cpu")
-    assert gpu_calls == [("flat", [0]), ("flat", [1])]  # exact search adds its blocks to the GPUs directly
 
 
 @pytest.mark.parametrize(
@@ -234,10 +225,8 @@ def test_a_search_takes_its_process_own_gpu_all_when_alone_and_none_beside_the_c
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
     assert faiss_library.search_gpus(device) == gpus
-    expected = search(NAMES, QUERIES, shards(), 5, backend="torch", device="cpu")
-    assert search(NAMES, QUERIES, shards(), 5, device=device) == expected
     search(NAMES, QUERIES, shards(), 5, factory="IVF8,Flat", device=device)
-    assert gpu_calls == ([*(("flat", [gpu]) for gpu in gpus), (True, gpus)] if gpus else [])
+    assert gpu_calls == ([(True, gpus)] if gpus else [])
 
 
 def test_torch_stays_off_a_gpu_beside_an_encoder_on_the_cpu(monkeypatch):
@@ -253,30 +242,26 @@ def test_torch_stays_off_a_gpu_beside_an_encoder_on_the_cpu(monkeypatch):
         "MASTER_PORT": 29500,
     }.items():
         monkeypatch.setenv(name, str(value))
-    places = {device: str(exact.torch_device(device)) for device in ("cpu", "mps", "cuda:0", "auto")}
-    assert places == {"cpu": "cpu", "mps": "cpu", "cuda:0": "cuda:0", "auto": "cuda:1"}
-    assert [exact.choose_backend("auto", device) for device in ("cpu", "auto")] == ["faiss", "torch"]
+    indexes = {device: exact.ExactIndex(shards(), device=device) for device in ("cpu", "mps", "cuda:0", "auto")}
+    places = {device: (index.backend, str(index.device)) for device, index in indexes.items()}
+    gpus = {"cuda:0": ("torch", "cuda:0"), "auto": ("torch", "cuda:1")}
+    assert places == {"cpu": ("faiss", "cpu"), "mps": ("faiss", "cpu"), **gpus}
+    assert str(exact.ExactIndex(shards(), backend="faiss", device="cuda:0").device) == "cpu"
     assert search(NAMES, QUERIES, shards(), 5, backend="torch", device="cpu").keys() == set(NAMES)
 
 
-@pytest.mark.parametrize("chosen", [{}, {"factory": "IVF8,Flat"}])
 @pytest.mark.parametrize("device", ["cuda:0", "cpu"])
-def test_a_searcher_puts_its_vectors_on_its_encoders_gpus_once(gpu_calls, chosen, device, monkeypatch):
+def test_a_searcher_puts_its_index_on_its_encoders_gpus_once(gpu_calls, device, monkeypatch):
     built = []
     build = Index.build
     monkeypatch.setattr(Index, "build", lambda *a, **b: built.append(a) or build(*a, **b))
     monkeypatch.setattr(WordEncoder, "device", device)
     corpus = Dataset.from_dict({"id": NAMES * 20, "title": [""] * 100, "text": [f"word{n}" for n in range(100)]})
-    searcher = Retriever.open(WordEncoder(), corpus, SearchConfig(**chosen))
+    searcher = Retriever.open(WordEncoder(), corpus, SearchConfig(factory="IVF8,Flat"))
     found = [searcher.search({"q": f"word{n}"}, 3)["q"][0][0] for n in (2, 4, 3)]
     assert found == ["q2", "q4", "q3"]
-    assert len(built) == ("factory" in chosen)
-    assert len(gpu_calls) == (device != "cpu") * (1 if "factory" in chosen else 2)
-
-
-def test_a_process_whose_share_of_the_shards_is_empty_builds_no_index_on_its_gpu(gpu_calls):
-    assert search(NAMES, QUERIES, [], 5) == {name: [] for name in NAMES}
-    assert gpu_calls == []
+    assert len(built) == 1
+    assert len(gpu_calls) == (device != "cpu")
 
 
 def test_a_search_that_a_gpu_refuses_goes_on_on_the_cpu_with_a_warning(gpu_calls, monkeypatch):
@@ -313,76 +298,33 @@ def test_an_index_without_gpu_form_is_searched_on_the_cpu_with_a_warning(gpu_cal
     np.testing.assert_array_equal(found[1], built.index.search(QUERIES, 5)[1])
 
 
-@pytest.mark.parametrize("fault", ["copy", "search"])
-def test_exact_search_goes_on_in_torch_when_faiss_fails_on_the_gpu(gpu_calls, monkeypatch, fault):
-    """GPUs run out of memory when they get the corpus, or later, when they search."""
-    faiss = faiss_library.load_faiss()
-
-    class Full(faiss.IndexFlatIP):
-        def search(self, *_):
-            raise RuntimeError("Error in alloc at StandardGpuResources.cpp:1: Error: out of memory")
-
-    def flat(resources, width, config):
-        return Full(width).search() if fault == "copy" else Full(width)
-
-    expected = search(NAMES, QUERIES, shards(), 5, backend="torch", device="cpu")
-    monkeypatch.setattr(faiss_library, "gpu_count", lambda: 1)
-    monkeypatch.setattr(faiss, "GpuIndexFlatIP", flat)
-    monkeypatch.setattr(exact, "torch_device", lambda device: torch.device("cpu"))
-    with pytest.warns(UserWarning, match=r"faiss cannot search on the GPU \(out of memory\); torch searches instead"):
-        assert search(NAMES, QUERIES, shards(), 5) == expected
-
-
-@pytest.mark.parametrize("rows", [1, 3, 32_769, 70_000])
-def test_every_row_is_on_one_gpu_and_keeps_its_number(gpu_calls, rows):
-    vectors = np.random.default_rng(rows).standard_normal((rows, 8)).astype(np.float32)
-    cut = [
-        Shard([str(n) for n in range(at, min(rows, at + 40_000))], vectors[at : at + 40_000])
-        for at in range(0, rows, 40_000)
-    ]
-    divided = faiss_library.flat_index_on_gpus(cut, [0, 1])
-    whole = faiss_library.load_faiss().IndexFlatIP(8)
-    whole.add(vectors)
-    np.testing.assert_array_equal(divided.search(vectors[-3:], 1)[1], whole.search(vectors[-3:], 1)[1])
-    assert sum(divided.at(number).ntotal for number in range(divided.count())) == rows
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_blocks_that_stay_on_the_device_are_searched_as_the_shards_are(monkeypatch, dtype):
+    """As on a GPU, on the CPU: the second search reads no shard."""
+    monkeypatch.setattr(shards_module, "BLOCK", 64)
+    monkeypatch.setattr(exact, "QUERIES", 3)
+    cut = [Shard(shard.ids, shard.vectors.astype(dtype)) for shard in shards()]
+    index = exact.ExactIndex(cut, backend="torch", device="cpu")
+    first = index.search(QUERIES, 30)
+    assert not index._resident
+    monkeypatch.setattr(index, "_fits_on_gpu", lambda: True)
+    found = [index.search(QUERIES, 30), None]
+    assert len(index._resident) == 5  # of shards with 70, 70 and 60 rows
+    monkeypatch.setattr(exact, "row_blocks", lambda *_: pytest.fail("the shards are read again"))
+    found[1] = index.search(QUERIES, 30)
+    for scores, rows in found:
+        np.testing.assert_array_equal(scores, first[0])
+        np.testing.assert_array_equal(rows, first[1])
 
 
-def resident_search(queries: np.ndarray, cut: list[Shard], k: int, pinned: bool, calls: int = 2) -> list[set[int]]:
-    """Search as on a GPU, on the CPU: through the two buffers, and from the blocks that stay on the device."""
-    candidates = exact.TorchCandidates(cut, torch.device("cpu"))
-    candidates._fits = lambda: True
-    if pinned:
-        candidates._on_cpu = candidates._through_pinned_memory
-    for _ in range(calls):
-        _, rows = candidates(queries, k)
-        assert candidates._blocks
-    return [set(found) for found in rows.tolist()]
-
-
-@pytest.mark.parametrize("pinned", [False, True])
-@pytest.mark.parametrize(
-    ("sizes", "dtype", "k"),
-    [
-        ([70], "float32", 5),
-        ([5, 300, 1, 40], "float16", 40),
-        ([200, 3, 200, 3, 200], "float32", 7),
-        ([1], "float32", 1),
-    ],
-)
-def test_blocks_that_pass_through_two_buffers_are_searched_in_order(monkeypatch, pinned, sizes, dtype, k):
-    """Shards of different sizes need new buffers. On a GPU, a buffer that is reused too early would mix blocks."""
-    monkeypatch.setattr(faiss_library, "BLOCK", 64)
-    monkeypatch.setattr(exact, "_QUERIES", 3)
-    generator, cut = np.random.default_rng(7), []
-    for number, size in enumerate(sizes):
-        vectors = generator.standard_normal((size, 16)).astype(dtype)
-        cut.append(Shard([f"{number}-{row}" for row in range(size)], vectors))
-    products = QUERIES @ np.concatenate([shard.vectors.astype(np.float32) for shard in cut]).T
-    expected = [set(row) for row in np.argsort(-products, axis=1)[:, :k].tolist()]
-    assert resident_search(QUERIES, cut, k, pinned) == expected
-    assert resident_search(QUERIES[::-1].copy(), cut, k, pinned) == expected[::-1]
-    if sum(sizes) > k:
-        assert resident_search(-QUERIES, cut, k, pinned) != expected
+def test_an_interrupted_search_leaves_no_part_of_the_corpus_on_the_device(monkeypatch):
+    index = exact.ExactIndex(shards(), backend="torch", device="cpu")
+    monkeypatch.setattr(index, "_fits_on_gpu", lambda: True)
+    blocks = index._blocks()
+    next(blocks)
+    blocks.close()
+    assert index._resident == []
+    assert index.search(QUERIES, 200)[1].shape == (5, 200)
 
 
 def test_a_corpus_stays_on_the_gpu_only_if_half_of_the_free_memory_holds_it(monkeypatch):
@@ -390,8 +332,8 @@ def test_a_corpus_stays_on_the_gpu_only_if_half_of_the_free_memory_holds_it(monk
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     for free, stays in ((12_800, True), (12_799, False)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 10**12))
-        assert exact.TorchCandidates(cut, torch.device("cuda:0"))._fits() == stays
-    assert not exact.TorchCandidates(cut, torch.device("cpu"))._fits()
+        assert exact.ExactIndex(cut, device="cuda:0")._fits_on_gpu() == stays
+    assert not exact.ExactIndex(cut, device="cpu")._fits_on_gpu()
 
 
 PEAK = """

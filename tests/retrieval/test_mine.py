@@ -62,7 +62,7 @@ def queries(data):
 
 
 def dense(queries: MiningQueries, settings: SearchConfig = SearchConfig(), encoder=None) -> Retriever:  # noqa: B008
-    return Retriever.open(encoder or WordEncoder(), queries.corpus, settings, mining=True, extra=queries.extra)
+    return Retriever.open(encoder or WordEncoder(), queries.corpus, settings, extra=queries.extra)
 
 
 def content(row: dict) -> str:
@@ -82,7 +82,7 @@ def slowly(queries: MiningQueries, scores: dict[str, dict[str, float]], settings
         own = scores[example.query.text]
         texts = {example.query.text, *(passage.content for passage in example.positives)}
         lowest = min(own[passage.id] for passage in example.positives)
-        ranking = sorted(((own[row["id"]], row["id"], row) for row in queries.corpus), key=lambda hit: hit[:2])[::-1]
+        ranking = sorted(((own[row["id"]], row["id"], row) for row in queries.corpus), key=lambda hit: -hit[0])
         ranking = [hit for hit in ranking if hit[1] not in {passage.id for passage in example.positives}]
         ranking = [hit for hit in ranking if not texts & {content(hit[2]), hit[2]["text"]}][: settings.range_max]
         earlier: list[str] = []
@@ -280,11 +280,12 @@ def test_an_approximate_index_is_scored_exactly(queries, tmp_path):
     for row in found:
         assert row["neg_scores"] == pytest.approx([scores[row["query"]][key] for key in row["neg_id"]], abs=1e-6)
     assert [row["pos_scores"] for row in found] == [row["pos_scores"] for row in exact]
+    negatives = [row["neg_id"] for row in exact]
     few = dense(queries, SearchConfig(factory="IVF4,Flat", search_params="nprobe=1"))
-    assert mined(queries, few, tmp_path, **settings) != exact
+    assert [row["neg_id"] for row in mined(queries, few, tmp_path, **settings)] != negatives
     kept = SearchConfig(factory="IVF4,Flat", search_params="nprobe=4", index_dir=str(tmp_path / "index"))
     for _ in range(2):
-        assert mined(queries, dense(queries, kept), tmp_path, **settings) == exact
+        assert [row["neg_id"] for row in mined(queries, dense(queries, kept), tmp_path, **settings)] == negatives
 
 
 @pytest.mark.parametrize("form", ["jsonl", "dpr", "tevatron"])

@@ -1,6 +1,5 @@
 """Exact search against the obvious sort; approximate search against exact; ties, cuts and what is refused."""
 
-import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -12,8 +11,9 @@ from word_encoder import WordEncoder
 
 from contaccum.config.commands import SearchConfig
 from contaccum.errors import InputError
-from contaccum.retrieval import encode, exact, faiss_library, index
-from contaccum.retrieval.encode import Texts, encode_in_memory, encode_texts, passage_shards
+from contaccum.retrieval import index, shards
+from contaccum.retrieval.encode import Texts, encode_in_memory, encode_texts, passage_vectors
+from contaccum.retrieval.exact import inner_products
 from contaccum.retrieval.index import Index
 from contaccum.retrieval.retriever import Retriever
 from contaccum.retrieval.retriever import search_vectors as search
@@ -37,14 +37,32 @@ def cut(vectors: np.ndarray, size: int) -> list[Shard]:
 
 
 def obvious(queries: np.ndarray, vectors: np.ndarray, k: int) -> dict[str, list[tuple[str, float]]]:
-    """Every score in float64, rounded to float32, then a plain sort: score, then id, both descending."""
-    scores = (queries.astype(np.float64) @ vectors.astype(np.float64).T).astype(np.float32)
+    """Every score in float64, then a plain sort: score descending, then row number."""
+    scores = queries.astype(np.float64) @ vectors.astype(np.float64).T
     return {
-        f"q{q}": sorted(
-            ((key(n), float(s)) for n, s in enumerate(row)), key=lambda hit: (hit[1], hit[0]), reverse=True
-        )[:k]
+        f"q{q}": sorted(((key(n), float(s)) for n, s in enumerate(row)), key=lambda hit: -hit[1])[:k]
         for q, row in enumerate(scores)
     }
+
+
+def assert_obvious(run: dict, queries: np.ndarray, vectors: np.ndarray, k: int) -> None:
+    """The same passages in the same order, and scores equal to rounding.
+
+    Of passages that tie for the k-th place, the library may keep any, but these are in the order of the corpus too.
+    """
+    expected = obvious(queries, vectors, k)
+    row_of = {key(row): row for row in range(len(vectors))}
+    assert run.keys() == expected.keys()
+    for query, hits in run.items():
+        scores = [score for _, score in hits]
+        assert scores == pytest.approx([score for _, score in expected[query]], abs=1e-5)
+        last = expected[query][-1][1]
+        above = [passage for passage, score in expected[query] if score > last + 1e-5]
+        assert [passage for passage, _ in hits][: len(above)] == above
+        tied = [row_of[passage] for passage, _ in hits[len(above) :]]
+        assert len(set(tied)) == len(tied)
+        if len(set(scores[len(above) :])) == 1:
+            assert tied == sorted(tied)
 
 
 def names(count: int) -> list[str]:
@@ -57,7 +75,7 @@ def names(count: int) -> list[str]:
 def test_exact_search_is_the_obvious_sort_for_every_backend_and_shard_size(backend, size, dtype):
     vectors, queries = made(300).astype(dtype), made(30, seed=1)
     run = search(names(30), queries, cut(vectors, size), 10, backend=backend)
-    assert run == obvious(queries, vectors, 10)
+    assert_obvious(run, queries, vectors, 10)
 
 
 @pytest.mark.parametrize("backend", ["faiss", "torch"])
@@ -67,78 +85,12 @@ def test_search_differs_when_one_vector_differs(backend):
     vectors[211] = 3 * queries[4]
     after = search(names(30), queries, cut(vectors, 100), 10, backend=backend)
     assert after["q4"][0][0] == key(211)
-    assert after["q4"][1:] == before["q4"][:9]
+    assert [passage for passage, _ in after["q4"][1:]] == [passage for passage, _ in before["q4"][:9]]
 
 
-def asked(order: np.ndarray, queries: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """How many queries asked each block for how many rows, in a search over shards of 100."""
-    calls, plain = [], faiss_library.top_of_block
-
-    def top(some, block, k):
-        calls.append((len(some), k))
-        return plain(some, block, k)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(faiss_library, "top_of_block", top)
-        run = search(names(len(queries)), queries, cut(order, 100), 10, backend="faiss")
-    assert run == obvious(queries, order, 10)
-    return calls
-
-
-def test_a_block_that_may_hold_more_is_asked_again_for_all(monkeypatch):
-    """The best passages all lie in the last shard; in the other direction, and in no order, no block is asked twice."""
-    vectors, queries = made(1000), made(1, seed=1)
-    rising = vectors[np.argsort(vectors @ queries[0])]
-    calls = asked(rising, queries, monkeypatch)
-    assert (1, 42) in calls[2:], calls  # 10 and a slack of 32
-    assert len(calls) > 10
-    for order in (rising[::-1].copy(), vectors):
-        calls = asked(order, queries, monkeypatch)
-        assert len(calls) == 10
-        assert calls[-1][1] < 42, "a block behind the first hundreds is asked for few"
-
-
-@pytest.mark.parametrize("backend", ["faiss", "torch"])
-def test_ties_across_the_cut_are_broken_by_id_even_when_most_of_the_corpus_ties(backend):
-    vectors = made(500)
-    vectors[100:400] = vectors[100]  # far more equal passages than the candidates that a first try asks for
-    queries = np.stack([vectors[100], made(1, seed=2)[0], -vectors[100]])
-    run = search(names(3), queries, cut(vectors, 64), 10, backend=backend)
-    assert run == obvious(queries, vectors, 10)
-    equal = sorted((key(row) for row in range(100, 400)), reverse=True)
-    tied = [passage for passage, _ in run["q0"] if passage in equal]
-    assert tied == equal[: len(tied)]
-    assert 0 < len(tied) < 300
-
-
-@pytest.mark.parametrize("backend", ["faiss", "torch"])
-@pytest.mark.parametrize("cells", [1, 700, 2**20])
-def test_a_corpus_of_equal_vectors_is_ranked_by_id_whatever_stands_in_memory_at_a_time(backend, cells, monkeypatch):
-    vectors = made(900).repeat(2, axis=0)
-    vectors[200:1500] = vectors[0] * np.float32(2)
-    vectors[1500:1700] = np.nextafter(vectors[200], np.float32(0))  # nearer than a float32 product can tell
-    queries = np.concatenate([made(1), -made(1), made(3, seed=2)])
-    monkeypatch.setattr(exact, "_CELLS", cells)
-    expected = obvious(queries, vectors, 60)
-    assert search(names(5), queries, cut(vectors, 512), 60, backend=backend) == expected
-    vectors[[key(row) for row in range(1800)].index(expected["q0"][0][0])] = 0
-    assert search(names(5), queries, cut(vectors, 512), 60, backend=backend) != expected
-
-
-@pytest.mark.parametrize("backend", ["faiss", "torch"])
-def test_ties_take_memory_for_a_block_and_not_for_every_pair_of_query_and_passage(backend, monkeypatch):
-    """All of 300 queries tie for all of 6,000 passages: 1,800,000 pairs, of which a byte each is more than is allowed."""
-    vectors, queries = np.tile(made(1), (6000, 1)), made(300, seed=1)
-    monkeypatch.setattr(exact, "_CELLS", 2**15)
-    shards = cut(vectors, 3000)
-    search(names(2), queries[:2], shards, 10, backend=backend)  # what is loaded at the first call is not counted
-    tracemalloc.start()
-    run = search(names(300), queries, shards, 10, backend=backend)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 1.8e6 + 300 * 42 * 60 + 6000 * 8 * 8, peak
-    last = sorted((key(row) for row in range(6000)), reverse=True)[:10]
-    assert all([passage for passage, _ in hits] == last for hits in run.values())
+def whole_numbers(rows: int, dim: int, seed: int) -> np.ndarray:
+    """Vectors whose products are exact in float32, so that equal products are ties on every device."""
+    return np.random.default_rng(seed).integers(-2, 3, (rows, dim)).astype(np.float32)
 
 
 @settings(max_examples=60, deadline=None)
@@ -149,17 +101,43 @@ def test_ties_take_memory_for_a_block_and_not_for_every_pair_of_query_and_passag
     st.integers(0, 2**31),
     st.sampled_from(["faiss", "torch"]),
 )
-def test_any_corpus_of_few_distinct_vectors_is_ranked_as_the_obvious_sort_does(rows, k, size, seed, backend):
-    vectors = made(5, dim=6, seed=seed)[np.random.default_rng(seed).integers(0, 5, rows)]
-    queries = made(3, dim=6, seed=seed + 1)
-    assert search(names(3), queries, cut(vectors, size), k, backend=backend) == obvious(queries, vectors, k)
+def test_any_corpus_with_ties_is_ranked_as_the_obvious_sort_does(rows, k, size, seed, backend):
+    vectors, queries = whole_numbers(rows, 3, seed), whole_numbers(3, 3, seed + 1)
+    run = search(names(3), queries, cut(vectors, size), k, backend=backend)
+    assert_obvious(run, queries, vectors, k)
+    if k >= rows:  # no tie at the cut: all ids are in the order of score and row
+        expected = obvious(queries, vectors, k)
+        assert {query: [p for p, _ in hits] for query, hits in run.items()} == {
+            query: [p for p, _ in hits] for query, hits in expected.items()
+        }
+
+
+@pytest.mark.parametrize("backend", ["faiss", "torch"])
+@pytest.mark.parametrize("k", [10, 150])
+def test_a_corpus_of_equal_vectors_gives_k_passages_in_its_order_and_equal_calls_equal_runs(backend, k):
+    vectors, queries = np.ones((900, 4), dtype=np.float32), whole_numbers(30, 4, 1)
+    run = search(names(30), queries, cut(vectors, 64), k, backend=backend)
+    rows = [[int(np.flatnonzero([key(row) == passage for row in range(900)])[0]) for passage, _ in run["q0"]]]
+    assert rows[0] == sorted(set(rows[0]))
+    assert len(rows[0]) == k
+    assert search(names(30), queries, cut(vectors, 64), k, backend=backend) == run
 
 
 @pytest.mark.parametrize("backend", ["faiss", "torch"])
 def test_blocks_smaller_than_a_shard_change_nothing(backend, monkeypatch):
     vectors, queries = made(300), made(1100, seed=1)
-    monkeypatch.setattr(faiss_library, "BLOCK", 16)
-    assert search(names(1100), queries, cut(vectors, 90), 40, backend=backend) == obvious(queries, vectors, 40)
+    monkeypatch.setattr(shards, "BLOCK", 16)
+    assert_obvious(search(names(1100), queries, cut(vectors, 90), 40, backend=backend), queries, vectors, 40)
+
+
+def test_inner_products_are_those_of_each_query_with_its_own_passages():
+    vectors, queries = made(300).astype(np.float16), made(30, seed=1)
+    rows = np.random.default_rng(2).integers(-1, 320, (30, 9))
+    found = inner_products(queries, cut(vectors, 90), rows - 1000 * (rows < 0) + 7, first_row=7)
+    products = queries @ np.pad(vectors.astype(np.float32), ((0, 20), (0, 0))).T
+    for number, query_rows in enumerate(rows):
+        for row, score in zip(query_rows, found[number], strict=True):
+            assert score == (pytest.approx(products[number, row], abs=1e-5) if 0 <= row < 300 else -np.inf)
 
 
 def test_torch_is_exact_though_the_caller_allowed_reduced_precision():
@@ -169,7 +147,7 @@ def test_torch_is_exact_though_the_caller_allowed_reduced_precision():
     torch.set_float32_matmul_precision("medium")
     try:
         vectors, queries = made(300), made(9, seed=1)
-        assert search(names(9), queries, cut(vectors, 90), 10, backend="torch") == obvious(queries, vectors, 10)
+        assert_obvious(search(names(9), queries, cut(vectors, 90), 10, backend="torch"), queries, vectors, 10)
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision(before)
@@ -192,7 +170,7 @@ def test_approximate_indexes_find_most_of_what_exact_search_finds(factory):
     right = obvious(queries, vectors, 20)
     share = np.mean([len({p for p, _ in found[q]} & {p for p, _ in right[q]}) / 20 for q in right])
     assert share > (0.5 if "PQ6" in factory else 0.6)
-    assert all(hits == sorted(hits, key=lambda hit: (hit[1], hit[0]), reverse=True) for hits in found.values())
+    assert all(hits == sorted(hits, key=lambda hit: -hit[1]) for hits in found.values())
 
 
 def test_search_params_trade_speed_for_recall():
@@ -297,11 +275,31 @@ def test_a_passage_vector_that_is_not_finite_is_named_wherever_it_is_kept(tmp_pa
     assert not (tmp_path / "i").exists()
 
 
-def test_every_process_names_the_passage_that_it_encoded(monkeypatch):
-    monkeypatch.setattr(encode, "WINDOW", 1)
+def test_every_process_names_the_passage_that_it_encoded():
     with pytest.raises(InputError, match="passage 'c'"):
-        passage_shards(Broken(), CORPUS, SearchConfig(), Processes(1, 2))
-    assert [shard.ids for shard in passage_shards(Broken(), CORPUS, SearchConfig(), Processes(0, 2))] == [["a", "b"]]
+        passage_vectors(Broken(), CORPUS, SearchConfig(), Processes(1, 2))
+    shards, first_row = passage_vectors(Broken(), CORPUS, SearchConfig(), Processes(0, 2))
+    assert ([shard.ids for shard in shards], first_row) == ([["a", "b"]], 0)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+def test_processes_divide_the_corpus_into_consecutive_parts(world, tmp_path):
+    encode_texts(WordEncoder(), Texts.of_corpus(CORPUS), tmp_path / "e", shard_size=1)
+    for kept in (None, str(tmp_path / "e")):
+        found = []
+        for rank in range(world):
+            shards, first_row = passage_vectors(
+                WordEncoder(), CORPUS, SearchConfig(embeddings=kept), unconnected(rank, world)
+            )
+            assert first_row == len(found)
+            found += [passage for shard in shards for passage in shard.ids]
+        assert found == CORPUS["id"][:]
+
+
+def unconnected(rank: int, world: int) -> Processes:
+    group = Processes(rank, world)
+    group.barrier = lambda: None
+    return group
 
 
 def test_no_passages_and_no_queries():
@@ -352,7 +350,7 @@ def test_shards_on_disk_and_in_memory_give_one_run(tmp_path):
 
 def test_finished_embeddings_serve_whatever_their_shard_size_and_form(tmp_path):
     encode_texts(WordEncoder(), Texts.of_corpus(CORPUS), tmp_path / "e", shard_size=3, dtype="float16")
-    shards = passage_shards(WordEncoder(), CORPUS, SearchConfig(embeddings=str(tmp_path / "e")))
+    shards, _ = passage_vectors(WordEncoder(), CORPUS, SearchConfig(embeddings=str(tmp_path / "e")))
     assert len(shards[0].ids) == 3
     assert shards[0].vectors.dtype == np.float16
 
@@ -366,7 +364,7 @@ def test_a_search_finishes_embeddings_of_any_shard_size_and_form(form, tmp_path)
         (tmp_path / "e" / name).unlink()
     assert saved_dtype(tmp_path / "e") == "float16"  # a benchmark saves it with the metrics
     encoder = WordEncoder()
-    shards = passage_shards(encoder, CORPUS, SearchConfig(embeddings=str(tmp_path / "e")))
+    shards, _ = passage_vectors(encoder, CORPUS, SearchConfig(embeddings=str(tmp_path / "e")))
     assert [len(shard.ids) for shard in shards] == [1] * len(CORPUS)
     assert shards[2].vectors.dtype == np.float16
     assert (encoder.seen, (tmp_path / "e" / f"00000.{form}").stat().st_mtime_ns) == (1, kept)
