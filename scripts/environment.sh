@@ -34,6 +34,5 @@ data_flags() { # contaccum train options: what encoding, search and evaluation m
     contaccum train "$@" --print_config | python -c '
 import sys, yaml
 data = yaml.safe_load(sys.stdin)["data"]
-print(*(f"--{name}" for name in ("repair", "strict") if data[name]))
-print(*(f"--{name}={data[name]}" for name in ("max_bad_records", "max_unpacked") if data[name]))'
+print(*(f"--{name}" for name in ("repair", "strict") if data[name]))'
 }

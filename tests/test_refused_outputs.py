@@ -4,12 +4,13 @@ import os
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 from helpers import write_beir
 from tiny_families import family_folder
 
 from contaccum import DualEncoder
 from contaccum.cli import main
-from contaccum.data.tables import TextTokens
+from contaccum.data.tables import build_token_table
 from contaccum.errors import InputError
 from contaccum.retrieval.retriever import Retriever, look
 from contaccum.runtime.checks import refuse_input_as_output, require_utf8
@@ -167,7 +168,15 @@ def test_encoders_refuse_text_that_is_not_utf8(text, tmp_path):
     with pytest.raises(InputError, match=r"bert: query_prefix: .*; the text must be valid UTF-8$"):
         DualEncoder.load(tmp_path / "bert", query_prefix=text)
     with pytest.raises(InputError, match=r"^prefix '.*': .*; the text must be valid UTF-8$"):
-        TextTokens(model.query_tower.tokenizer, 8, text)  # a set of a mixture may have another prefix
+        # a set of a mixture may have another prefix
+        build_token_table(
+            Dataset.from_dict({"text": ["sound"]}),
+            ["text"],
+            model.query_tower.tokenizer,
+            max_length=8,
+            prefix=text,
+            fingerprint="",
+        )
 
 
 def test_sound_text_of_every_plane_is_searched(capsys):

@@ -67,10 +67,10 @@ def test_train_script_evaluates_and_a_second_call_adds_nothing(script, data, tmp
 
 
 @pytest.mark.parametrize("name", ["train.sh", "beir.sh"])
-def test_records_that_training_may_skip_are_skipped_afterwards_too(script, data, tmp_path, name):
+def test_data_that_training_repairs_is_repaired_afterwards_too(script, data, tmp_path, name):
     with open(data / "corpus.jsonl", "a") as corpus:
-        corpus.write('{"_id": "cut off"')
-    script(name, data, tmp_path / "run", *TINY, "--data.max_bad_records", "1")
+        corpus.write('{"_id": "p0", "text": "p0 again"}')
+    script(name, data, tmp_path / "run", *TINY, "--data.repair", "true")
     assert read_json(tmp_path / "run" / "metrics.json")["queries"] == 10
 
 

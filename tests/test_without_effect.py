@@ -23,7 +23,7 @@ CASES = [
     (SCORED, ["--metric", "mrr@10"], "metric without --against"),
     (SCORED, ["--match", "regex"], "match without --questions"),
     (SCORED, ["--metric", "mrr@10", "--against", "run.trec"], None),
-    (SCORED, ["--relevance_level", "2", "--max_bad_records", "1", "--strict", "--timeout_minutes", "5"], None),
+    (SCORED, ["--relevance_level", "2", "--strict", "--timeout_minutes", "5"], None),
     (SEARCHED, ["--metric", "mrr@10"], "metric without --against"),
     (SEARCHED, ["--factory", "SQ8"], "factory with --model bm25"),
     (SEARCHED, ["--embeddings", "vectors"], "embeddings with --model bm25"),

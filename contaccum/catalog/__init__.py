@@ -32,7 +32,7 @@ def is_published(name: str | Path) -> bool:
     return (known or text.startswith(HUB_PREFIX)) and not os.path.exists(text)
 
 
-def fetch(name: str | Path, split: str = "test", max_unpacked: float | None = None) -> Path:
+def fetch(name: str | Path, split: str = "test") -> Path:
     """Return the local path of a data set; download the data set into the cache if necessary.
 
     name: one of these:
@@ -45,7 +45,7 @@ def fetch(name: str | Path, split: str = "test", max_unpacked: float | None = No
     - a MIRACL language: ``miracl/sw``
     - a DPR file: ``dpr/nq-train``, ``dpr/psgs_w100``
 
-    split: split of a Hub data set or MTEB task, ignored for others. max_unpacked: see DataPolicy; only for Hub data sets.
+    split: split of a Hub data set or MTEB task, ignored for others.
 
     Raises InputError if the name is unknown or the download fails.
     """
@@ -61,7 +61,7 @@ def fetch(name: str | Path, split: str = "test", max_unpacked: float | None = No
     if text.startswith(HUB_PREFIX):
         from contaccum.catalog.hub_sets import fetch_hub
 
-        return fetch_hub(text, split, max_unpacked)
+        return fetch_hub(text, split)
     if family in ("mteb", "miracl") and member:
         from contaccum.catalog.pinned import miracl_folder, mteb_folder
 

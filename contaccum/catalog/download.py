@@ -24,7 +24,6 @@ from urllib3.exceptions import HTTPError
 
 from contaccum.catalog import table
 from contaccum.errors import InputError
-from contaccum.formats.records import MAX_RATIO
 from contaccum.runtime.files import cache_folder, sweep, whole_folder
 from contaccum.runtime.locks import waiting_lock
 
@@ -47,6 +46,7 @@ _MIN_RATE = 1024  # minimum number of bytes per second, averaged over _TIMEOUT s
 MAX_DOWNLOAD = 16 << 30  # 16 GiB; the largest archive, cqadupstack, has 5 GiB
 MAX_UNPACKED = 64 << 30  # 64 GiB
 _MAX_ENTRIES = 1000
+MAX_RATIO = 100  # maximum number of unpacked bytes for each packed byte; text has 3 to 10
 
 
 def beir_folder(

@@ -16,31 +16,24 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from io import BufferedReader
 from itertools import chain, count, starmap
 from pathlib import Path
 from typing import Any
 
 from datasets import DatasetBuilder, Features, Value, get_dataset_config_names, load_dataset, load_dataset_builder
 from datasets.exceptions import DatasetsError
-from huggingface_hub import HfFileSystem, hf_hub_download
+from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError
 from yaml import YAMLError
 
 from contaccum.catalog import HUB_PREFIX
 from contaccum.errors import InputError, in_one_line, library_errors
-from contaccum.formats.json_records import Record, id_field, json_stream, known_fields, string_field, title_field
-from contaccum.formats.readers import grade_of, kind_of_record, within_limit
-from contaccum.formats.records import (
-    RowLocation,
-    SourceLocation,
-    decoded,
-    open_bytes,
-    unpacked_limit,
-    write_beir_folder,
-)
+from contaccum.formats.json_records import Record, id_field, json_records, string_field, title_field
+from contaccum.formats.readers import grade_of, kind_of_record
+from contaccum.formats.records import READER_VERSION, RowLocation, SourceLocation, write_beir_folder
+from contaccum.formats.training import known_fields
+from contaccum.runtime.cache import cached_folder, file_key
 from contaccum.runtime.hub import hub_errors
-from contaccum.runtime.locks import cached_folder, file_key
 
 FIELDS = ("query", "pos", "neg", "query_id")
 FAILURES: tuple[Any, ...] = (
@@ -68,10 +61,9 @@ class HubName:
     configuration: str | None = None
     split: str | None = None
     columns: dict[str, list[str]] = field(default_factory=dict)  # our field -> columns; empty: the name maps no columns
-    max_unpacked: float | None = None  # see DataPolicy
 
     @classmethod
-    def of(cls, text: str, max_unpacked: float | None = None) -> "HubName":
+    def of(cls, text: str) -> "HubName":
         """Divide a name into parts. Raise InputError if the name is invalid."""
         name, mark, mapping = text.removeprefix(HUB_PREFIX).partition("?")
         ends = [end.start() for end in re.finditer("[@:]|$", name)]
@@ -90,7 +82,7 @@ class HubName:
             raise InputError(f"{text}: not the name of a Hub data set or of a local folder; expected {expected}")
         parts: dict[str, Any] = {part: value or None for part, value in found.groupdict().items()}
         parts["repository"] = folder or parts["repository"]
-        return cls(text, **parts, columns=columns, max_unpacked=max_unpacked)
+        return cls(text, **parts, columns=columns)
 
     def builder(self, configuration: str | None) -> DatasetBuilder:
         """Return the ``datasets`` builder of a configuration. The builder lists the files."""
@@ -99,7 +91,7 @@ class HubName:
 
     def rows(self, files: Iterable[str]) -> Rows:
         """Read the rows of files. A file that is an address on the Hub is downloaded first."""
-        return chain.from_iterable(file_rows(file, self.max_unpacked) for file in [self._fetch(file) for file in files])
+        return chain.from_iterable(file_rows(self._fetch(file)) for file in files)
 
     def _fetch(self, file: str) -> str:
         if not (remote := _REMOTE.fullmatch(file)):
@@ -147,7 +139,7 @@ def _key(files: list[str]) -> list[Any]:
     return [file if _REMOTE.fullmatch(file) else file_key(Path(file)) for file in files]
 
 
-def fetch_hub(text: str, split: str, max_unpacked: float | None = None) -> Path:
+def fetch_hub(text: str, split: str) -> Path:
     """Download a Hub data set, and return the path of a local copy in one of our formats.
 
     A data set with the configurations ``corpus`` and ``queries`` (as in NanoBEIR and MTEB) becomes a BEIR folder. The judgements
@@ -157,7 +149,7 @@ def fetch_hub(text: str, split: str, max_unpacked: float | None = None) -> Path:
 
     text: ``hub:`` name of the data set. split: split of the examples or judgements, used if ``text`` names no split.
     """
-    name = HubName.of(text, max_unpacked)
+    name = HubName.of(text)
     if name.is_retrieval_set():
         return _retrieval_folder(name, split)
     files = split_files(name, name.builder(name.configuration), name.split or split)
@@ -168,7 +160,7 @@ def fetch_hub(text: str, split: str, max_unpacked: float | None = None) -> Path:
                 kind_of_record(first[1], SourceLocation(Path(text), 1, field="name without ?query=COLUMN&pos=COLUMN"))
             file.writelines(f"{line}\n" for _, line in example_lines(name, (row for _, row in name.rows(files))))
 
-    key = [name.repository, name.configuration, name.columns, _key(files)]
+    key = [READER_VERSION, name.repository, name.configuration, name.columns, _key(files)]
     return cached_folder("hub", key, write) / "examples.jsonl"
 
 
@@ -233,28 +225,17 @@ def _retrieval_folder(name: HubName, split: str) -> Path:
         corpus, queries, grades = (name.rows(files) for files in parts)
         beir_from_rows(folder, name.text, corpus, queries, {split: grades})
 
-    return cached_folder("hub", [name.repository, split, *map(_key, parts)], write)
+    return cached_folder("hub", [READER_VERSION, name.repository, split, *map(_key, parts)], write)
 
 
-def file_rows(file: str, max_unpacked: float | None = None) -> Rows:
-    """Read the rows of a local file, or of a Hub file over the network. The rows are not stored in a cache."""
+def file_rows(file: str) -> Rows:
+    """Read the rows of a local file."""
     ending = Path(file.removesuffix(".gz")).suffix
     if ending not in _FORMATS:
         raise InputError(f"{file}: unknown file ending; expected one of {', '.join(_FORMATS)}")
     if _FORMATS[ending] == "json":
-        return _json_rows(file, max_unpacked)
-    rows = numbered(Path(file), _table_rows(file, ending))
-    return rows if _REMOTE.fullmatch(file) else within_limit(rows, Path(file), max_unpacked)
-
-
-def _json_rows(file: str, max_unpacked: float | None) -> Rows:
-    if not _REMOTE.fullmatch(file):
-        with open_bytes(Path(file), max_unpacked) as lines:
-            yield from json_stream(lines, Path(file), "a row (an object)")
-        return
-    remote = HfFileSystem().open(file, "rb")
-    with remote, decoded(BufferedReader(remote), unpacked_limit(remote.size, max_unpacked)) as lines:
-        yield from json_stream(lines, Path(file), "a row (an object)")
+        return json_records(Path(file), "a row (an object)", lambda record, *_: record)
+    return numbered(Path(file), _table_rows(file, ending))
 
 
 def _table_rows(file: str, ending: str) -> Iterator[Record]:

@@ -19,12 +19,12 @@ from huggingface_hub import constants, metadata_load, snapshot_download
 from contaccum.catalog import table
 from contaccum.catalog.hub_sets import FAILURES, HubName, Rows, beir_from_rows, files_by_split, retrieval_parts
 from contaccum.errors import InputError, library_errors
-from contaccum.formats.json_records import Record, id_field, json_lines, string_field, title_field
+from contaccum.formats.json_records import Record, id_field, json_records, string_field, title_field
 from contaccum.formats.readers import read_qrels
-from contaccum.formats.records import SourceLocation, numbered_lines, write_beir_folder
+from contaccum.formats.records import READER_VERSION, SourceLocation, numbered_lines, write_beir_folder
+from contaccum.runtime.cache import cached_folder
 from contaccum.runtime.files import read_json, read_text, write_json
 from contaccum.runtime.hub import hub_errors
-from contaccum.runtime.locks import cached_folder
 
 SPLITS = "splits.json"
 KNOWN = ("ar", "bn", "en", "es", "fa", "fi", "fr", "hi", "id", "ja", "ko", "ru", "sw", "te", "th", "zh")
@@ -90,7 +90,7 @@ def mteb_folder(member: str, split: str) -> Path:
     Raises InputError if the task, the subset or a needed split is unknown, or if a file cannot be downloaded or read.
     """
     task, subset = _task_and_subset(member)
-    key = [*task.repository, subset]
+    key = [READER_VERSION, *task.repository, subset]
     folder = cached_folder("mteb", key, partial(_write, task, subset))
     if not (folder / SPLITS).is_file():
         return folder
@@ -213,7 +213,9 @@ def miracl_folder(language: str) -> Path:
         raise InputError(
             f"miracl/{language}: not a MIRACL language; expected miracl/LANGUAGE with LANGUAGE one of {expected}"
         )
-    return cached_folder("miracl", [JUDGED.commit, CORPUS.commit, language], partial(_write_miracl, language))
+    return cached_folder(
+        "miracl", [READER_VERSION, JUDGED.commit, CORPUS.commit, language], partial(_write_miracl, language)
+    )
 
 
 def _write_miracl(language: str, folder: Path) -> None:
@@ -229,7 +231,7 @@ def _write_miracl(language: str, folder: Path) -> None:
     parts = _sorted_parts(sorted(CORPUS.snapshot(pattern).glob(pattern)), language)
     rows = {split: ((each.query_id, each.passage_id, each.grade) for each in read_qrels(judged / file))
             for split, file in zip(splits, grades, strict=True)}  # fmt: skip
-    lines = (json_lines(part, "a passage (an object with docid, title and text)", _passage) for part in parts)
+    lines = (json_records(part, "a passage (an object with docid, title and text)", _passage) for part in parts)
     passages = (row for _, row in chain.from_iterable(lines))
     write_beir_folder(folder, passages, _queries([judged / file for file in topics]), rows)
 

@@ -22,12 +22,6 @@ class DataPolicy:
     repair: bool = setting(False, flag=True, unused_with=("run",), used_with="data.dev")
     """Accept empty passages and duplicate ids. Of several records with the same id, the last is used. A warning counts
     the empty passages and the duplicate ids."""
-    max_bad_records: int = setting(0, at_least=0, unit="records")
-    """Maximum number of invalid records to skip in each file. The skipped records are written to a file in the cache, and a
-    warning names this file. With more invalid records, the command stops."""
-    max_unpacked: float | None = setting(None, above=0, unit="GB")
-    """Maximum size of the unpacked data of a gzip or Parquet file, in GB. The command stops at a larger file. Default: 0.5 GB +
-    100 times the size of the file."""
 
 
 @dataclass

@@ -12,11 +12,12 @@ Tevatron: BEIR has no field for teacher scores, and in DPR the field ``score`` i
 import gzip
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
 import numpy as np
@@ -24,19 +25,22 @@ from datasets import Dataset
 from tqdm import tqdm
 
 from contaccum.config import DataPolicy
-from contaccum.data.corpus import beir_records
+from contaccum.data.corpus import beir_records, build_corpus, corpus_file, find_rows, queries_file, read_query_texts
 from contaccum.data.dataset import DEFAULT_POLICY, RetrievalDataset, open_dataset
-from contaccum.data.examples import ExampleTable
+from contaccum.data.examples import ExampleTable, build_examples
 from contaccum.data.retrieval_set import (
     JudgedSplit,
     judged_split,
     keep_answerable,
     qrels_file,
+    read_grades,
     splits_of,
+    unknown_id,
     warn_of_own_ids,
 )
 from contaccum.data.tables import PASSAGE_COLUMNS, column_batches
 from contaccum.errors import InputError
+from contaccum.formats.dpr import read_questions
 from contaccum.formats.records import (
     Example,
     Question,
@@ -53,56 +57,107 @@ Stats = dict[str, Any]
 
 
 def check(path: str | Path, split: str | None = None, policy: DataPolicy = DEFAULT_POLICY) -> Stats:
-    """Read a whole data set and return its statistics. split: split of a BEIR folder to read; None: all splits.
+    """Read a whole data set and return its statistics. split: split of a BEIR folder; None: all splits.
 
-    Invalid data causes the same errors and warnings as in training and evaluation. Teacher scores are checked too. Text lengths
-    are counted in words.
+    Invalid data causes the same errors and warnings as in training and evaluation, but the InputError
+    lists all invalid records. Teacher scores are checked too. Text lengths are counted in words.
     """
     data = open_dataset(path, split or "train", policy)
+    try:
+        return _statistics(data, split)
+    except InputError as error:
+        errors = _all_errors(data, split)
+        if len(errors) < 2:
+            raise
+        named = [str(each).replace(f"{data.path}:", f"{data.name}:", 1) for each in errors]
+        raise InputError("\n  ".join([f"{data.name}: {len(named)} errors", *named])) from error
+
+
+def _statistics(data: RetrievalDataset, split: str | None) -> Stats:
     about: Stats = {"path": str(data.name), "kind": data.kind}
     if data.kind == "beir":
         return about | _beir(data, split)
     if data.kind == "corpus":
-        about |= _passages(data.corpus)
-    elif data.kind == "queries":
-        if data.path.name.removesuffix(".gz") not in ("queries.jsonl", "queries.tsv"):
-            warnings.warn(
-                f"{data.path}: this check read the file as queries, because its first records have no title. But a search would "
-                "read it as passages. To check it as passages, rename it to corpus.jsonl (a TSV file: to collection.tsv).",
-                stacklevel=2,
-            )
-        about |= _queries(data.queries)
-    elif data.kind == "questions":
-        about |= _questions(data.questions)
-    else:
-        about |= _examples(data.examples(scores=True))
-    return about | _left_out(sum(data.left_out.values()))
+        return about | _passages(data.corpus)
+    if data.kind == "questions":
+        return about | _questions(data.questions)
+    if data.kind != "queries":
+        return about | _examples(data.examples(scores=True))
+    if data.path.name.removesuffix(".gz") not in ("queries.jsonl", "queries.tsv"):
+        warnings.warn(
+            f"{data.path}: this check read the file as queries, because its first records have no title. "
+            "But a search would read it as passages. To check it as passages, rename it to corpus.jsonl "
+            "(a TSV file: to collection.tsv).",
+            stacklevel=3,
+        )
+    return about | _queries(data.queries)
 
 
-def _left_out(records: int) -> Stats:
-    return {"bad records left out": records} if records else {}
+def _all_errors(data: RetrievalDataset, split: str | None) -> list[InputError]:
+    """Read the files of an invalid data set again, and return the errors of all records."""
+    errors: list[InputError] = []
+    repair = data.policy.repair
+    with TemporaryDirectory() as name, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they were given before
+        folder = Path(name)
+        readers: list[Callable[[], object]] = []
+        if data.kind in ("beir", "corpus"):
+            readers.append(lambda: build_corpus(corpus_file(data.path), repair, folder, errors.append))
+        if data.kind in ("beir", "queries"):
+            source = queries_file(data.path)
+            readers.append(lambda: read_query_texts(source, repair, on_error=errors.append))
+        if data.kind == "questions":
+            readers.append(lambda: list(read_questions(data.path, errors.append)))
+        if data.kind in ("dpr", "jsonl", "tevatron"):
+            readers.append(lambda: build_examples(data.path, True, folder, errors.append))
+        splits = [split] if split else splits_of(data.path)
+        for split in splits if data.kind == "beir" else []:
+            qrels = qrels_file(data.path, split)
+            readers.append(lambda qrels=qrels: read_grades(qrels, errors.append))  # type: ignore[misc]
+        for read in readers:
+            try:
+                read()
+            except InputError as error:
+                errors.append(error)
+        if data.kind == "beir" and not errors:  # else a record with the id may be among the invalid ones
+            for split in splits:
+                errors += _unknown_ids(data, qrels_file(data.path, split))
+    return errors
+
+
+def _unknown_ids(data: RetrievalDataset, source: Path) -> Iterator[InputError]:
+    """Yield an error for each query and passage id of a qrels file that is in no other file."""
+    grades = read_grades(source)
+    for query, line in grades.query_lines.items():
+        if query not in data.queries:
+            yield unknown_id(source, line, "query", query, queries_file(data.path))
+    rows = find_rows(data.corpus, grades.passage_lines)
+    for passage, line in grades.passage_lines.items():
+        if passage not in rows:
+            yield unknown_id(source, line, "passage", passage, corpus_file(data.path))
 
 
 def _beir(data: RetrievalDataset, split: str | None) -> Stats:
     splits = [split] if split else splits_of(data.path)
     if not splits:
         raise InputError(f"{data.path}: qrels/<split>.tsv not found; a data set needs at least one split")
-    corpus, queries = data.corpus, data.queries
+    corpus = data.corpus
+    queries = data.queries
     judged = {name: judged_split(data.path, name, data.policy) for name in splits}
-    named = Counter(query for each in judged.values() for query in each.qrels)
+    named = Counter(query for judgements in judged.values() for query in judgements.qrels)
     return {
         **_passages(corpus),
         **_queries(queries),
         "queries without a judgement": len(queries.keys() - named.keys()),
         "queries in several splits": sum(count > 1 for count in named.values()),
-        **_left_out(sum(data.left_out.values())),
-        "splits": {name: _split(data.path, name, each, data.policy.strict) for name, each in judged.items()},
+        "splits": {name: _split(data, name, judged[name]) for name in splits},
     }
 
 
-def _split(path: Path, name: str, judged: JudgedSplit, strict: bool) -> Stats:
-    source, qrels = qrels_file(path, name), judged.qrels
-    kept = keep_answerable(source, qrels, strict)
+def _split(data: RetrievalDataset, name: str, judged: JudgedSplit) -> Stats:
+    source = qrels_file(data.path, name)
+    qrels = judged.qrels
+    kept = keep_answerable(source, qrels, data.policy.strict)
     warn_of_own_ids(source, kept)
     counts = Counter(grade for grades in qrels.values() for grade in grades.values())
     return {
@@ -112,7 +167,6 @@ def _split(path: Path, name: str, judged: JudgedSplit, strict: bool) -> Stats:
         "repeated judgements": judged.judgements - counts.total(),
         "judgements by grade": {str(grade): counts[grade] for grade in sorted(counts)},
         "positives per query": _spread([sum(grade > 0 for grade in grades.values()) for grades in kept.values()]),
-        **_left_out(judged.left_out.get(f"qrels/{source.name}", 0)),
     }
 
 

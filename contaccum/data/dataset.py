@@ -25,12 +25,11 @@ from contaccum.data.retrieval_set import (
     splits_of,
     warn_of_own_ids,
 )
-from contaccum.data.tables import report_rejected
 from contaccum.data.train_set import Member, TrainSet, check_hard_negatives, check_scores, from_examples, mixture_of
 from contaccum.errors import InputError
 from contaccum.formats.dpr import read_questions
 from contaccum.formats.readers import Kind, kind_of_data
-from contaccum.formats.records import Question, RejectedRecords
+from contaccum.formats.records import Question
 
 DEFAULT_POLICY = DataPolicy()
 
@@ -39,14 +38,14 @@ class RetrievalDataset:
     """Data set of any format. Each property reads and checks its files at first use. Invalid files raise InputError."""
 
     def __init__(self, name: str | Path, split: str, policy: DataPolicy) -> None:
-        self.name, self.split, self._policy = name, split, policy
-        self.left_out: dict[str, int] = {}
-        """File name -> number of rejected records, for the files read so far."""
+        self.name = name
+        self.split = split
+        self._policy = policy
 
     @cached_property
     def path(self) -> Path:
         """Local path of the folder or file. A data set that is opened by name is downloaded into the cache."""
-        return fetch(self.name, self.split, self._policy.max_unpacked)
+        return fetch(self.name, self.split)
 
     @cached_property
     def policy(self) -> DataPolicy:
@@ -60,7 +59,7 @@ class RetrievalDataset:
     @cached_property
     def kind(self) -> Kind:
         """Format of the data set, detected from the content of the files."""
-        return kind_of_data(self.path, self.policy.max_bad_records)
+        return kind_of_data(self.path)
 
     def check(self) -> None:
         """Raise InputError if a local data set or its split does not exist. Read only the first records of a file."""
@@ -70,36 +69,26 @@ class RetrievalDataset:
     @cached_property
     def corpus(self) -> Dataset:
         """Table of passages with columns id, title and text, from a BEIR folder, a corpus.jsonl or a passage TSV."""
-        corpus = open_corpus(self.path, self.policy)
-        self._count(corpus.source.name, corpus.left_out)
-        return corpus.table
+        return open_corpus(self.path, self.policy).table
 
     @cached_property
     def queries(self) -> dict[str, str]:
         """Query id -> text, from a BEIR folder or a file of queries."""
-        queries = open_queries(self.path, self.policy)
-        self._count(queries.source.name, queries.left_out)
-        return queries.texts
+        return open_queries(self.path, self.policy).texts
 
     @cached_property
     def questions(self) -> list[Question]:
         """Questions and answers of a DPR question file."""
-        rejected = RejectedRecords.of(self.policy)
-        questions = list(read_questions(self.path, rejected))
+        questions = list(read_questions(self.path))
         if not questions:
             raise InputError(f"{self.path}: has no valid question; it needs at least one")
-        report_rejected(self.path, rejected)
-        self._count(self.path.name, len(rejected.entries))
         return questions
 
     @cached_property
     def qrels(self) -> Qrels:
         """Content of the qrels file at the path ``name``: query id -> passage id -> grade, for queries that have a positive."""
         source = Path(self.name)
-        grades = read_grades(source, self._policy)
-        report_rejected(source, grades.rejected)
-        self._count(source.name, len(grades.rejected.entries))
-        kept = keep_answerable(source, grades.qrels, self._policy.strict)
+        kept = keep_answerable(source, read_grades(source).qrels, self._policy.strict)
         warn_of_own_ids(source, kept)
         return kept
 
@@ -108,7 +97,6 @@ class RetrievalDataset:
         """Corpus, judged queries and qrels of a BEIR split or of training examples. Positives of examples have grade 1."""
         with self._errors_by_name():
             found = self._judged if self.kind == "beir" else examples_as_retrieval(self.path, self.policy)
-        self.left_out |= found.left_out
         warn_of_own_ids(self.path, found.qrels)
         return found
 
@@ -129,9 +117,7 @@ class RetrievalDataset:
         if self.kind == "beir":
             return self._judged.examples()
         with self._errors_by_name():
-            examples = load_examples(self.path, self.policy, scores)
-        self._count(self.path.name, examples.left_out)
-        return examples
+            return load_examples(self.path, self.policy, scores)
 
     def train_set(self, hard_negatives: int = 0, scores: bool = False) -> TrainSet:
         """Return the queries and passages for training.
@@ -150,10 +136,6 @@ class RetrievalDataset:
             if not str(self.name).startswith(HUB_PREFIX):
                 raise
             raise InputError(str(error).replace(f"{self.path}:", f"{self.name}:", 1)) from error
-
-    def _count(self, file: str, left_out: int) -> None:
-        if left_out:
-            self.left_out[file] = left_out
 
 
 def open_dataset(name: str | Path, split: str = "test", policy: DataPolicy = DEFAULT_POLICY) -> RetrievalDataset:

@@ -1,7 +1,7 @@
-"""Tables of training examples: a table of passages, a table of queries, and for each query the row numbers of its passages.
+"""Tables of training examples: passages, queries, and for each query the row numbers of its passages.
 
-Every passage is stored once. The first call for a file checks the file and writes the tables into the cache. Later calls map
-these tables into memory.
+Every passage is stored once. The first call for a file checks the file and writes the tables into the
+cache. Later calls map these tables into memory.
 """
 
 import math
@@ -10,8 +10,8 @@ import warnings
 from array import array
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
-from itertools import islice, repeat
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from datasets import Dataset
@@ -19,47 +19,23 @@ from tqdm import tqdm
 
 from contaccum.config import DataPolicy
 from contaccum.data.corpus import duplicate_id
-from contaccum.data.tables import (
-    PASSAGE_COLUMNS,
-    QUERY_COLUMNS,
-    About,
-    Ragged,
-    TableWriter,
-    load_array,
-    read_about,
-    warn_of_rejected,
-    write_about,
-    write_rejected,
-)
+from contaccum.data.tables import PASSAGE_COLUMNS, QUERY_COLUMNS, Ragged, TableWriter, cached_tables
 from contaccum.errors import InputError
 from contaccum.formats.readers import numbered_examples
-from contaccum.formats.records import Example, Passage, Query, RejectedRecords, SourceLocation, TeacherScores, is_blank
-from contaccum.runtime.locks import cached_folder, file_key
+from contaccum.formats.records import (
+    Example,
+    OnError,
+    Passage,
+    Query,
+    SourceLocation,
+    TeacherScores,
+    is_blank,
+    stop,
+)
+from contaccum.runtime.cache import file_key
 
 _BATCH = 1000  # number of queries that are read at a time
 _LISTS = ("positives", "negatives", "others")
-_SCORED = ("positives", "negatives")
-
-
-@dataclass
-class _Problem:
-    """Problem that causes a warning: description, number of cases, and message of the first case."""
-
-    text: str
-    count: int = 0
-    first: str = ""
-
-    def add(self, location: SourceLocation, message: str) -> None:
-        self.count += 1
-        self.first = self.first or str(location.error(message))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _About(About):
-    examples: int
-    answerable: int
-    problems: list[_Problem]
-    scored: int = 0  # number of examples with scores; caches of older versions lack it
 
 
 @dataclass(frozen=True)
@@ -77,7 +53,6 @@ class ExampleTable:
     negatives: Ragged
     others: Ragged
     fingerprint: str = ""
-    left_out: int = 0  # number of rejected records
 
     def __len__(self) -> int:
         return int(np.count_nonzero(self.positives.lengths))
@@ -90,15 +65,18 @@ class ExampleTable:
         kept = np.flatnonzero(self.positives.lengths)[start:stop]
         for first in range(0, len(kept), _BATCH):
             numbers = kept[first : first + _BATCH]
-            batch = self.queries[numbers]
-            for number, *query in zip(numbers, batch["id"], batch["text"], strict=True):
-                lists = (self.positives, self.negatives, self.others)
-                positives, negatives, others = (self._read(ragged.row(number)) for ragged in lists)
-                yield Example(Query(*query), positives, negatives, others, self._scores(number))
+            queries = self.queries[numbers]
+            for number, key, text in zip(numbers, queries["id"], queries["text"], strict=True):
+                yield Example(
+                    Query(key, text),
+                    positives=self._passages(self.positives.row(number)),
+                    negatives=self._passages(self.negatives.row(number)),
+                    others=self._passages(self.others.row(number)),
+                    scores=self._scores(number),
+                )
 
-    def _read(self, rows: np.ndarray) -> list[Passage]:
-        batch = self.passages[rows.tolist()]
-        return [Passage(*row) for row in zip(*(batch[column] for column in PASSAGE_COLUMNS), strict=True)]
+    def _passages(self, rows: np.ndarray) -> list[Passage]:
+        return list(Passage.of_columns(self.passages[rows.tolist()]))
 
     def _scores(self, number: int) -> TeacherScores | None:
         """Return the teacher scores of an example, or None if it has none.
@@ -107,133 +85,161 @@ class ExampleTable:
         """
         if self.positives.scores is None:
             return None
-        found = [ragged.scores_or_nan[ragged.span(number)] for ragged in (self.positives, self.negatives)]
-        if np.isnan(found[0][0]):
+        positives = self.positives.scores[self.positives.span(number)]
+        negatives = self.negatives.scores_or_nan[self.negatives.span(number)]
+        if np.isnan(positives[0]):
             return None
-        return TeacherScores(*([float(str(score)) for score in part] for part in found))
+        return TeacherScores([float(str(score)) for score in positives], [float(str(score)) for score in negatives])
 
 
 def load_examples(path: Path, policy: DataPolicy, scores: bool = False) -> ExampleTable:
     """Open a file of training examples: DPR JSON, JSONL of query, pos and neg, or Tevatron JSONL.
 
-    An example with an empty text or a duplicate query id is invalid. Two problems cause a warning, or InputError with ``strict``:
-    queries without a positive, and passages with the same id but different texts (the first text is used). ``repair`` has no
-    effect on a file of examples and causes a warning.
+    An example with an empty text or a duplicate query id is invalid. Two problems cause a warning, or
+    InputError with ``strict``: queries without a positive, and passages with the same id but different
+    texts (the first text is used). ``repair`` has no effect on a file of examples and causes a warning.
 
-    scores: read teacher scores too. In each example, either all positives and negatives must have a finite score, or none.
+    scores: read teacher scores too. In each example, either all positives and negatives must have a
+    finite score, or none.
     """
     if not os.path.isfile(path):
         raise InputError(f"{path}: no such file or folder")
     if policy.repair:
         warnings.warn(f"{path}: repair has no effect on a file of examples", stacklevel=4)
-    rejected = RejectedRecords.of(policy)
-    key = [file_key(path), policy.max_bad_records, *(["scores"] if scores else [])]
-    folder = cached_folder("examples", key, lambda folder: _Builder(path, folder, rejected, scores).build())
-    about = read_about(folder, _About)
-    warn_of_rejected(path, about.bad, folder)
-    for problem in about.problems:
+    folder, about = cached_tables(
+        "examples", [file_key(path), scores], lambda folder: build_examples(path, scores, folder)
+    )
+    for problem in about["problems"]:
         if policy.strict:
-            raise InputError(problem.first)
-        warnings.warn(f"{path}: {problem.count} {problem.text}", stacklevel=4)
-    if not about.examples:
+            raise InputError(problem["first"])
+        warnings.warn(f"{path}: {problem['count']} {problem['text']}", stacklevel=4)
+    if not about["examples"]:
         raise InputError(f"{path}: has no valid example; it needs at least one")
-    if not about.answerable:
+    if not about["answerable"]:
         raise InputError(f"{path}: no query has a positive passage; at least one query must have one")
-    lists = {}
+    return ExampleTable(
+        queries=Dataset.from_file(str(folder / "queries.arrow")),
+        passages=Dataset.from_file(str(folder / "passages.arrow")),
+        positives=_load_lists(folder, "positives"),
+        negatives=_load_lists(folder, "negatives"),
+        others=_load_lists(folder, "others"),
+        fingerprint=about["fingerprint"],
+    )
+
+
+def build_examples(path: Path, with_scores: bool, folder: Path, on_error: OnError = stop) -> dict[str, Any]:
+    """Write the tables of a file of examples into ``folder``. Return the content of about.json."""
+    queries = TableWriter(folder / "queries.arrow", QUERY_COLUMNS)
+    passages = TableWriter(folder / "passages.arrow", PASSAGE_COLUMNS)
+    lists = {name: _Lists() for name in _LISTS}
+    locations: dict[str, SourceLocation] = {}  # query id -> location
+    rows: dict[str, int] = {}  # passage id -> row number
+    contents = array("q")  # hash of title and text of each passage
+    unanswerable = _Problem("queries without a positive are skipped")
+    conflicts = _Problem("passages have the id of an earlier passage but another text; the first text is used")
+    scored = 0  # number of examples with scores
+    examples = numbered_examples(path, on_error, with_scores)
+    for location, example in tqdm(examples, desc=f"reading {path.name}", unit=" examples", disable=None):
+        query = example.query
+        try:
+            _check_texts(location, example, rows)
+            if query.id in locations:
+                first = locations[query.id]
+                where = f"record {first.record}" if first.record else f"line {first.line}"
+                raise location.error(duplicate_id("query", query.id, where, repairable=False))
+        except InputError as error:
+            on_error(error)
+            continue
+        locations[query.id] = location
+        queries.add(query)
+        if not example.positives:
+            message = f"query {query.id!r} has no positive; every query needs a positive"
+            unanswerable.add(location.error(message))
+        scored += example.scores is not None
+        used: set[int] = set()  # row numbers of the passages of this example
+        for name in _LISTS:
+            scores = getattr(example.scores, name, None)
+            for number, passage in enumerate(getattr(example, name)):
+                content = hash((passage.title, passage.text))
+                row = rows.get(passage.id)
+                if row is None:
+                    row = passages.add(passage)
+                    rows[passage.id] = row
+                    contents.append(content)
+                elif contents[row] != content:
+                    message = f"passage id {passage.id!r} occurs with two texts"
+                    conflicts.add(location.error(f"{message}; an id must always have the same text"))
+                if row not in used:  # a passage is in one list of an example, the first
+                    used.add(row)
+                    lists[name].add(row, math.nan if scores is None else scores[number])
+            lists[name].end()
     for name in _LISTS:
-        parts = ("offsets", "values", "scores") if about.scored and name in _SCORED else ("offsets", "values")
-        lists[name] = Ragged(*(load_array(folder / f"{name}_{part}.npy") for part in parts))
-    queries, passages = (Dataset.from_file(str(folder / f"{name}.arrow")) for name in ("queries", "passages"))
-    return ExampleTable(queries, passages, **lists, fingerprint=about.fingerprint, left_out=about.bad)
+        lists[name].save(folder, name, bool(scored) and name in ("positives", "negatives"))
+    return {
+        "fingerprint": queries.close() + passages.close(),
+        "examples": len(locations),
+        "answerable": len(locations) - unanswerable.count,
+        "problems": [vars(problem) for problem in (unanswerable, conflicts) if problem.count],
+    }
 
 
-def _save(folder: Path, name: str, numbers: array, dtype: type = np.int64) -> None:
-    np.save(folder / f"{name}.npy", np.array(numbers, dtype=dtype), allow_pickle=False)
+@dataclass
+class _Problem:
+    """Problem that causes a warning: description, number of cases, and message of the first case."""
+
+    text: str
+    count: int = 0
+    first: str = ""
+
+    def add(self, error: InputError) -> None:
+        self.count += 1
+        self.first = self.first or str(error)
 
 
-def check_texts(location: SourceLocation, example: Example, known: Container[str] = ()) -> None:
+class _Lists:
+    """Lists of row numbers with their scores, in growing arrays."""
+
+    def __init__(self) -> None:
+        self._ends = array("q", [0])
+        self._values = array("q")
+        self._scores = array("f")
+
+    def add(self, row: int, score: float) -> None:
+        self._values.append(row)
+        self._scores.append(score)
+
+    def end(self) -> None:
+        """End the current list."""
+        self._ends.append(len(self._values))
+
+    def save(self, folder: Path, name: str, with_scores: bool) -> None:
+        np.save(folder / f"{name}_offsets.npy", np.array(self._ends, dtype=np.int64), allow_pickle=False)
+        np.save(folder / f"{name}_values.npy", np.array(self._values, dtype=np.int64), allow_pickle=False)
+        if with_scores:
+            np.save(folder / f"{name}_scores.npy", np.array(self._scores, dtype=np.float32), allow_pickle=False)
+
+
+def _load_lists(folder: Path, name: str) -> Ragged:
+    def load(part: str) -> np.ndarray:
+        path = folder / f"{name}_{part}.npy"
+        array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+        return array
+
+    has_scores = (folder / f"{name}_scores.npy").is_file()
+    return Ragged(load("offsets"), load("values"), load("scores") if has_scores else None)
+
+
+def _check_texts(location: SourceLocation, example: Example, known: Container[str]) -> None:
     """Raise InputError if the query or a passage of an example has an empty text.
 
-    A passage is not checked if its id is in ``known``, or if an earlier passage of the example has the same id.
+    A passage is not checked if an earlier passage of the file has its id; that passage's text is used.
     """
-    query = example.query
-    if is_blank(query.text):
-        raise location.error(f"query {query.id!r} has an empty text; every query needs a text")
-    first = {passage.id: passage for name in reversed(_LISTS) for passage in reversed(getattr(example, name))}
-    for name in _LISTS:
-        for passage in getattr(example, name):
-            if is_blank(passage.text) and passage.id not in known and passage is first[passage.id]:
-                raise location.error(f"passage {passage.id!r} has an empty text; every passage needs a text")
-
-
-class _Builder:
-    """Reads and checks a file of examples, and writes the tables into a cache folder."""
-
-    def __init__(self, path: Path, folder: Path, rejected: RejectedRecords, scores: bool) -> None:
-        self.path, self.folder, self.rejected, self.with_scores = path, folder, rejected, scores
-        self.scored = 0  # number of examples with scores
-        self.scores: dict[str, array] = {name: array("f") for name in _SCORED}
-        self.queries = TableWriter(folder / "queries.arrow", QUERY_COLUMNS)
-        self.passages = TableWriter(folder / "passages.arrow", PASSAGE_COLUMNS)
-        self.rows: dict[str, int] = {}  # passage id -> row number
-        self.contents = array("q")  # hash of title and text of each passage
-        self.locations: dict[str, SourceLocation] = {}  # query id -> location
-        self.unanswerable = _Problem("queries without a positive are skipped")
-        self.conflicts = _Problem("passages have the id of an earlier passage but another text; the first text is used")
-        self.ends: dict[str, array] = {name: array("q", [0]) for name in _LISTS}
-        self.values: dict[str, array] = {name: array("q") for name in _LISTS}
-
-    def build(self) -> None:
-        examples = numbered_examples(self.path, self.rejected, self.with_scores)
-        for location, example in tqdm(examples, desc=f"reading {self.path.name}", unit=" examples", disable=None):
-            with self.rejected:
-                check_texts(location, example, self.rows)
-                if first := self.locations.get(example.query.id):
-                    where = f"record {first.record}" if first.record else f"line {first.line}"
-                    raise location.error(duplicate_id("query", example.query.id, where, repairable=False))
-                self._add(location, example)
-        for name in _LISTS:
-            _save(self.folder, f"{name}_offsets", self.ends[name])
-            _save(self.folder, f"{name}_values", self.values[name])
-        for name in _SCORED if self.scored else ():
-            _save(self.folder, f"{name}_scores", self.scores[name], np.float32)
-        about = {
-            "fingerprint": self.queries.close() + self.passages.close(),
-            "examples": len(self.locations),
-            "answerable": len(self.locations) - self.unanswerable.count,
-            "problems": [vars(problem) for problem in (self.unanswerable, self.conflicts) if problem.count],
-            "bad": len(self.rejected.entries),
-            "scored": self.scored,
-        }
-        write_rejected(self.folder, self.rejected)
-        write_about(self.folder, about)
-
-    def _add(self, location: SourceLocation, example: Example) -> None:
-        query = example.query
-        self.locations[query.id] = location
-        if not example.positives:
-            self.unanswerable.add(location, f"query {query.id!r} has no positive; every query needs a positive")
-        self.queries.add(query)
-        rows: dict[int, float] = {}  # row number of each passage -> first score of the passage
-        self.scored += example.scores is not None
-        for name in _LISTS:
-            known, passages = len(rows), getattr(example, name)
-            scores = getattr(example.scores, name, None) or repeat(math.nan, len(passages))
-            for passage, score in zip(passages, scores, strict=True):
-                rows.setdefault(self._row_of(passage, location), score)
-            self.values[name].extend(islice(rows, known, None))
-            self.ends[name].append(len(self.values[name]))
-            if self.with_scores and name in _SCORED:
-                self.scores[name].extend(islice(rows.values(), known, None))
-
-    def _row_of(self, passage: Passage, location: SourceLocation) -> int:
-        content = hash((passage.title, passage.text))
-        row = self.rows.get(passage.id)
-        if row is None:
-            row = self.rows[passage.id] = self.passages.add(passage)
-            self.contents.append(content)
-        elif self.contents[row] != content:
-            self.conflicts.add(
-                location, f"passage id {passage.id!r} occurs with two texts; an id must always have the same text"
-            )
-        return row
+    if is_blank(example.query.text):
+        raise location.error(f"query {example.query.id!r} has an empty text; every query needs a text")
+    checked: set[str] = set()
+    for passage in (*example.positives, *example.negatives, *example.others):
+        if passage.id in checked or passage.id in known:
+            continue
+        if is_blank(passage.text):
+            raise location.error(f"passage {passage.id!r} has an empty text; every passage needs a text")
+        checked.add(passage.id)

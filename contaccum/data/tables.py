@@ -4,11 +4,11 @@ import copy
 import hashlib
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, SupportsIndex, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
@@ -16,20 +16,18 @@ from datasets import Dataset
 from tqdm import tqdm
 
 from contaccum.errors import InputError
-from contaccum.formats.records import RejectedRecords
+from contaccum.formats.records import READER_VERSION
+from contaccum.runtime.cache import cached_folder
 from contaccum.runtime.checks import require_fast, require_known_ids, require_utf8
-from contaccum.runtime.files import read_json, remove_folder, sha256_of, write_json
-from contaccum.runtime.locks import cached_folder, file_key
+from contaccum.runtime.files import read_json, remove_folder, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PASSAGE_COLUMNS = ("id", "title", "text")
 QUERY_COLUMNS = ("id", "text")
-REJECTED_FILE = "quarantine.jsonl"
-ABOUT_FILE, ABOUT_VERSION = "about.json", 1
+ABOUT_FILE = "about.json"
 _ROWS = 5000  # number of rows in one Arrow record batch: about 4 MB of passages
-_OFFSETS = 1 << 20  # number of offsets or token ids that are read at a time
 _TEXTS = 2000  # number of texts per tokenizer call; the tokenizer divides them between threads
 
 
@@ -140,84 +138,64 @@ class TableWriter:
         return self._digest.hexdigest()
 
 
-@dataclass(frozen=True, kw_only=True)
-class About:
-    """Content of about.json in a cache folder with tables."""
+class CachedTables(NamedTuple):
+    """Cache folder with tables, and the content of its about.json."""
 
-    fingerprint: str
-    bad: int  # number of rejected records
-    bytes: dict[str, int] = field(default_factory=dict)  # size of each file; caches of older versions lack the sizes
+    folder: Path
+    about: dict[str, Any]
 
 
-AboutType = TypeVar("AboutType", bound=About)
+def cached_tables(kind: str, key: object, build: Callable[[Path], dict[str, Any]]) -> CachedTables:
+    """Return the cache folder with the tables for ``key``. Build them if they are not in the cache.
+
+    ``build`` writes the tables into an empty folder and returns what about.json is to contain. If a
+    file of the cached folder is missing or has another size, all tables are built again.
+    """
+
+    def build_with_about(folder: Path) -> None:
+        about = build(folder)
+        sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+        write_json(folder / ABOUT_FILE, {**about, "bytes": sizes})
+
+    key = [READER_VERSION, key]
+    folder = cached_folder(kind, key, build_with_about)
+    about = _undamaged(folder)
+    if about is None:
+        warnings.warn(f"{folder}: the cached tables are damaged and are built again", stacklevel=4)
+        with suppress(OSError):  # another process may remove the folder at the same time
+            remove_folder(folder)
+        folder = cached_folder(kind, key, build_with_about)
+        about = read_json(folder / ABOUT_FILE, dict[str, Any])
+    return CachedTables(folder, about)
 
 
-def write_about(folder: Path, about: Mapping[str, Any]) -> None:
-    """Write about.json into a finished cache folder. The file contains ``about`` and the size of each file in the folder."""
-    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
-    write_json(folder / ABOUT_FILE, {"format_version": ABOUT_VERSION, **about, "bytes": sizes})
-
-
-def read_about(folder: Path, type_: type[AboutType]) -> AboutType:
-    """Read about.json of a cache folder as ``type_``. Raise InputError if the size of a file is not the size in about.json."""
-    about: AboutType = read_json(folder / ABOUT_FILE, type_, version=ABOUT_VERSION)
-    for name, size in about.bytes.items():
-        path = folder / name
-        found = path.stat().st_size if path.is_file() else 0
-        if found != size:
-            raise InputError(f"{path}: has {found} bytes instead of {size}. Delete {folder} and run the command again.")
-    return about
+def _undamaged(folder: Path) -> dict[str, Any] | None:
+    """Return the content of about.json. Return None if a file is missing or has another size."""
+    try:
+        about: dict[str, Any] = read_json(folder / ABOUT_FILE, dict[str, Any])
+        sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.name != ABOUT_FILE}
+    except (InputError, OSError):
+        return None
+    return about if about.get("bytes") == sizes else None
 
 
 def column_batches(table: Dataset, columns: Iterable[str], size: int = 10_000) -> Iterator[dict[str, list[str]]]:
+    """Yield some columns of a table, ``size`` rows at a time."""
     selected = table.select_columns(list(columns))
     for start in range(0, len(selected), size):
         yield selected[start : start + size]
 
 
-def write_rejected(folder: Path, rejected: RejectedRecords) -> None:
-    if rejected.entries:
-        with open(folder / REJECTED_FILE, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
-            entries = sorted(rejected.entries, key=lambda entry: (entry["line"], entry.get("record", 0)))
-            file.writelines(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries)
-
-
-def report_rejected(source: Path, rejected: RejectedRecords) -> None:
-    """Save rejected records in the cache, and warn. Used for files that have no table in the cache, such as qrels."""
-    if rejected.entries:
-        key = [file_key(source), rejected.entries]
-        folder = cached_folder("quarantine", key, lambda folder: write_rejected(folder, rejected))
-        warn_of_rejected(source, len(rejected.entries), folder)
-
-
-def warn_of_rejected(source: Path, count: int, folder: Path) -> None:
-    if count:
-        what = "1 invalid record is skipped" if count == 1 else f"{count} invalid records are skipped"
-        warnings.warn(f"{source}: {what}, listed in {folder / REJECTED_FILE}", stacklevel=2)
-
-
-def load_array(path: Path) -> np.memmap:
-    """Map a .npy file of a cache folder into memory."""
-    try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise InputError(
-            f"{path}: cannot be read ({error}). Delete {path.parent} and run the command again."
-        ) from error
-
-
 class TokenTable:
     """Token ids of n texts, special tokens included, in two memory-mapped files.
 
-    tokens.npy has the token ids of all texts, int32. offsets.npy has the start index of each text in tokens.npy, (n + 1,) int64.
+    tokens.bin has the token ids of all texts, int32. offsets.npy has the start index of each text in
+    tokens.bin, (n + 1,) int64.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._tokens, self._offsets = load_array(folder / "tokens.npy"), load_array(folder / "offsets.npy")
-        if self._offsets[-1] != len(self._tokens):
-            raise InputError(
-                f"{folder}: token ids and offsets do not match. Delete this folder and run the command again."
-            )
+        self._tokens = np.memmap(folder / "tokens.bin", dtype="<i4", mode="r")
+        self._offsets = np.load(folder / "offsets.npy", mmap_mode="r", allow_pickle=False)
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -226,46 +204,9 @@ class TokenTable:
         """Return the token ids of the texts at ``indices``: one int32 array for each index."""
         return [self._tokens[self._offsets[index] : self._offsets[index + 1]] for index in indices]
 
-    def largest_id(self) -> int:
-        """Return the largest token id of all texts. The file is read in pieces, because it may not fit into memory."""
-        file, first, total = str(self._tokens.filename), self._tokens.offset, len(self._tokens)
-        pieces = (np.fromfile(file, "<i4", _OFFSETS, offset=first + 4 * start) for start in range(0, total, _OFFSETS))
-        return max((int(piece.max()) for piece in pieces), default=0)
-
     def longest(self) -> int:
-        """Return the number of tokens of the longest text. The offsets are read in pieces, as they may not fit into memory."""
-        starts = range(0, len(self), _OFFSETS)
-        return max(int(np.diff(self._offsets[start : start + _OFFSETS + 1]).max()) for start in starts)
-
-
-class TextTokens:
-    """Tokenizer for one thread, with a separate copy of the given tokenizer."""
-
-    def __init__(
-        self, tokenizer: "PreTrainedTokenizerBase", max_length: int, prefix: str, vocabulary: int | None = None
-    ) -> None:
-        """Copy the tokenizer. Raise InputError if it is a slow tokenizer.
-
-        max_length: maximum number of tokens of a text, including special tokens. A longer text is truncated. prefix: text to put
-        before each text. vocabulary: number of word embeddings; ``rows`` raises InputError for a token id without a word
-        embedding. None: token ids are not checked.
-        """
-        require_fast(tokenizer)
-        self._tokenizer, self._prefix = copy.deepcopy(tokenizer), require_utf8(prefix, f"prefix {prefix!a}")
-        self._vocabulary, self._max_length = vocabulary, max_length
-
-    def rows(self, texts: Iterable[tuple[str, ...]]) -> list[np.ndarray]:
-        """Return the token ids of each text as an int32 array. A text is a tuple of columns, such as title and text."""
-        contents = [self._prefix + " ".join(columns).strip() for columns in texts]
-        encoded = self._tokenizer(contents, truncation=True, max_length=self._max_length, return_attention_mask=False)
-        largest = max((max(row, default=0) for row in encoded["input_ids"]), default=0)
-        require_known_ids(largest, self._vocabulary, self._tokenizer)
-        empty = [self._tokenizer.pad_token_id]  # as in encoding; without special tokens, an empty text has no tokens
-        return [np.array(row or empty, dtype="<i4") for row in encoded["input_ids"]]
-
-    def longest(self) -> int:
-        """Return ``max_length``, because the texts are not known in advance."""
-        return self._max_length
+        """Return the number of tokens of the longest text."""
+        return int(np.diff(self._offsets).max())
 
 
 def build_token_table(
@@ -280,70 +221,50 @@ def build_token_table(
 ) -> TokenTable:
     """Open the token table of ``texts``. Build the token table if it is not in the cache.
 
-    A text is ``prefix``, then the columns joined by a space and stripped, as in ``Passage.content``. A text with
-    more than ``max_length`` tokens, including special tokens, is truncated. fingerprint: hash of ``texts``. vocabulary: number
-    of word embeddings. Raises InputError for a slow tokenizer and for a token id without a word embedding.
+    A text is ``prefix``, then the columns joined by a space and stripped, as in ``Passage.content``. A
+    text with more than ``max_length`` tokens, including special tokens, is truncated. fingerprint: hash
+    of ``texts``. vocabulary: number of word embeddings. Raises InputError for a slow tokenizer and for a
+    token id without a word embedding.
     """
     require_fast(tokenizer)
-    # not in the hash of the tokenizer, because every call of the tokenizer sets it
-    left = ["left"] if tokenizer.truncation_side == "left" else []
-    key = [fingerprint, list(columns), tokenizer_hash(tokenizer), max_length, prefix, *left]
+    require_utf8(prefix, f"prefix {prefix!a}")
 
-    def build(folder: Path) -> None:
-        with open(folder / "tokens.npy", "wb") as file:
-            offsets = _write_tokens(file, texts, columns, TextTokens(tokenizer, max_length, prefix, vocabulary))
+    def build(folder: Path) -> dict[str, Any]:
+        own_tokenizer = copy.deepcopy(tokenizer)  # a call changes the truncation of the tokenizer
+        lengths = []
+        largest_id = 0
+        with (
+            open(folder / "tokens.bin", "wb") as file,
+            tqdm(total=len(texts), desc=f"tokenizing {columns[-1]}", unit=" texts", disable=None) as bar,
+        ):
+            for batch in column_batches(texts, columns, _TEXTS):
+                rows = zip(*(batch[column] for column in columns), strict=True)
+                contents = [prefix + " ".join(row).strip() for row in rows]
+                encoded = own_tokenizer(contents, truncation=True, max_length=max_length, return_attention_mask=False)
+                for ids in encoded["input_ids"]:
+                    # without special tokens, an empty text has no tokens; encoding pads it, too
+                    array = np.array(ids or [tokenizer.pad_token_id], dtype="<i4")
+                    largest_id = max(largest_id, int(array.max()))
+                    lengths.append(len(array))
+                    file.write(array.tobytes())
+                require_known_ids(largest_id, vocabulary, tokenizer)
+                bar.update(len(contents))
+        offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])  # (n + 1,)
         np.save(folder / "offsets.npy", offsets, allow_pickle=False)
-        write_about(folder, {"sha256": {path.name: sha256_of(path) for path in sorted(folder.iterdir())}})
+        return {"largest_id": largest_id}
 
-    folder = cached_folder("tokens", key, build)
-    if _is_damaged(folder):
-        warnings.warn(f"{folder}: the token ids are damaged; the texts are tokenized again", stacklevel=2)
-        with suppress(OSError):  # another process may remove the folder at the same time
-            remove_folder(folder)
-        folder = cached_folder("tokens", key, build)
-    table = TokenTable(folder)
-    require_known_ids(table.largest_id(), vocabulary, tokenizer)  # another encoder may have built the table
-    return table
-
-
-def _is_damaged(folder: Path) -> bool:
-    """Return whether a file of a token table is missing or differs from its saved hash.
-
-    Tables of earlier versions have no hashes and count as undamaged.
-    """
-    if not (folder / ABOUT_FILE).is_file():
-        return False
-    hashes = read_json(folder / ABOUT_FILE, dict[str, Any], version=ABOUT_VERSION).get("sha256", {})
-    if not isinstance(hashes, dict):
-        return True
-    return any(not (folder / name).is_file() or sha256_of(folder / name) != hashed for name, hashed in hashes.items())
+    # not in the hash of the tokenizer, because every call of the tokenizer sets it
+    side = tokenizer.truncation_side
+    key = [fingerprint, list(columns), tokenizer_hash(tokenizer), max_length, prefix, side]
+    folder, about = cached_tables("tokens", key, build)
+    # another encoder with fewer word embeddings may have built the table
+    require_known_ids(about["largest_id"], vocabulary, tokenizer)
+    return TokenTable(folder)
 
 
 def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Return a hash of everything that decides how the tokenizer divides a text."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
-    # encoding changes the tokenizer's truncation and padding settings, so the hash does not include them
-    state = {name: part for name, part in state.items() if name not in ("truncation", "padding")}
+    for name in ("truncation", "padding"):  # encoding changes these settings
+        state.pop(name, None)
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
-
-
-def _write_tokens(file: BinaryIO, texts: Dataset, columns: Sequence[str], tokens: TextTokens) -> np.ndarray:
-    """Tokenize the texts and write all token ids as a .npy file. Return the offsets of the texts, (n + 1,) int64."""
-    _write_header(file, 0)
-    data_start = file.tell()
-    lengths = [np.zeros(1, dtype=np.int64)]
-    with tqdm(total=len(texts), desc=f"tokenizing {columns[-1]}", unit=" texts", disable=None) as progress:
-        for batch in column_batches(texts, columns, _TEXTS):
-            ids = tokens.rows(zip(*(batch[column] for column in columns), strict=True))
-            file.write(np.concatenate(ids).tobytes())
-            lengths.append(np.array([len(row) for row in ids], dtype=np.int64))
-            progress.update(len(ids))
-    offsets = np.cumsum(np.concatenate(lengths))
-    file.seek(0)
-    _write_header(file, int(offsets[-1]))
-    assert file.tell() == data_start, "the final .npy header must be as long as the first one, which it overwrites"
-    return offsets
-
-
-def _write_header(file: BinaryIO, count: int) -> None:
-    header = {"descr": "<i4", "fortran_order": False, "shape": (count,)}
-    np.lib.format.write_array_header_1_0(file, header)

@@ -148,5 +148,4 @@ def evaluate_questions(
     queries = {str(number): question.text for number, question in enumerate(read)}
     run = Retriever.open(choice, corpus, settings, group).search(queries, k)
     metrics = answer_accuracy(read, run, corpus, match=match, cutoffs=cutoffs)
-    left_out = {str(name): sum(source.left_out.values()) for name, source in sources.items() if source.left_out}
-    return save_metrics(metrics, output, {"model": choice.model, "data": questions, "passages": passages}, left_out)
+    return save_metrics(metrics, output, {"model": choice.model, "data": questions, "passages": passages})

@@ -48,7 +48,6 @@ def evaluate(
     settings: SearchConfig = DEFAULTS,
     strict: bool = False,
     repair: bool = False,
-    max_bad_records: int = 0,
     relevance_level: int = 1,
     output: str | Path | None = None,
     group: Processes = ALONE,
@@ -60,7 +59,7 @@ def evaluate(
     choice: an encoder, the name or config of an encoder, or ``bm25``. data: name or path of a data set (BEIR folder or file of
     training examples), or a loaded data set. k: number of passages per query; metrics at cutoffs above k are not computed.
     relevance_level: see ``evaluate_run``. output: file for the metrics (the means, and the values of every query). group,
-    policy: see ``contaccum.search``. strict, repair, max_bad_records: used only if ``policy`` is None. evaluator: ``beir`` uses
+    policy: see ``contaccum.search``. strict, repair: used only if ``policy`` is None. evaluator: ``beir`` uses
     the loader, the exact search and the metrics of the library BEIR instead of ours. Raises InputError for an option that
     ``beir`` does not support.
     """
@@ -70,7 +69,7 @@ def evaluate(
     model = choice if isinstance(choice, str | Path) else getattr(choice, "model", None)
     about = {"model": model}
     refuse_input_as_output(output, data, model, settings.embeddings, settings.index_dir)
-    policy = policy or DataPolicy(strict=strict, repair=repair, max_bad_records=max_bad_records)
+    policy = policy or DataPolicy(strict=strict, repair=repair)
     if evaluator == "beir":
         _refuse_unused(data, settings, policy, relevance_level)
     if isinstance(data, RetrievalSet):
@@ -85,7 +84,7 @@ def evaluate(
     retriever = Retriever.open(choice, judged.corpus, settings, group)
     run = retriever.search(judged.queries, k, ignore_identical_ids=True)
     metrics = evaluate_run(judged.qrels, run, cutoffs=cutoffs, relevance_level=relevance_level)
-    return save_metrics(metrics, output, about, judged.left_out)
+    return save_metrics(metrics, output, about)
 
 
 class BeirEncoder:
@@ -178,7 +177,7 @@ def evaluate_run_file(
     cutoffs = cutoffs_within(CUTOFFS, max(10, *map(len, hits.values())))
     judged = open_dataset(qrels, policy=policy)
     metrics = evaluate_run(judged.qrels, hits, cutoffs=cutoffs, relevance_level=relevance_level)
-    return save_metrics(metrics, output, {"run": run, "data": qrels}, judged.left_out)
+    return save_metrics(metrics, output, {"run": run, "data": qrels})
 
 
 class BenchmarkSet(NamedTuple):
@@ -283,7 +282,7 @@ def evaluate_benchmark(
     for name, (each, file) in sets.items():
         saved, index_dir = (value and str(Path(value) / name) for value in (settings.embeddings, settings.index_dir))
         own_settings = replace(settings, embeddings=saved, index_dir=index_dir)
-        scored_with = {**shared, "data_sha256": data_digest(each, policy.max_unpacked)}
+        scored_with = {**shared, "data_sha256": data_digest(each)}
         scored_with |= {"dtype": (saved_dtype(saved) or settings.dtype) if saved else "float32"} if encoder else {}
         scored_with |= {"data": each.data, "split": each.split}
         metrics = _finished(file, {**scored_with, "evaluator": evaluator})
@@ -298,11 +297,11 @@ def evaluate_benchmark(
     return result
 
 
-def data_digest(part: BenchmarkSet, max_unpacked: float | None) -> str | None:
+def data_digest(part: BenchmarkSet) -> str | None:
     """Return a SHA-256 of a local file or BEIR folder. Return None for a published data set, which does not change."""
     path = Path(part.data)
     if part.data.startswith(HUB_PREFIX) and os.path.isdir(HubName.of(part.data).repository):
-        path = fetch(part.data, part.split, max_unpacked)  # the folder in the place of the Hub can change
+        path = fetch(part.data, part.split)  # the folder in the place of the Hub can change
     if not os.path.exists(path):
         return None
     names = ("corpus.jsonl", "queries.jsonl", "collection.tsv", "queries.tsv", f"qrels/{part.split}.tsv")

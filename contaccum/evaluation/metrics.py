@@ -29,8 +29,6 @@ class Metrics(_Means, total=False):
 
     per_query: dict[str, dict[str, float]]  # query id -> metric -> value
     queries: int  # number of queries
-    left_out: dict[str, int]
-    """Number of rejected records of each file. If no record was rejected, the metrics have no key ``left_out``."""
 
 
 def evaluate_run(
@@ -107,16 +105,11 @@ def cutoffs_within(cutoffs: Sequence[int], k: int) -> list[int]:
     return [cutoff for cutoff in cutoffs if cutoff <= k]
 
 
-def save_metrics(
-    metrics: Metrics, output: str | Path | None, about: Mapping[str, Any], left_out: Mapping[str, int] | None = None
-) -> Metrics:
+def save_metrics(metrics: Metrics, output: str | Path | None, about: Mapping[str, Any]) -> Metrics:
     """Write metrics to the file ``output``, and return the metrics. If ``output`` is None, write nothing.
 
-    about: names of model, data set and split, to be written with the metrics. left_out: number of rejected records of each file,
-    to be added to the metrics.
+    about: names of model, data set and split, to be written with the metrics.
     """
-    if left_out:
-        metrics["left_out"] = dict(left_out)
     if output is not None:
         write_json(output, {**{name: value for name, value in about.items() if value is not None}, **metrics})
     return metrics

@@ -14,7 +14,6 @@ from contaccum.config import METHOD_SPECS, TrainConfig, validate
 from contaccum.config.declare import check_values
 from contaccum.config.experiments import CompareConfig
 from contaccum.data.dataset import load_training, open_dataset
-from contaccum.data.retrieval_set import same_content
 from contaccum.errors import Failed, InputError
 from contaccum.evaluation.metrics import read_metrics
 from contaccum.experiments.jobs import (
@@ -264,7 +263,7 @@ class Study:
         for file in (metrics, run.folder / TUNED_FILE):
             found = read_json(file) if file.is_file() else {}  # older versions saved fewer hashes
             for name, now in self.hashes[key].items():
-                if not same_content(found.get(name, now), now):
+                if found.get(name, now) != now:
                     again = "this file" if name == "test_content" else "the run's folder"
                     raise InputError(
                         f"{file}: {content_of(name, run.config)} changed after this result was computed. Undo the change, or "

@@ -22,7 +22,6 @@ import torch
 from contaccum.config import TrainConfig, affects, from_mapping
 from contaccum.config.commands import EncoderConfig, SearchConfig
 from contaccum.data.dataset import load_training, open_dataset
-from contaccum.data.retrieval_set import same_content
 from contaccum.encoder import DualEncoder, model_folder
 from contaccum.errors import InputError, Interrupted
 from contaccum.evaluation.evaluate import evaluate
@@ -211,7 +210,7 @@ def refuse_changed(folder: Path, saved: Mapping[str, str], hashes: Mapping[str, 
     Older versions saved fewer hashes.
     """
     for name, now in hashes.items():
-        if not same_content(saved.get(name, now), now):
+        if saved.get(name, now) != now:
             raise InputError(
                 f"{folder}: contains results of an earlier call, but {content_of(name, config)} changed since then. Undo the "
                 "change, or use another output_dir."

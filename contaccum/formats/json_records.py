@@ -3,8 +3,7 @@
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from io import BufferedReader
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -12,46 +11,45 @@ from contaccum.errors import InputError
 from contaccum.formats.records import (
     CHUNK,
     MAX_LINE,
-    STRICT,
-    RejectedRecords,
+    OnError,
     SourceLocation,
-    lines_of,
+    first_character,
     not_utf8,
     numbered_lines,
     open_bytes,
+    stop,
 )
 
 Element = TypeVar("Element")
 Record = dict[str, Any]
 Read = Callable[[Record, SourceLocation, int], Element]
-"""Convert a record. Arguments: record, location, number of the record (from 1). An invalid record raises InputError."""
+"""Convert a record. Arguments: record, location, number of the record (from 1).
 
-_PASSAGE_FIELDS = frozenset({"_id", "docid", "passage_id", "psg_id", "title", "text", "score"})
-_RECORD_FIELDS = _PASSAGE_FIELDS | {
-    "query_id", "query", "question", "pos", "pos_id", "pos_scores", "neg", "neg_id", "neg_scores",
-    "positive_passages", "negative_passages", "positive_ctxs", "hard_negative_ctxs", "negative_ctxs",
-}  # fmt: skip
+An invalid record raises InputError.
+"""
+
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
-def json_lines(
-    path: Path, expected: str, read: Read[Element], rejected: RejectedRecords = STRICT
+def json_records(
+    path: Path, expected: str, read: Read[Element], on_error: OnError = stop
 ) -> Iterator[tuple[SourceLocation, Element]]:
-    """Yield the location and the JSON object of each line, converted by ``read``.
+    """Yield the location of each JSON object of a file, and the object converted by ``read``.
 
-    expected: description of a valid record, for error messages.
+    A file that starts with ``[`` is one JSON list; any other file has one object per line. expected:
+    description of a valid record, for error messages.
     """
-    return json_objects(numbered_lines(path, rejected=rejected), expected, read, rejected)
-
-
-def json_objects(
-    lines: Iterable[tuple[SourceLocation, str]], expected: str, read: Read[Element], rejected: RejectedRecords
-) -> Iterator[tuple[SourceLocation, Element]]:
-    """Yield the location and the JSON object of each line in ``lines``, converted by ``read`` (see ``json_lines``)."""
-    for count, (location, line) in enumerate(lines, 1):
-        with rejected:
-            yield location, read(_object_of(line, location, expected), location, count + rejected.undecodable)
+    if first_character(path) == "[":
+        yield from _json_list(path, expected, read, on_error)
+        return
+    for number, (location, line) in enumerate(numbered_lines(path, on_error=on_error), 1):
+        try:
+            element = read(_object_of(line, location, expected), location, number)
+        except InputError as error:
+            on_error(error)
+        else:
+            yield location, element
 
 
 def _object_of(line: str, location: SourceLocation, expected: str) -> Record:
@@ -66,114 +64,114 @@ def _object_of(line: str, location: SourceLocation, expected: str) -> Record:
     return record_of(value, location, expected)
 
 
-def json_list(
-    path: Path, expected: str, read: Read[Element], rejected: RejectedRecords = STRICT
+def _json_list(
+    path: Path, expected: str, read: Read[Element], on_error: OnError
 ) -> Iterator[tuple[SourceLocation, Element]]:
-    """Read a file that is one JSON list. Yield the location of each object, and the object converted by ``read``.
+    """Read a file that is one JSON list, piece by piece, so that a large list needs little memory.
 
-    The file is read in parts. A syntax error raises InputError even if ``rejected`` allows invalid records, because the
-    start of the next record is unknown. expected: see ``json_lines``.
+    A syntax error is always raised, because the start of the next record is unknown.
     """
-    with open_bytes(path, rejected.max_unpacked) as file:
-        yield from _ListReader(file, path, expected).objects(read, rejected)
-
-
-def json_stream(file: BufferedReader, path: Path, expected: str) -> Iterator[tuple[SourceLocation, Record]]:
-    """Yield the location and the object of each record of an open file. The file has JSON lines or is one JSON list."""
-    if file.peek(1)[:1] == b"[":
-        yield from _ListReader(file, path, expected).objects(lambda record, *_: record, STRICT)
-    else:
-        yield from json_objects(lines_of(file, path), expected, lambda record, *_: record, STRICT)
-
-
-class _ListReader:
-    """Reads the elements of one JSON list, piece by piece."""
-
-    def __init__(self, file: BinaryIO, path: Path, expected: str) -> None:
-        self._file, self._path, self._expected = file, path, expected
-        self._utf8 = codecs.getincrementaldecoder("utf-8")()
-        self._json = json.JSONDecoder()
-        self._window, self._position, self._line, self._record = "", 0, 1, 0
-
-    def objects(self, read: Read[Element], rejected: RejectedRecords) -> Iterator[tuple[SourceLocation, Element]]:
-        self._expect("[")
-        while self._peek() != "]":
-            if self._record:
-                self._expect(",")
-                self._peek()
-            self._record += 1
-            location, (value, text) = self._location(), self._value()
-            rejected.start(location, text)
-            with rejected:
+    with open_bytes(path) as file:
+        window = _Window(file, path)
+        window.expect("[")
+        number = 0
+        while window.next_character() != "]":
+            if number:
+                window.expect(",")
+                window.next_character()
+            number += 1
+            location = SourceLocation(path, window.line, number)
+            value, text = window.value(location, expected)
+            try:
                 if _SURROGATE.search(text):
                     refuse_lone_surrogates(value, location)
-                yield location, read(record_of(value, location, self._expected), location, self._record)
-        self._expect("]")
-        if self._peek():
-            raise self._location().error("text follows the end of the list; the file must end there")
+                element = read(record_of(value, location, expected), location, number)
+            except InputError as error:
+                on_error(error)
+            else:
+                yield location, element
+        window.expect("]")
+        if window.next_character():
+            raise window.error("text follows the end of the list; the file must end there")
 
-    def _location(self) -> SourceLocation:
-        return SourceLocation(self._path, self._line, self._record)
 
-    def _read_more(self) -> bool:
-        """Drop the text that is already parsed, and read more text. Return False at the end of the file."""
-        if len(self._window) - self._position > MAX_LINE:
-            raise self._location().error(f"the record has more than {MAX_LINE} characters; longer records are not read")
-        # Doubling the number of bytes keeps the time for a very long record linear.
-        data = self._file.read(max(CHUNK, len(self._window)))
-        try:
-            chunk = self._utf8.decode(data, final=not data)
-        except UnicodeDecodeError as error:
-            lines = self._window.count("\n", self._position) + error.object.count(b"\n", 0, error.start)
-            raise SourceLocation(self._path, self._line + lines).error(not_utf8(error)) from error
-        if chunk:
-            self._window, self._position = self._window[self._position :] + chunk, 0
-        return bool(chunk)
+class _Window:
+    """Part of a JSON file that is in memory, and the position of the next character."""
 
-    def _advance(self, position: int) -> None:
-        self._line += self._window.count("\n", self._position, position)
-        self._position = position
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        self.line = 1  # line number of the next character
+        self._file = file
+        self._path = path
+        self._utf8 = codecs.getincrementaldecoder("utf-8")()
+        self._json = json.JSONDecoder()
+        self._text = ""
+        self._position = 0
 
-    def _peek(self) -> str:
-        """Return the next character that is not white space. Return "" at the end of the file."""
+    def error(self, message: str) -> InputError:
+        return SourceLocation(self._path, self.line).error(message)
+
+    def next_character(self) -> str:
+        """Skip white space and return the next character, or "" at the end of the file."""
         while True:
-            match = _SPACE.match(self._window, self._position)
+            match = _SPACE.match(self._text, self._position)
             assert match is not None, "the pattern matches the empty string"
             self._advance(match.end())
-            if self._position < len(self._window):
-                return self._window[self._position]
+            if self._position < len(self._text):
+                return self._text[self._position]
             if not self._read_more():
                 return ""
 
-    def _expect(self, character: str) -> None:
-        if (found := self._peek()) != character:
+    def expect(self, character: str) -> None:
+        """Skip white space and ``character``. Raise InputError if another character follows."""
+        found = self.next_character()
+        if found != character:
             what = repr(found) if found else "the end of the file"
-            raise self._location().error(f"found {what} instead of {character!r}; the file must be one JSON list")
+            raise self.error(f"found {what} instead of {character!r}; the file must be one JSON list")
         self._advance(self._position + 1)
 
-    def _value(self) -> tuple[Any, str]:
+    def value(self, location: SourceLocation, expected: str) -> tuple[Any, str]:
+        """Return the JSON value at the position, and its text."""
         while True:
             try:
-                value, end = self._json.raw_decode(self._window, self._position)
+                value, end = self._json.raw_decode(self._text, self._position)
                 break
             except json.JSONDecodeError as error:
-                if self._is_truncated(error) and self._read_more():
+                # If the window ends inside a literal or an escape, the reported position is up to
+                # 12 characters before the end.
+                truncated = error.pos >= len(self._text) - 12
+                truncated = truncated or error.msg.startswith("Unterminated string")
+                if truncated and self._read_more():
                     continue
                 self._advance(error.pos)
-                raise self._location().error(
-                    f"not JSON ({error.msg}); each element must be {self._expected}"
-                ) from error
+                location = location._replace(line=self.line)
+                raise location.error(f"not JSON ({error.msg}); each element must be {expected}") from error
             except (ValueError, RecursionError) as error:
-                raise self._location().error(
-                    f"not usable JSON ({error}); each element must be {self._expected}"
-                ) from error
-        text = self._window[self._position : end]
+                raise location.error(f"not usable JSON ({error}); each element must be {expected}") from error
+        text = self._text[self._position : end]
         self._advance(end)
         return value, text
 
-    def _is_truncated(self, error: json.JSONDecodeError) -> bool:
-        # If the window ends inside a literal or an escape, the reported position is up to 12 characters before the end.
-        return error.msg.startswith("Unterminated string") or error.pos >= len(self._window) - 12
+    def _advance(self, position: int) -> None:
+        self.line += self._text.count("\n", self._position, position)
+        self._position = position
+
+    def _read_more(self) -> bool:
+        """Drop the text before the position, and read more text. Return False at the end of the file."""
+        kept = self._text[self._position :]
+        if len(kept) > MAX_LINE:
+            raise self.error(f"the record has more than {MAX_LINE} characters; longer records are not read")
+        # Doubling the number of bytes keeps the time for a very long record linear.
+        data = self._file.read(max(CHUNK, len(self._text)))
+        try:
+            chunk = self._utf8.decode(data, final=not data)
+        except UnicodeDecodeError as error:
+            lines = kept.count("\n") + error.object.count(b"\n", 0, error.start)
+            location = SourceLocation(self._path, self.line + lines)
+            raise location.error(not_utf8(error)) from error
+        if chunk:
+            self._text = kept + chunk
+            self._position = 0
+        return bool(chunk)
 
 
 def refuse_lone_surrogates(value: Any, location: SourceLocation) -> None:
@@ -182,15 +180,6 @@ def refuse_lone_surrogates(value: Any, location: SourceLocation) -> None:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
         raise location.error("found half a character (a lone surrogate escape); text must be valid Unicode") from error
-
-
-def known_fields(record: Record, known: frozenset[str] = _RECORD_FIELDS) -> Record:
-    """Copy a record and its passages; keep only the fields that readers use."""
-    found = {name: record[name] for name in record if name in known}
-    for name, value in found.items():
-        if isinstance(value, list):
-            found[name] = [known_fields(part, _PASSAGE_FIELDS) if isinstance(part, dict) else part for part in value]
-    return found
 
 
 def kind_of(value: Any) -> str:

@@ -1,7 +1,11 @@
-"""Records of every file format, source locations for error messages, and functions that read text files.
+"""Records of every file format, source locations for error messages, and reading of text files.
 
-Text files are UTF-8, plain or gzipped. A line ends at ``\\n`` or ``\\r\\n`` only, so U+2028 stays inside a text. A byte order
-mark is dropped. Blank lines are skipped.
+Text files are UTF-8, plain or gzipped. A line ends at ``\\n`` or ``\\r\\n`` only, so U+2028 stays
+inside a text. A byte order mark is dropped. Blank lines are skipped.
+
+A reader reports each invalid record to a function ``on_error``. The default is ``stop``, which
+raises the error. ``contaccum data check`` collects the errors instead; the reader then skips the
+record.
 """
 
 import gzip
@@ -11,23 +15,34 @@ import json
 import os
 import stat
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from contaccum.config import DataPolicy
 from contaccum.errors import InputError
 from contaccum.runtime.files import refuse_url, whole_file
 
+READER_VERSION = 9
+"""Part of the key of every cached table. Increase it if a reader changes what it reads from a file:
+the tables are then built again."""
+
 CHUNK = 1 << 20  # number of bytes that are read at a time
-LONGEST = 2000  # maximum number of characters of a rejected record that are saved
 MAX_LINE = 1 << 24  # maximum number of bytes of one line or record
 _BOM = b"\xef\xbb\xbf"
 _SPACE = " \t\r\v\f"  # other white space, such as U+2028, is text
 _GZIP = b"\x1f\x8b"
-MIN_UNPACKED = 500_000_000  # number of bytes that every gzip file may unpack to, however small the file is
-MAX_RATIO = 100  # maximum number of unpacked bytes for each packed byte; text has 3 to 10, a file of zeros has 1000
+
+OnError = Callable[[InputError], None]
+
+
+def stop(error: InputError) -> None:
+    """Raise the error of an invalid record."""
+    raise error
+
+
+def ignore(error: InputError) -> None:
+    """Skip an invalid record, because it has been reported before."""
 
 
 class Passage(NamedTuple):
@@ -127,90 +142,11 @@ class RowLocation(SourceLocation):
         return f"{self.path}, row {self.line}"
 
 
-class RejectedRecords:
-    """Invalid records of one file. The first ``limit`` invalid records are skipped; the error of the next one is raised.
-
-    A reader calls ``start`` for each record before it checks the record. If the record is invalid, the reader calls ``reject``.
-    A block ``with rejected:`` calls ``reject`` for an InputError that is raised inside the block.
-    """
-
-    def __init__(self, limit: int = 0, max_unpacked: float | None = None) -> None:
-        """Start without rejected records. ``max_unpacked`` is the maximum size of an unpacked gzip file in GB."""
-        if limit < 0:
-            raise InputError(f"max_bad_records is {limit}; it must be at least 0")
-        self.limit, self.max_unpacked = limit, max_unpacked
-        self.entries: list[dict[str, Any]] = []
-        """One JSON object for each rejected record: file, line, error and text."""
-        self.undecodable = 0
-        """Number of rejected lines that are too long, are not UTF-8 or contain NUL, so that no record could be read."""
-        self._location, self._text = SourceLocation(Path(), 0), ""
-
-    @classmethod
-    def of(cls, policy: DataPolicy) -> "RejectedRecords":
-        """Return a RejectedRecords that is empty and has the limits of ``policy``."""
-        return cls(policy.max_bad_records, policy.max_unpacked)
-
-    def start(self, location: SourceLocation, text: str) -> None:
-        """Set the current record. The next call of ``reject`` rejects this record."""
-        self._location, self._text = location, text
-
-    def reject(self, error: InputError) -> None:
-        """Reject the current record. If ``limit`` records are already rejected, raise ``error`` instead."""
-        if len(self.entries) >= self.limit:
-            raise error
-        path, line, record, _ = self._location
-        where = {"file": str(path), "line": line} | ({"record": record} if record else {})
-        text = {"text": self._text[:LONGEST], "cut": len(self._text) > LONGEST}
-        self.entries.append({**where, "error": str(error), **text})
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        if isinstance(error, InputError):
-            self.reject(error)
-        return isinstance(error, InputError)
-
-
-STRICT = RejectedRecords()
-"""Skip no record: the first invalid record raises an error."""
-
-
-def unpacked_limit(packed: int, gigabytes: float | None = None) -> int:
-    """Return the maximum number of bytes that a gzip file of ``packed`` bytes may unpack to.
-
-    gigabytes: maximum that the user set, in GB. None: ``MIN_UNPACKED + MAX_RATIO * packed`` bytes.
-    """
-    return MIN_UNPACKED + MAX_RATIO * packed if gigabytes is None else int(gigabytes * 1e9)
-
-
-class _Unpacked(io.RawIOBase):
-    """Unpacked content of a gzip file. Reading more than ``limit`` bytes raises InputError."""
-
-    def __init__(self, raw: io.BufferedReader, limit: int) -> None:
-        self._file, self._limit, self._left = gzip.GzipFile(fileobj=raw), limit, limit
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        self._left -= (count := self._file.readinto(buffer))
-        if self._left < 0:
-            raise above_limit(os.fsdecode(self._file.name), self._limit)
-        return count
-
-
-def above_limit(name: str, limit: int) -> InputError:
-    """Return the InputError for a file that unpacks to more than ``limit`` bytes."""
-    advice = "Raise --max_unpacked (data.max_unpacked, in GB) if the file is correct."
-    return InputError(f"{name}: unpacks to more than {limit} bytes, which is the limit. {advice}")
-
-
 @contextmanager
-def open_bytes(path: Path, max_unpacked: float | None = None) -> Iterator[io.BufferedReader]:
-    """Open a file to read bytes. A gzip file is unpacked, and a byte order mark is skipped.
+def open_bytes(path: Path) -> Iterator[io.BufferedReader]:
+    """Open a plain or gzipped file after its byte order mark. Raise InputError if it cannot be read.
 
-    The first bytes of the file tell whether it is gzipped. A gzip file may unpack to at most ``max_unpacked`` GB.
+    The first bytes of the file tell whether it is gzipped.
     """
     refuse_url(path)
     if "\0" in str(path):
@@ -218,8 +154,13 @@ def open_bytes(path: Path, max_unpacked: float | None = None) -> Iterator[io.Buf
     try:
         if not stat.S_ISREG(os.stat(path).st_mode) and not os.path.isdir(path):
             raise InputError(f"{path}: is a pipe or device; it must be a file, because it is read more than once")
-        with open(path, "rb") as raw, decoded(raw, unpacked_limit(path.stat().st_size, max_unpacked)) as file:
-            yield file
+        with open(path, "rb") as raw:
+            zipped = raw.peek(2)[:2] == _GZIP
+            unpacked = io.BufferedReader(cast(Any, gzip.GzipFile(fileobj=raw)), CHUNK) if zipped else raw
+            with unpacked as file:
+                if file.peek(3)[:3] == _BOM:
+                    file.read(3)
+                yield file
     except FileNotFoundError as error:
         raise InputError(f"{path}: no such file") from error
     except IsADirectoryError as error:
@@ -230,70 +171,45 @@ def open_bytes(path: Path, max_unpacked: float | None = None) -> Iterator[io.Buf
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
-@contextmanager
-def decoded(raw: io.BufferedReader, limit: int) -> Iterator[io.BufferedReader]:
-    """Unpack an open file if it is gzipped, and skip a byte order mark. ``limit`` is the maximum number of unpacked bytes."""
-    zipped = raw.read(2) == _GZIP
-    raw.seek(0)
-    with io.BufferedReader(cast(Any, _Unpacked(raw, limit)), CHUNK) if zipped else raw as file:
-        if file.peek(3)[:3] == _BOM:
-            file.read(3)
-        yield file
-
-
 def first_character(path: Path) -> str:
     """Return the first character that is not white space in a file, or "" if there is none."""
     with open_bytes(path) as file:
-        for _ in range(0, MAX_LINE, CHUNK):  # a gzip file can unpack to endless spaces, so stop after MAX_LINE
+        for _ in range(0, MAX_LINE, CHUNK):  # stop after MAX_LINE, because a file may have only spaces
             if text := file.read(CHUNK).decode("utf-8", errors="replace").lstrip():
                 return text[0]
     return ""
 
 
-def numbered_lines(
-    path: Path, blank: bool = False, rejected: RejectedRecords = STRICT
-) -> Iterator[tuple[SourceLocation, str]]:
+def numbered_lines(path: Path, blank: bool = False, on_error: OnError = stop) -> Iterator[tuple[SourceLocation, str]]:
     """Yield the location and the text of each line of a file. The text has no line end.
 
     Blank lines are skipped, unless ``blank`` is true.
     """
-    with open_bytes(path, rejected.max_unpacked) as file:
-        yield from lines_of(file, path, blank, rejected)
-
-
-def lines_of(
-    file: BinaryIO, path: Path, blank: bool = False, rejected: RejectedRecords = STRICT
-) -> Iterator[tuple[SourceLocation, str]]:
-    """Yield the lines of an open file, as ``numbered_lines`` does. path: name of the file, for error messages."""
-    for number, raw in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), 1):
-        location = SourceLocation(path, number)
-        try:
-            line = _text_of(raw, location)
-        except InputError as error:
-            rejected.start(location, raw[: 4 * LONGEST].decode("utf-8", errors="backslashreplace"))
-            rejected.reject(error)
-            rejected.undecodable += 1
-            while len(raw) > MAX_LINE and not raw.endswith(b"\n"):  # skip the rest of a long line
-                raw = file.readline(MAX_LINE + 1)
-            continue
-        if blank or line.strip(_SPACE):
-            rejected.start(location, line)
-            yield location, line
-
-
-def _text_of(raw: bytes, location: SourceLocation) -> str:
-    if len(raw) > MAX_LINE:
-        raise location.error(f"the line has more than {MAX_LINE} bytes; longer lines are not read")
-    try:
-        line = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise location.error(not_utf8(error)) from error
-    if "\0" in line:
-        raise location.error("found a NUL byte; text must not contain NUL")
-    return line.removesuffix("\n").removesuffix("\r")
+    with open_bytes(path) as file:
+        number = 0
+        while raw := file.readline(MAX_LINE + 1):
+            number += 1
+            location = SourceLocation(path, number)
+            if len(raw) > MAX_LINE:
+                on_error(location.error(f"the line has more than {MAX_LINE} bytes; longer lines are not read"))
+                while raw and not raw.endswith(b"\n"):  # skip the rest of the line
+                    raw = file.readline(MAX_LINE + 1)
+                continue
+            try:
+                line = raw.decode("utf-8")
+            except UnicodeDecodeError as error:
+                on_error(location.error(not_utf8(error)))
+                continue
+            if "\0" in line:
+                on_error(location.error("found a NUL byte; text must not contain NUL"))
+                continue
+            line = line.removesuffix("\n").removesuffix("\r")
+            if blank or line.strip(_SPACE):
+                yield location, line
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:
+    """Return the message for a byte that is not UTF-8."""
     return f"byte 0x{error.object[error.start]:02x} is not UTF-8; the text must be valid UTF-8"
 
 

@@ -18,7 +18,7 @@ from contaccum.data.corpus import find_rows
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.errors import InputError
 from contaccum.formats.records import Example, Passage, TeacherScores, record_line, whole_records
-from contaccum.formats.training import Form, example_record, framed
+from contaccum.formats.training import TrainingKind, example_record, framed
 from contaccum.retrieval.encode import passage_vectors
 from contaccum.retrieval.negatives import CrossEncoder, MiningQueries, select_negatives
 from contaccum.retrieval.retriever import BM25_NAME, DEFAULTS, Retriever, index_settings, validate_search
@@ -75,7 +75,7 @@ class Miner:
     queries: MiningQueries
     retriever: Retriever
     settings: MineConfig = MINING
-    to: Form = "jsonl"  # format of the mined examples
+    to: TrainingKind = "jsonl"  # format of the mined examples
     cross_encoder: CrossEncoder | None = None
 
     def mine(self, start: int, stop: int, statistics: Statistics) -> list[bytes]:
@@ -189,7 +189,7 @@ def mine(
     *,
     split: str = "train",
     corpus: str | Path | None = None,
-    to: Form = "jsonl",
+    to: TrainingKind = "jsonl",
     mining: MineConfig = MINING,
     settings: SearchConfig = DEFAULTS,
     policy: DataPolicy = DEFAULT_POLICY,

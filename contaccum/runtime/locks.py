@@ -1,27 +1,22 @@
-"""Lock files, so that only one run uses a folder and only one process builds a cache entry.
+"""Lock files, so that only one run uses a folder and only one process builds a cache folder.
 
 ``filelock.SoftFileLock`` creates the lock file, also on NFS. The file contains the process number, the host and the start time
 of the process that holds the lock. SoftFileLock takes over the lock of a dead process of this machine. SoftFileLock cannot see
 the processes of other machines and containers.
 """
 
-import hashlib
-import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from filelock import SoftFileLock, Timeout
 
 from contaccum.errors import InputError
-from contaccum.runtime.files import cache_folder, created_folder, sweep, whole_folder, write_errors
+from contaccum.runtime.files import created_folder, write_errors
 
 LOCK_FILE = "contaccum.lock"
-# increase this number if a reader changes what it reads from a file; then cached tables are built again
-READER_VERSION = 8
 _PATIENCE = 3.0  # seconds to wait; after 2 seconds, filelock takes over a lock file without a process number
 
 
@@ -106,25 +101,3 @@ def _holder(path: Path) -> str:
         pid, host = path.read_text(encoding="utf-8").split()[:2]
         return f"process {int(pid)} on host {host}"
     return "an unknown process"
-
-
-def cached_folder(kind: str, key: object, build: Callable[[Path], None]) -> Path:
-    """Return the cache folder for ``key``. If the folder does not exist, create it and call ``build(folder)`` to fill it.
-
-    kind: subfolder of the cache in which the folder is created. key: any JSON value.
-    """
-    name = hashlib.sha256(json.dumps([READER_VERSION, key]).encode()).hexdigest()[:32]
-    folder = cache_folder() / kind / name
-    if not folder.is_dir():
-        with waiting_lock(cache_folder() / "locks" / f"{name}.lock"):
-            if not folder.is_dir():  # another process may have built the folder during the wait
-                sweep(folder.parent, name)
-                with whole_folder(folder) as part:
-                    build(part)
-    return folder
-
-
-def file_key(path: Path) -> list[Any]:
-    """Return path, size and modification time (ns) of a file: a key for ``cached_folder`` that changes with the file."""
-    status = path.stat()
-    return [str(path.resolve()), status.st_size, status.st_mtime_ns]

@@ -15,7 +15,7 @@ from contaccum.config import METRIC_CUTS, TrainConfig, check_total, parse_bytes,
 from contaccum.config.commands import SearchConfig
 from contaccum.config.file import CONFIG_VERSION
 from contaccum.data.dataset import load_training, open_dataset
-from contaccum.data.retrieval_set import RetrievalSet, same_content
+from contaccum.data.retrieval_set import RetrievalSet
 from contaccum.encoder import SETTINGS_FILE
 from contaccum.errors import InputError, Interrupted, NotFiniteError
 from contaccum.evaluation.evaluate import evaluate
@@ -129,7 +129,7 @@ class Training:
         changes = run_folder.identity_differences(state["identity"], self.identity)
         run_folder.refuse_changes(where, changes, self.config.allow_changes)
         restore(checkpoint, self.encoder, optimizer, self.bank)
-        if not same_content(state["identity"]["data"], self.identity["data"]):
+        if state["identity"]["data"] != self.identity["data"]:
             changed = [*changed, "data"]  # the bank contains row numbers of the old data
         if changed and self.bank.stored:
             self.bank.empty()
@@ -138,7 +138,7 @@ class Training:
         self.micro_batch_size.load_state(state["micro_batch"])
         self.done, self.best, self.evaluated = state["step"], state["best"], state["evaluated"]
         if self.dev and self.best:
-            same_dev = same_content(self.best["dev"], self.dev.fingerprint())
+            same_dev = self.best["dev"] == self.dev.fingerprint()
             saved = self.engine.from_main(str((self.folder / "model" / SETTINGS_FILE).is_file()))
             if saved == "False" or not same_dev or self.best["metric"] != self.config.run.metric:
                 self.best, self.evaluated = {}, 0  # evaluate this step again if an evaluation is due

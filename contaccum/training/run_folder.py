@@ -27,7 +27,7 @@ import yaml
 
 from contaccum.config import ENCODER_SETTINGS, TrainConfig, settings_with
 from contaccum.config.file import CONFIG_VERSION, check_version, checked_nodes
-from contaccum.data.retrieval_set import RetrievalSet, same_content
+from contaccum.data.retrieval_set import RetrievalSet
 from contaccum.data.tables import tokenizer_hash
 from contaccum.data.train_set import TrainSet
 from contaccum.encoder import SETTINGS_FILE, DualEncoder, model_folder
@@ -176,7 +176,6 @@ def identity_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     not a difference.
     """
     ignored = {"encoder"} if None in new["encoder"] else set()
-    ignored |= {name for name in old if isinstance(old[name], str) and same_content(old[name], str(new.get(name)))}
     return _changes(old, new, (old.keys() & new.keys()) - ignored)
 
 

@@ -6,8 +6,6 @@ import pytest
 from helpers import write_beir
 from opened import open_retrieval_set
 
-from contaccum.data.retrieval_set import same_content
-
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
@@ -34,6 +32,4 @@ def test_an_edit_of_passages_queries_or_judgements_is_noticed(file, before, afte
     old = open_retrieval_set(data).fingerprint()
     assert open_retrieval_set(data).fingerprint() == old
     edit_line(data / file, before, after)
-    new = open_retrieval_set(data).fingerprint()
-    assert not same_content(old, new)
-    assert same_content(new.partition("-")[0], new)
+    assert open_retrieval_set(data).fingerprint() != old

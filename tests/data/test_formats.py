@@ -13,7 +13,7 @@ from tiny_data import context, dpr, lines, write, write_gzip
 
 from contaccum.errors import InputError
 from contaccum.formats.dpr import read_questions
-from contaccum.formats.json_records import json_list
+from contaccum.formats.json_records import json_records
 from contaccum.formats.readers import kind_of_data, read_qrels
 from contaccum.formats.records import Passage, content_id
 
@@ -255,13 +255,13 @@ def test_an_invalid_dpr_record_is_located(tmp_path, change, words):
     ],
 )
 def test_a_broken_json_list_is_located(tmp_path, text, words):
-    sentence = refusal(lambda path: json_list(path, "things", as_it_is), write(tmp_path / "t.json", text))
+    sentence = refusal(lambda path: json_records(path, "things", as_it_is), write(tmp_path / "t.json", text))
     assert all(word in sentence for word in words), sentence
 
 
 def test_bytes_that_are_not_utf8_in_a_json_list_are_located(tmp_path):
     path = write(tmp_path / "t.json", b'[{"a": 1},\n{"a": "\xff"}]')
-    assert ":2" in refusal(lambda path: json_list(path, "things", as_it_is), path)
+    assert ":2" in refusal(lambda path: json_records(path, "things", as_it_is), path)
 
 
 VALUES = st.dictionaries(
@@ -274,7 +274,7 @@ VALUES = st.dictionaries(
 def test_json_list_equals_json_loads_for_any_window_size(tmp_path, monkeypatch, records, window, indent):
     monkeypatch.setattr("contaccum.formats.json_records.CHUNK", window)
     path = write(tmp_path / "t.json", json.dumps(records, indent=indent, ensure_ascii=True))
-    found = [record for _, record in json_list(path, "things", as_it_is)]
+    found = [record for _, record in json_records(path, "things", as_it_is)]
     assert json.dumps(found) == json.dumps(records)
 
 

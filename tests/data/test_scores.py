@@ -82,8 +82,6 @@ def test_scores_must_be_one_finite_number_per_passage(form, change, sentence, tm
     with pytest.raises(InputError, match=re.escape(f"{path}:2") + ".*" + re.escape(sentence)):
         open_train_set(path, hard_negatives=1, scores=True)
     assert len(open_train_set(path, hard_negatives=1).queries) == 2  # nobody asked
-    with pytest.warns(UserWarning, match="1 invalid record"):
-        assert len(open_train_set(path, hard_negatives=1, max_bad_records=1, scores=True).queries) == 1
 
 
 def check(train_set, hard: int, batches: str = "mixed", steps: int = 12) -> int:

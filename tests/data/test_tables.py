@@ -18,8 +18,8 @@ from contaccum.data import corpus as corpus_module
 from contaccum.data.corpus import find_rows, repeated_ids
 from contaccum.data.tables import Ragged
 from contaccum.errors import InputError
+from contaccum.runtime.cache import cached_folder
 from contaccum.runtime.files import cache_folder
-from contaccum.runtime.locks import cached_folder
 
 
 def refusal(call, *arguments, **options) -> str:
@@ -247,7 +247,7 @@ def test_ragged_returns_the_packed_lists():
 
 BUILD = """
 import sys, time
-from contaccum.runtime.locks import cached_folder
+from contaccum.runtime.cache import cached_folder
 
 def build(part):
     time.sleep(0.3)

@@ -60,7 +60,7 @@ def test_an_id_without_word_embedding_is_refused(monkeypatch):
             build_token_table(table, ["text"], tokenizer(), vocabulary=6, **call)
         if path == "built":
             build_token_table(table, ["text"], tokenizer(), vocabulary=7, **call)
-            monkeypatch.setattr(tokens, "_write_tokens", lambda *_: pytest.fail("tokenized again"))
+            monkeypatch.setattr(tokens, "column_batches", lambda *_: pytest.fail("tokenized again"))
 
 
 def test_every_part_of_the_cache_key_counts(monkeypatch):
@@ -69,7 +69,7 @@ def test_every_part_of_the_cache_key_counts(monkeypatch):
     build_token_table(table, ["text"], make, **base)
     make(["alpha beta"], padding=True, truncation=True, max_length=3)  # leaves its padding behind in the tokenizer
     with monkeypatch.context() as patch:
-        patch.setattr(tokens, "_write_tokens", lambda *_: pytest.fail("tokenised again"))
+        patch.setattr(tokens, "column_batches", lambda *_: pytest.fail("tokenised again"))
         build_token_table(table, ["text"], make, **base)
     left = tokenizer()
     left.truncation_side = "left"
@@ -86,11 +86,10 @@ def test_every_part_of_the_cache_key_counts(monkeypatch):
         assert len(list((cache_folder() / "tokens").iterdir())) == number
 
 
-def test_the_files_are_plain_npy():
+def test_the_files_are_plain_arrays():
     build_token_table(texts(10), ["text"], tokenizer(), max_length=6, fingerprint="f")
     (folder,) = (cache_folder() / "tokens").iterdir()
-    flat = np.load(folder / "tokens.npy", allow_pickle=False)
-    assert flat.dtype == np.int32
+    flat = np.fromfile(folder / "tokens.bin", dtype="<i4")
     assert len(flat) == np.load(folder / "offsets.npy", allow_pickle=False)[-1]
 
 

@@ -214,7 +214,7 @@ def test_beir_refuses_what_it_cannot_run(tmp_path, capsys):
     assert "--model bm25 has no vectors; this command needs an encoder" in capsys.readouterr().err
     assert main([*call, "--model", str(model), "--split", "absent"]) == 2
     assert "BEIR cannot load it" in capsys.readouterr().err
-    options = {"relevance_level": 2, "dtype": "float16", "max_bad_records": 1, "factory": "IVF1,Flat"}
+    options = {"relevance_level": 2, "dtype": "float16", "factory": "IVF1,Flat"}
     for option, value in options.items():
         assert main([*call, "--model", str(model), f"--{option}", str(value)]) == 2
         assert f"{option} is {value!r}; evaluator beir supports only" in capsys.readouterr().err

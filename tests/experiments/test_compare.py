@@ -39,16 +39,16 @@ NEW_PYTHON = sys.executable
 
 @pytest.fixture(scope="module")
 def study_folder(tmp_path_factory):
-    """Data with a bad record, a config, and a finished comparison of two methods, two bank sizes and two baselines."""
+    """Data with a repeated passage id, a config, and a finished comparison of two methods, two bank sizes and two baselines."""
     folder = tmp_path_factory.mktemp("compare")
     data = write_beir(folder / "data")
     with (data / "corpus.jsonl").open("a") as corpus:
-        corpus.write('{"_id": "p40", "text": \n')
+        corpus.write(json.dumps({"_id": "p0", "text": "again"}) + "\n")
     changes = {
         "optim.max_steps": 3,
         "run.save_steps": 0,
         "data.dev": str(data),
-        "data.max_bad_records": 1,
+        "data.repair": True,
         "run.eval_steps": 1,
         "run.drift_steps": 1,
     }
@@ -88,7 +88,6 @@ def test_every_combination_is_trained_and_evaluated_once(study_folder):
         metrics = read_json(study / "runs" / name / "metrics.json")
         assert len(metrics["per_query"]) == 10
         assert (metrics["data"], metrics["split"]) == (str(study_folder / "data"), "test")
-        assert metrics["left_out"] == {"corpus.jsonl": 1}
     assert len(read_log(study / "runs" / "cont_accum-size=16-seed0")) == 6
 
 
@@ -98,7 +97,7 @@ def test_finished_comparison_runs_nothing_again(study_folder, capsys):
     arguments = ["--methods", "grad_accum,cont_accum", "--seeds", 1, "--vary", "bank.size=16,24", "--output_dir", study]
     code, said = call(capsys, study_folder, *arguments)
     assert (code, len(said.splitlines())) == (0, 1)
-    assert "1 invalid record is skipped" in said
+    assert "1 passages are skipped" in said
     assert stamps(study) == before
 
 
@@ -129,7 +128,7 @@ def test_edited_data_is_noticed(file, before, after, kind, study_folder, capsys)
 def test_changed_encoder_is_noticed(study_folder, tmp_path, capsys):
     """Otherwise, the models of additional seeds would start from another encoder than those of the first call."""
     base = shutil.copytree(study_folder / "study" / "runs" / "grad_accum-seed0" / "model", tmp_path / "base")
-    changes = {"model.name": str(base), "data.max_bad_records": 1, "optim.max_steps": 1}
+    changes = {"model.name": str(base), "data.repair": True, "optim.max_steps": 1}
     (tmp_path / "config.yaml").write_text(to_yaml(train_config(study_folder / "data", tmp_path / "unused", **changes)))
     arguments = ["--output_dir", tmp_path / "study", "--methods", "grad_accum"]
     code, said = call(capsys, tmp_path, *arguments, "--seeds", 1, "--baselines", "untrained")

@@ -35,9 +35,6 @@ RUN = {
 }
 """41 queries in steps of 16: epochs end inside steps, and the last step goes beyond the last epoch's end."""
 
-SPOILT = {"corpus.jsonl": '{"_id": "p41", "text": ', "queries.jsonl": '{"_id": "q41"}', "qrels/dev.tsv": "q1\tp1\tgood"}
-"""A bad record for each of these files."""
-
 
 class Runs:
     """Training runs on the same data: their jobs, and their folders by name."""
@@ -75,11 +72,6 @@ def runs(tmp_path_factory):
         call = [str(runs.data), str(runs[f"dev{world}"])]
         runs.jobs[f"dev of {world}"] = Job(call, world, worker="dev_evaluation_worker")
     runs.add("machines", 4, machines=2, fault="tells_what_it_builds")
-    spoilt = write_beir(runs["spoilt data"], queries=41)
-    for file, line in SPOILT.items():
-        with (spoilt / file).open("a") as lines:
-            lines.write(line + "\n")
-    runs.add("spoilt", 2, data=spoilt, **{"data.max_bad_records": 1})
     runs.add("killed", 2, fault="is_killed")
     runs.add("killed alone", 1, fault="is_killed")
     runs.add("raises", 2, fault="raises")
@@ -235,15 +227,6 @@ def test_each_machine_fills_its_cache_once(runs):
     assert entries[1] == entries[2]
     assert set(entries[1]) <= set(entries[0])
     assert [text.count("builds ") for text in runs.outcomes["machines"].err] == [3, 0, 3, 0]
-
-
-def test_all_processes_skip_the_same_bad_records(runs):
-    outcome = runs.outcomes["spoilt"].check()
-    assert weights(runs["spoilt"]) == weights(runs["of 2"])
-    left_out = read_json(runs["spoilt"] / "dev_metrics.json")["left_out"]
-    assert {Path(file).name: count for file, count in left_out.items()} == {Path(file).name: 1 for file in SPOILT}
-    for file in SPOILT:
-        assert "".join(outcome.err).count(f"{file}: 1 invalid record is skipped") == 1
 
 
 # resuming
