@@ -22,14 +22,13 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from contaccum.catalog.download import unpack
-from contaccum.config import train_settings
-from contaccum.config.file import check_config_file
+from contaccum.config import TrainConfig, load
 from contaccum.errors import InputError
 from contaccum.formats.dpr import read_questions
 from contaccum.formats.readers import kind_of_data, numbered_corpus, numbered_examples, numbered_queries, read_qrels
 from contaccum.retrieval.runs import read_run
 from contaccum.retrieval.shards import ShardFolder
-from contaccum.runtime.files import read_json, read_text
+from contaccum.runtime.files import read_json
 from contaccum.training.run_folder import newest_checkpoint
 
 CONTEXT = {"title": "T", "text": "t", "passage_id": 7}
@@ -116,7 +115,7 @@ TARGETS: dict[str, tuple[Callable[[Path], object], list[bytes]]] = {
     "any file": (kind_of_data, [lines(EXAMPLE), lines(DPR), b"1\ttext\ttitle\n", b"q\t['a']\n"]),
     "run": (all_of(read_run), [b"q Q0 p 1 2.5 x\nr Q0 p 1 -1e-3 x\n"]),
     "config": (
-        lambda path: check_config_file(path, read_text(path, "a config"), train_settings()),
+        lambda path: load([TrainConfig], [str(path)]),
         [b"seed: 1\nbank: {size: 4}\ndata:\n  train: &a x\n  dev: *a\n"],
     ),
     "json": (read_json, [lines(SHARDS), lines([1.5, "\U0001f600", None])]),

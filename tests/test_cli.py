@@ -2,10 +2,11 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-from argparse import ArgumentError
+from dataclasses import MISSING
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,9 @@ import contaccum
 from contaccum import DualEncoder, evaluate, search, train
 from contaccum.cli import main
 from contaccum.cli.commands import COMMANDS
-from contaccum.cli.parser import make_parser
-from contaccum.config import to_yaml
+from contaccum.cli.parser import MAIN_SETTINGS, help_texts
+from contaccum.config import to_yaml, train_settings
+from contaccum.config.declare import default_of
 
 
 @pytest.fixture
@@ -284,8 +286,8 @@ BAD_CALLS = {
     "unknown method": (["train", "--method", "magic"], "magic"),
     "unknown pooling": (["train", "--model.pooling", "max"], "max"),
     "misspelt key": (["train", "--bank.sise", "3"], "--bank.sise"),
-    "no verb": ([], 'expected "subcommand" to be one of {train,encode'),
-    "unknown verb": (["fly"], "fly"),
+    "no command": ([], "no command was given; contaccum --help lists the commands"),
+    "unknown command": (["fly"], "fly"),
     "config absent": (["train", "--config", "absent.yaml"], "absent.yaml"),
     "number is a word": (["train", "--bank.size", "many"], "many"),
     "nothing to evaluate": (["evaluate", "--model", "x"], "evaluate got neither data nor a run file"),
@@ -355,79 +357,73 @@ def test_warnings_are_one_line_each(data, tmp_path):
     assert "contaccum: warning: run.eval_steps has no effect without data.dev\n" in done.stderr
 
 
-def test_help_says_meaning_and_default_of_every_field(capsys):
-    with pytest.raises(SystemExit):
-        main(["train", "--help"])
+def help_of(capsys, *words: str) -> str:
+    assert main([*words, "--help"]) == 0
+    return capsys.readouterr().out
+
+
+def test_help_of_training_begins_with_the_settings_that_matter(capsys):
+    text = help_of(capsys, "train")
+    shown = re.findall(r"^  --(\S+)", text, re.MULTILINE)
+    assert tuple(shown[1:11]) == MAIN_SETTINGS
+    assert len(shown) == 15
+    assert f"`contaccum train --help all` shows all {len(train_settings())} settings." in text
+    for command in ("compare", "auto", "plan"):
+        assert "--batch.global_batch_size" in help_of(capsys, command)
+
+
+def test_help_says_meaning_range_and_default_of_every_setting(capsys):
+    assert main(["train", "--help", "all"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "Number of past pairs kept in the bank (M). If `bank.hard_negatives` is true, the bank also stores" in text
-    assert (
-        "Number of pairs (N) in one optimizer step, over all processes. Range: at least 1. (type: int, default: 128)"
-        in text
-    )
-    from dataclasses import fields, is_dataclass
-
-    from contaccum.config import TrainConfig
-
-    for group in fields(TrainConfig):
-        inner = group.default_factory() if callable(group.default_factory) else None
-        names = [f"{group.name}.{field.name}" for field in fields(inner)] if is_dataclass(inner) else [group.name]
-        for name in names:
-            assert f"--{name}" in text
+    assert "Number of pairs (N) in one optimizer step, over all processes. (at least 1; default: 128)" in text
+    for name in train_settings():
+        assert f"--{name} " in text
+    assert not re.search(r"\b(int|str|float|bool|None|Literal|Annotated)\b", text)
 
 
-def test_the_verb_asked_for_has_the_options_of_the_whole_parser(capsys):
-    """Only its parser is filled; the names of all verbs, and of what a wrong one is told, stay."""
-
-    whole = make_parser(COMMANDS)
-
-    def said(parser, arguments: list[str]) -> str:
-        with pytest.raises(SystemExit) as ended:
-            parser.parse_args(arguments)
-        assert ended.value.code == 0
-        return capsys.readouterr().out
-
-    for verb in ("train", "encode", "doctor", "data check", ""):
-        arguments = [*verb.split(), "--help"]
-        assert said(make_parser(COMMANDS, arguments), arguments) == said(whole, arguments) != ""
-    for arguments in (["fly"], ["data"], ["data", "checks"], [], ["encode", "check"]):
-        found = []
-        for parser in (make_parser(COMMANDS, arguments), whole):
-            with pytest.raises(ArgumentError) as refused:
-                parser.parse_args(arguments)
-            found.append(str(refused.value))
-        assert found[0] == found[1]
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_has_a_help_text(name, capsys):
+    command = COMMANDS[name]
+    assert main([*name.split(), "--help", "all"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert " ".join(command.description.split()) in text
+    texts = {key: value for kind in command.kinds() for key, value in help_texts(kind).items()}
+    assert command.settings().keys() <= texts.keys()
+    assert not [key for key, value in texts.items() if not value.endswith((".", ".)"))]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "near"),
-    [
-        (["--batch_size", 8], "; did you mean --batch.global_batch_size or --batch.micro_batch_size?"),
-        (["--learning_rate=1e-3", "--epochs", 3], "; did you mean --optim.learning_rate?"),
-        (["--bank.sise", 3], "; did you mean --bank.size?"),
-        (["--optim.learning_rat", 1], "; did you mean --optim.learning_rate?"),
-        (["--methd", "in_batch"], "; did you mean --method?"),
-        (["--zzz", 3], ""),
-    ],
-)
-def test_an_unknown_setting_is_answered_with_those_like_it(arguments, near, capsys):
-    code, _, said = call(capsys, "train", *arguments)
-    told = arguments[0].partition("=")[0]
-    assert (code, said) == (2, f"contaccum: {told}: contaccum train has no such option{near}\n")
+OPTIONS = Path(__file__).parent / "options.txt"
 
 
-def test_an_option_of_training_is_unknown_to_a_command_with_an_option_of_the_group_s_name(capsys):
-    """``evaluate`` has ``--run``, so ``--run.device`` looked like a part of it."""
-    code, _, said = call(capsys, "evaluate", "--model", "bm25", "--data", "x", "--run.device", "cpu")
-    assert (code, said) == (
-        2,
-        "contaccum: --run.device: contaccum evaluate has no such option; did you mean --device?\n",
-    )
+def test_commands_and_options_are_the_listed_ones():
+    """A new option needs an edit of options.txt, made by: python tests/test_cli.py > tests/options.txt"""
+    assert options_of_all_commands() == OPTIONS.read_text()
+
+
+def options_of_all_commands() -> str:
+    """Return a line with command, option and default for each option. Settings of training are listed once."""
+    lines = []
+    for name, command in COMMANDS.items():
+        for option, declared in command.settings().items():
+            if name == "train" or option not in train_settings() or not command.trains:
+                default = default_of(declared)
+                lines.append(f"{name} {option} {'required' if default is MISSING else json.dumps(default)}\n")
+    return "".join(lines)
+
+
+def test_completion_knows_commands_and_options(capsys):
+    for shell in ("bash", "zsh", "tcsh"):
+        assert main(["--print_completion", shell]) == 0
+        script = capsys.readouterr().out
+        assert all(word in script for word in ("evaluate", "convert", "relevance_level", "bank.size"))
+    assert main(["--print_completion", "nosh"]) == 2
+    assert "--print_completion is 'nosh', expected one of bash, zsh, tcsh" in capsys.readouterr().err
 
 
 def test_version(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["--version"])
-    assert (ended.value.code, capsys.readouterr().out) == (0, f"contaccum {contaccum.__version__}\n")
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"contaccum {contaccum.__version__}\n"
 
 
 def test_start_up_needs_no_torch():
@@ -435,10 +431,7 @@ def test_start_up_needs_no_torch():
     script = """
 import sys
 from contaccum.cli import main
-try:
-    main(sys.argv[1:])
-except SystemExit:
-    pass
+main(sys.argv[1:])
 print("torch" in sys.modules)
 """
     for arguments in (["--help"], ["train", "--help"], ["train", "--bank.sise", "3"], ["data", "check", "absent"]):
@@ -459,19 +452,11 @@ def test_a_query_that_yaml_reads_as_no_value_is_searched(query, tmp_path, capsys
     assert capsys.readouterr().out == "no passage was found\n"
 
 
-def test_resume_is_a_flag_and_prefixes_are_not_completed():
-    train = make_parser(COMMANDS, ["train"])
-    assert train.parse_args(["train", "--resume"]).train.resume is True
-    for words in (
-        ["train", "--optim.learning_rat", "1"],
-        ["train", "--methd", "in_batch"],
-        ["report", "a", "--metri", "x"],
-    ):
-        with pytest.raises(ArgumentError, match="unrecognized arguments"):
-            make_parser(COMMANDS, words).parse_args(words)
+def test_prefixes_of_options_are_not_completed(capsys):
+    for words in (["train", "--optim.learning_rat", "1"], ["train", "--methd", "x"], ["report", "a", "--metri", "x"]):
+        assert main(words) == 2
+        assert "has no such option; did you mean --" in capsys.readouterr().err
 
 
-def test_help_does_not_import_options():
-    code = "import sys; from contaccum.cli import main\ntry: main(['--help'])\n"
-    code += "finally: assert 'contaccum.config' not in sys.modules"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+if __name__ == "__main__":
+    print(options_of_all_commands(), end="")

@@ -1,5 +1,6 @@
 """Every rule between settings, every config file, and what the run's folder keeps of them."""
 
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,11 +14,14 @@ from contaccum.config import (
     METHOD_SPECS,
     MixtureConfig,
     TrainConfig,
+    affects,
     check_total,
     from_mapping,
     parse_bytes,
     to_yaml,
+    train_settings,
     validate,
+    with_changes,
 )
 from contaccum.config.commands import EncoderConfig
 from contaccum.errors import InputError
@@ -34,9 +38,7 @@ def config(method="cont_accum", **changes) -> TrainConfig:
 
 
 def print_config(capsys, path: Path, *given: str) -> dict:
-    with pytest.raises(SystemExit) as done:
-        main(["train", "--config", str(path), *given, "--print_config"])
-    assert done.value.code == 0
+    assert main(["train", "--config", str(path), *given, "--print_config"]) == 0
     return yaml.safe_load(capsys.readouterr().out)
 
 
@@ -69,7 +71,7 @@ def test_ready_made_configs_have_names(name, capsys, tmp_path, monkeypatch):
         ("presets", "no ready-made config has this name"),
         ("", "no ready-made config has this name"),
         ("no.yaml", "no.yaml: cannot be read (No such file or directory)"),
-        ("s3://bucket/finetune.yaml", "scheme s3 is not a local path"),
+        ("s3://bucket/finetune.yaml", "s3://bucket/finetune.yaml: cannot be read"),
     ],
 )
 def test_unknown_config_names_are_refused(name, words, capsys, tmp_path, monkeypatch):
@@ -172,8 +174,7 @@ SEPARATE = {
         ({"method": "cont_cache", "bank.size": 12}, "bank.size is 12, but cont_cache can push 16 entries at once"),
         ({"method": "no_such"}, "method is 'no_such', expected one of in_batch"),
         ({"data.train": ""}, "data.train is not set"),
-        ({"seed": 2**64}, "seed is 18446744073709551616, expected from 0 to 18446744073709551615"),
-        ({"seed": -1}, "seed is -1, expected from 0"),
+        ({"seed": -1}, "seed is -1, expected at least 0"),
         ({"output_dir": ""}, "output_dir is not set"),
         (
             {"model.tie_towers": True, "model.passage_name": "x"},
@@ -190,11 +191,11 @@ SEPARATE = {
         ({"run.bank_check_steps": -1}, "run.bank_check_steps is -1, expected at least 0"),
         (
             {"loss.matryoshka_dims": [8, 8]},
-            r"loss.matryoshka_dims is \[8, 8\], expected integers of at least 1, each only once",
+            "loss.matryoshka_dims is [8, 8], expected integers of at least 1, each only once",
         ),
         (
             {"loss.matryoshka_dims": [0]},
-            r"loss.matryoshka_dims is \[0\], expected integers of at least 1, each only once",
+            "loss.matryoshka_dims is [0], expected integers of at least 1, each only once",
         ),
         (
             {"loss.matryoshka_dims": [8], "loss.matryoshka_weights": [1.0, 2.0]},
@@ -203,7 +204,7 @@ SEPARATE = {
         ({"loss.matryoshka_weights": [1.0]}, "loss.matryoshka_weights has 1 numbers, expected 0"),
         (
             {"loss.matryoshka_dims": [8], "loss.matryoshka_weights": [float("nan")]},
-            r"loss.matryoshka_weights is \[nan\], expected finite numbers above 0",
+            "loss.matryoshka_weights is [nan], expected finite numbers above 0",
         ),
         ({"loss.distillation": "kl"}, "loss.distillation is kl, but data.hard_negatives is 0; set it to at least 1"),
         ({"loss.distillation_weight": 0.0}, "loss.distillation_weight is 0.0, expected more than 0"),
@@ -250,7 +251,7 @@ SEPARATE = {
     ],
 )
 def test_each_broken_rule_is_one_sentence(changes, sentence):
-    with pytest.raises(InputError, match=sentence.replace("(", "\\(").replace("mixture[1]", r"mixture\[1\]")) as error:
+    with pytest.raises(InputError, match=re.escape(sentence)) as error:
         validate(config(**changes))
     assert "\n" not in str(error.value)
 
@@ -313,34 +314,6 @@ def test_a_config_of_cont_cache_that_samples_texts_for_grad_cache_is_named(recwa
         UserWarning, match=r"replay\.share is 0\.5, so the second pass of grad_cache encodes only a sample"
     ):
         validate(config(**sampled, **{"bank.age_decay": 1.0}))
-
-
-REMOVED_CALLS = [
-    ("model.pack_linears", "true", "Training no longer packs linear layers. To train faster, use model.unpad"),
-    ("bank.visibility", "on_step", "always visible"),
-    ("bank.queries", "false", "Use method passage_bank"),
-    ("optim.fused", "false", "set optim.name to adamw_8bit"),
-    ("batch.on_out_of_memory", "grow", "Use shrink"),
-]
-
-
-@pytest.mark.parametrize(("name", "value", "instead"), REMOVED_CALLS)
-def test_removed_setting_is_refused_with_what_to_use_instead(name, value, instead, tmp_path, capsys):
-    group, _, field = name.partition(".")
-    (tmp_path / "old.yaml").write_text(f"output_dir: x\n{group}:\n  {field}: {value}\n")
-    for call, where in (
-        (["train", f"--{name}={value}"], f"--{name} is {value}"),
-        (["compare", f"--{name}", value], f"--{name} is {value}"),
-        (["train", "--config", str(tmp_path / "old.yaml")], f"old.yaml:3: {name} is {value}"),
-    ):
-        assert main(call) == 2
-        error = capsys.readouterr().err
-        assert where in error
-        assert instead in error
-        assert error.count("\n") == 1
-    python = yaml.safe_load((tmp_path / "old.yaml").read_text())
-    with pytest.raises(InputError, match=instead):
-        from_mapping(python)
 
 
 def test_settings_with_effect_are_not_named(recwarn):
@@ -419,29 +392,65 @@ def assigned(**changes) -> TrainConfig:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"optim.max_steps": "6"}, r"optim.max_steps is '6', expected a whole number \(at least 1\), or null"),
-        ({"bank.size": 24.0}, r"bank.size is 24.0, expected a whole number"),
-        ({"optim.learning_rate": True}, "optim.learning_rate is True, expected a number"),
+        ({"optim.max_steps": "6"}, "optim.max_steps is '6', expected a whole number (at least 1), or null"),
+        ({"bank.size": 24.0}, "bank.size is 24.0, expected a whole number"),
+        ({"optim.learning_rate": True}, "optim.learning_rate is true, expected a number"),
         ({"resume": "false"}, "resume is 'false', expected true or false"),
-        ({"loss.matryoshka_dims": ["8"]}, r"loss.matryoshka_dims is \['8'\], expected a list of whole numbers"),
-        ({"data.mixture": [{"train": "a"}]}, "data.mixture is .*, expected a list of train, split"),
-        ({"bank": {"size": 8}}, r"bank is {'size': 8}, expected a BankConfig"),
-        ({"optim.lr": 1e-4}, "optim.lr: no such setting; use optim.learning_rate with the value 0.0001"),
-        ({"micro_batch_size": 4}, r"micro_batch_size: no such setting; did you mean batch.micro_batch_size\?"),
-        ({"bank.visibility": "on_step"}, "bank.visibility is on_step, but this setting was removed"),
+        ({"loss.matryoshka_dims": ["8"]}, "loss.matryoshka_dims is ['8'], expected a list of whole numbers"),
+        ({"data.mixture": ["a"]}, "data.mixture[0] is 'a', expected a mapping with train, split"),
+        ({"data.mixture": [{"train": 1}]}, "data.mixture[0].train is 1, expected text"),
+        ({"bank": {"size": 8}}, "bank is a mapping, expected a BankConfig"),
+        ({"optim.lr": 1e-4}, "optim.lr: no such setting; use optim.learning_rate"),
+        ({"bank.sise": 4}, "bank.sise: no such setting; did you mean bank.size?"),
     ],
 )
 def test_a_config_of_python_refuses_wrong_types_and_names(changes, sentence):
-    with pytest.raises(InputError, match=sentence):
+    with pytest.raises(InputError, match=re.escape(sentence)):
         validate(assigned(**changes))
 
 
 def test_a_config_of_python_accepts_paths_and_numpy_numbers():
     wanted = {"optim.learning_rate": 2e-5, "seed": 3, "data.train": "a", "loss.matryoshka_dims": [8]}
     given = {"optim.learning_rate": np.float64(2e-5), "seed": np.int64(3), "data.train": Path("a")}
-    made = assigned(**given, **{"loss.matryoshka_dims": np.array([8]), "bank.visibility": "immediate"})
+    made = assigned(**given, **{"loss.matryoshka_dims": np.array([8])})
     validate(made)
     assert to_yaml(made) == to_yaml(config(**wanted))
+
+
+def test_changes_as_text_give_the_values_of_the_command_line():
+    made = with_changes(config(), {"optim.learning_rate": "1e-3", "bank.size": "null", "loss.matryoshka_dims": "[8]"})
+    assert (made.optim.learning_rate, made.bank.size, made.loss.matryoshka_dims) == (1e-3, None, [8])
+    assert config().bank.size is not None
+    with pytest.raises(InputError, match=r"bank.size is 'many', expected a whole number"):
+        with_changes(config(), {"bank.size": "many"})
+
+
+def test_a_config_of_a_mapping_is_the_config_that_it_came_from():
+    original = config(**{"data.train": "", "data.mixture": [MixtureConfig("x"), MixtureConfig("y")]})
+    assert from_mapping(asdict(original)) == original
+    with pytest.raises(InputError, match=r"bank.sise: no such setting; did you mean bank.size\?"):
+        from_mapping({"bank": {"sise": 3}})
+
+
+READ_BY = {
+    "bank.size": {"passage_bank", "cont_accum", "cont_cache"},
+    "replay.share": {"grad_cache", "cont_cache"},
+    "batch.micro_batch_size": set(METHODS) - {"in_batch"},
+    "model.temperature": set(METHODS),
+    "run.save_steps": set(),
+    "seed": set(),
+}
+
+
+@pytest.mark.parametrize(("name", "methods"), READ_BY.items())
+def test_settings_affect_the_methods_that_read_them(name, methods):
+    assert {method for method in METHODS if affects(name, method)} == methods
+
+
+def test_the_untrained_encoder_depends_on_the_settings_of_the_model():
+    assert {name for name in train_settings() if affects(name, None)} == {
+        name for name in train_settings() if name.startswith("model.")
+    } - {"model.temperature", "model.dropout", "model.gradient_checkpointing"}
 
 
 def test_specs_and_methods_name_the_same_six():

@@ -68,9 +68,11 @@ def test_questions_are_answered_without_splits_and_grades(folder, monkeypatch, c
     ]
 
 
-@pytest.mark.parametrize("value", ["-1", "0", "1.0e+999"])
-def test_a_time_that_cannot_be_waited_is_refused(value, folder, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("-1", "-1, expected more than 0"), ("1.0e+999", "inf, expected a finite number")],
+)
+def test_a_time_that_cannot_be_waited_is_refused(value, expected, folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     assert main([*SEARCHED, f"--timeout_minutes={value}"]) == 2
-    expected = "a finite number more than 0" if float(value) > 0 else "more than 0"
-    assert capsys.readouterr().err == f"contaccum: --timeout_minutes is {float(value)}, expected {expected}\n"
+    assert capsys.readouterr().err == f"contaccum: --timeout_minutes is {expected}\n"

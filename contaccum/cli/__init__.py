@@ -10,14 +10,13 @@ import signal
 import sys
 import traceback
 import warnings
-from argparse import ArgumentError
 from contextlib import suppress
 from typing import Any
 
-from jsonargparse import Namespace
-
+from contaccum import __version__
 from contaccum.cli.commands import COMMANDS
-from contaccum.cli.parser import check_arguments, command_in, configs_first, explain, instances, make_parser
+from contaccum.cli.parser import closest_command, completion, help_of_command, overview, parse
+from contaccum.config import to_yaml
 from contaccum.errors import Failed, InputError, Interrupted, printable, without_logins
 from contaccum.runtime.launch import StopSignals, check_launch, is_main, process_place
 
@@ -57,14 +56,7 @@ def _run_and_report(arguments: list[str], debug: bool) -> int:
     """Run one command and return the exit code. Print an error as one sentence."""
     try:
         check_launch()
-        check_arguments(COMMANDS, arguments)
-        chosen = make_parser(COMMANDS, arguments).parse_args(configs_first(arguments))
-        name, options = chosen.subcommand, chosen[chosen.subcommand]
-        if name == "data":
-            name, options = f"data {options.subcommand}", options[options.subcommand]
-        with StopSignals():
-            _start(name, options)
-        return 0
+        return _dispatch(arguments)
     except (Exception, KeyboardInterrupt, Interrupted) as error:
         if isinstance(error, BrokenPipeError) and _reader_left():
             return BROKEN_PIPE
@@ -72,43 +64,63 @@ def _run_and_report(arguments: list[str], debug: bool) -> int:
             traceback.print_exc()
         if isinstance(error, Failed | InputError | Interrupted):
             return _say(str(error), error.exit_code)
-        if isinstance(error, ArgumentError):
-            return _say(explain(COMMANDS, arguments, error), InputError.exit_code)
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:
             found = f"{error.filename or 'a file or standard output'}: cannot be read or written ({error.strerror})"
             return _say(found, InputError.exit_code)
         if isinstance(error, KeyboardInterrupt):
             return _say("interrupted", Interrupted.KEYBOARD)
         found = " ".join(str(error).split())[:500] or "no message"
-        _say(f"{command_in(COMMANDS, arguments)[0]} failed: {type(error).__name__}: {found}")
+        _say(f"{_command_name(arguments)} failed: {type(error).__name__}: {found}")
         hint = "Report the traceback above" if debug else "Run the command again with --debug and report its output"
         return _say(f"this error was not expected and may be a bug. {hint}", 1)
 
 
-def _start(name: str, options: Namespace) -> None:
-    """Run a command. If the launch has several processes, record which process failed first."""
+def _command_name(arguments: list[str]) -> str:
+    return " ".join(arguments[: 2 if arguments[:1] == ["data"] else 1])
+
+
+def _dispatch(arguments: list[str]) -> int:
+    """Print what was asked for, or run the command. Return the exit code."""
+    name, asks_help = _command_name(arguments), "--help" in arguments or "-h" in arguments
+    if name in COMMANDS:
+        words = arguments[len(name.split()) :]
+        if asks_help:
+            print(help_of_command(name, COMMANDS[name], everything="all" in words))
+            return 0
+        parts, print_config = parse(name, COMMANDS[name], words)
+        if print_config:
+            print(to_yaml(parts[-1]), end="")  # TrainConfig is the last dataclass of its commands
+            return 0
+        with StopSignals():
+            _start(name, parts)
+        return 0
+    group = "data" if arguments[:1] == ["data"] else ""
+    if asks_help:
+        print(overview(COMMANDS, group))
+    elif arguments[:1] == ["--version"]:
+        print(f"contaccum {__version__}")
+    elif arguments[:1] == ["--print_completion"]:
+        print(completion(COMMANDS, " ".join(arguments[1:])))
+    elif name in ("", "data"):
+        raise InputError(f"no command was given; {f'contaccum {name}'.strip()} --help lists the commands")
+    else:
+        raise InputError(f"contaccum {name}: no such command; {closest_command(COMMANDS, name)}")
+    return 0
+
+
+def _start(name: str, parts: list[Any]) -> None:
+    """Run a command and print its result. With several processes, record which process failed first."""
+
+    def run() -> None:
+        result = COMMANDS[name].run(*parts)
+        if result is not None and is_main():
+            print(printable(str(result)))
+
     if process_place()[1] == 1:
-        return _run(name, options)
+        return run()
     from contaccum.runtime.processes import run_with_error_file
 
-    return run_with_error_file(lambda: _run(name, options))
-
-
-def _run(name: str, options: Namespace) -> None:
-    """Check the options of a command, call the command with them, and print the result."""
-    from contaccum.config.declare import unused_options
-
-    command = COMMANDS[name]
-    given = instances(command, options)
-    for part in given:
-        if hasattr(part, "check_call"):
-            part.check_call()
-    own = [part for part in given if not hasattr(part, "method")]  # train() checks the TrainConfig
-    for sentence in unused_options(own):
-        warnings.warn(sentence, stacklevel=2)
-    result = command.run(*given)
-    if result is not None and is_main():
-        print(printable(str(result)))
+    return run_with_error_file(run)
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:

@@ -3,44 +3,28 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentError
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, astuple, replace
-from functools import reduce
-from importlib import import_module
-from operator import getitem
+import warnings
+from collections.abc import Iterable
+from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from contaccum.cli.parser import Command, command_parser, explain, instances
+from contaccum.cli.parser import Command
+from contaccum.config import with_changes
+from contaccum.config.commands import unused_in_evaluate, unused_in_mine, unused_with_bm25
 from contaccum.errors import InputError
 from contaccum.runtime.checks import refuse_input_as_output
 from contaccum.runtime.launch import is_main, process_place
 
 if TYPE_CHECKING:
-    from contaccum.config import TrainConfig
+    from contaccum.config import TrainConfig, experiments
     from contaccum.config import commands as options
     from contaccum.config.commands import DataPolicy, EncoderConfig, MineConfig, MineFilesConfig, SearchConfig
-    from contaccum.experiments.compare import Configure
 
 
-def _call(target: str, *more: Any, spread: bool = False, configured: bool = False) -> Callable[..., object]:
-    """Return a function that runs a command: it imports ``target`` (module:function), calls it and returns the result.
-
-    The returned function gets one instance of each option dataclass of the command, and passes these instances to ``target``.
-    spread: the command has one dataclass; ``target`` gets the value of each field as a separate argument. configured: the command
-    has two dataclasses, its own options and TrainConfig. The first argument of ``target`` is a function that returns changed
-    copies of the TrainConfig (see ``_configure``), the second one is the options. more: values that ``target`` gets as its last
-    arguments.
-    """
-
-    def call(*parts: Any) -> object:
-        module, _, name = target.partition(":")
-        if configured:
-            options, config = parts
-            parts = (_configure(config), options)
-        return getattr(import_module(module), name)(*(astuple(parts[0]) if spread else parts), *more)
-
-    return call
+def _warn(sentences: Iterable[str]) -> None:
+    for sentence in sentences:
+        warnings.warn(sentence, stacklevel=2)
 
 
 def _train(config: TrainConfig) -> None:
@@ -60,6 +44,8 @@ def _train(config: TrainConfig) -> None:
 def _encode(job: options.EncodeConfig, encoder: EncoderConfig, policy: DataPolicy) -> None:
     from contaccum.retrieval.encode import encode
 
+    if job.text and job.format != "parquet":
+        _warn(["--text has no effect without --format parquet"])
     form = asdict(job)
     print(encode(encoder, form.pop("input"), form.pop("output"), policy=policy, **form))
 
@@ -69,6 +55,8 @@ def _search(task: options.QueryConfig, encoder: EncoderConfig, settings: SearchC
     from contaccum.retrieval.runs import render_passages
     from contaccum.runtime.processes import joined
 
+    task.check()
+    _warn(unused_with_bm25(encoder, settings))
     k = (100 if task.output else 10) if task.k is None else task.k
     how: dict[str, Any] = {"data": task.data, "split": task.split, "k": k, "settings": settings, "policy": policy}
     with joined(encoder.timeout_minutes) as group:
@@ -85,7 +73,9 @@ def _evaluate(task: options.EvaluateConfig, encoder: EncoderConfig, settings: Se
     from contaccum.evaluation.significance import compare, render_comparison
     from contaccum.runtime.processes import joined
 
-    encoder, level = replace(encoder, model=task.model or ""), task.relevance_level
+    task.check()
+    _warn(unused_in_evaluate(task, encoder, settings, policy))
+    level = task.relevance_level
     output = task.output if is_main() or evaluate.is_benchmark(task.data or "") else None
     with joined(encoder.timeout_minutes) as group:
         how: dict[str, Any] = {"k": task.k, "output": output, "policy": policy, "settings": settings, "group": group}
@@ -115,31 +105,52 @@ def _mine(
     from contaccum.retrieval.mine import mine, render_mined
     from contaccum.runtime.processes import joined
 
+    _warn(unused_in_mine(mining, encoder, settings))
     with joined(encoder.timeout_minutes) as group:
         report = mine(encoder, **asdict(job), mining=mining, settings=settings, policy=policy, group=group)
     return render_mined(report, job.output) if is_main() else None
 
 
-def _configure(config: TrainConfig) -> Configure:
-    """Return a function that makes changed copies of ``config``.
+def _compare(options: experiments.CompareConfig, config: TrainConfig) -> object:
+    from contaccum.experiments.compare import compare
 
-    Its argument is a mapping: name of a setting -> new value as text. The function checks the types of the values.
-    """
-    train = COMMANDS["train"]
-    parser = command_parser("train", train, documented=False)
+    return compare(partial(with_changes, config), options)
 
-    def configure(changes: Mapping[str, str]) -> TrainConfig:
-        changed = asdict(config)
-        for name, value in changes.items():
-            *groups, field = name.split(".")
-            reduce(getitem, groups, changed)[field] = value
-        try:
-            return instances(train, parser.parse_object(changed))[0]
-        except ArgumentError as error:
-            given = ["train", *(f"--{name}" for name in changes)]  # otherwise the error would name the config file
-            raise InputError(explain(COMMANDS, given, error).removeprefix("--")) from error
 
-    return configure
+def _auto(options: experiments.AutoConfig, config: TrainConfig) -> str:
+    from contaccum.experiments.auto import run_auto
+
+    return run_auto(partial(with_changes, config), options)
+
+
+def _plan(options: experiments.PlanConfig, config: TrainConfig) -> object:
+    from contaccum.experiments.plan import run_plan
+
+    return run_plan(options, config)
+
+
+def _report(options: experiments.ReportConfig) -> object:
+    from contaccum.experiments.report import console_report
+
+    return console_report(list(options.runs), options.metric, options.against, options.html, options.wide)
+
+
+def _merge(model: options.MergeConfig) -> object:
+    from contaccum.encoder import merge
+
+    return merge(model.model, model.output, model.trust_remote_code)
+
+
+def _push(model: options.PushConfig) -> object:
+    from contaccum.integrations.push import push
+
+    return push(model.path, model.repository, model.private, model.licence, model.dry_run)
+
+
+def _doctor() -> None:
+    from contaccum.doctor import doctor
+
+    doctor(print)
 
 
 def _check(data: options.CheckConfig, policy: DataPolicy) -> str:
@@ -213,7 +224,7 @@ COMMANDS = {
         "MineFilesConfig MineConfig EncoderConfig SearchConfig DataPolicy",
     ),
     "compare": Command(
-        _call("contaccum.experiments.compare:compare", configured=True),
+        _compare,
         "train with several methods, settings and seeds, and compare the results",
         "Train every combination of methods, varied settings and seeds, each in its own process and its own folder in "
         "output_dir/runs. "
@@ -225,7 +236,7 @@ COMMANDS = {
         hidden=("resume",),
     ),
     "auto": Command(
-        _call("contaccum.experiments.auto:run_auto", configured=True),
+        _auto,
         "tune, train and evaluate within a time limit",
         "Check the data, and hold out dev queries if there is no dev split. Find the largest micro-batch size that fits into "
         "--memory. Use at most a fifth of --time to tune method, batch size, bank size and learning rate on dev. Train in the "
@@ -236,7 +247,7 @@ COMMANDS = {
         hidden=("resume", "allow_changes"),
     ),
     "plan": Command(
-        _call("contaccum.experiments.plan:run_plan"),
+        _plan,
         "predict memory and step times",
         "Run a few training steps with each method. Predict the largest micro-batch and the largest bank that fit into --memory. "
         "Also predict the peak memory and the time of a step. Accepts every setting of `contaccum train`.",
@@ -245,7 +256,7 @@ COMMANDS = {
         hidden=("resume",),
     ),
     "report": Command(
-        _call("contaccum.experiments.report:console_report", spread=True),
+        _report,
         "compare training runs: table, significance tests, HTML report",
         "Print a table with one row per run, the best run first. The columns are method, metric, step time, peak memory, "
         "gradient-norm ratio and number of negatives. --wide adds more columns, and --against adds significance tests.",
@@ -253,7 +264,7 @@ COMMANDS = {
         "ReportConfig",
     ),
     "merge": Command(
-        _call("contaccum.encoder:merge", spread=True),
+        _merge,
         "merge the adapters of a LoRA model into its weights",
         "Merge the LoRA adapters of MODEL into its weights, and write the result as a model without adapters. The result "
         "computes the same vectors, up to rounding. The weights of a 4- or 8-bit encoder become float32.",
@@ -261,7 +272,7 @@ COMMANDS = {
         "MergeConfig",
     ),
     "push": Command(
-        _call("contaccum.integrations.push:push", spread=True),
+        _push,
         "write a model card and upload the model to the Hugging Face Hub",
         "Write a trained model's card (README.md in its folder) and upload the folder to the Hugging Face Hub. An existing card "
         "is kept, so you can edit the card after a dry run. Set the token in HF_TOKEN, or run `hf auth login`.",
@@ -269,7 +280,7 @@ COMMANDS = {
         "PushConfig",
     ),
     "doctor": Command(
-        _call("contaccum.doctor:doctor", print),
+        _doctor,
         "diagnose the installation and suggest fixes",
         "Print the version of contaccum and a verdict, then the result of each check: versions, devices, flash-attention, "
         "faiss on CPU and GPU, memory, disks, network. Exit code 1 if a required part does not work.",

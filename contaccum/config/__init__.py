@@ -1,11 +1,12 @@
-"""Settings of all commands. A setting is declared once: type, default, help text, unit, range, and methods that use it.
+"""Settings of all commands. A setting is declared once: field, type with its range, default, and help text below.
 
-This module declares the config of a training run, checks it, and writes it as YAML. No module of this package imports torch.
+This module declares the config of a training run, checks it, and writes it as YAML. No module of
+this package imports torch.
 """
 
 import warnings
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from collections.abc import Iterator
+from dataclasses import Field, asdict, dataclass, field
 from functools import cache
 from typing import Any
 
@@ -15,13 +16,10 @@ from contaccum.config.declare import (
     METHOD_SPECS,
     MethodName,
     MethodSpec,
-    SettingSpec,
-    check_values,
-    leaves,
+    NonNegativeInt,
+    ResumeRule,
     parse_bytes,
     setting,
-    spec_of,
-    unused_options,
 )
 from contaccum.config.encoder import ENCODER_SETTINGS, AdapterConfig, EncoderConfig, ModelConfig
 from contaccum.config.groups import (
@@ -34,15 +32,17 @@ from contaccum.config.groups import (
     OptimConfig,
     ReplayConfig,
 )
+from contaccum.config.load import check_values, load, settings_of, with_changes
+from contaccum.config.load import from_mapping as _from_mapping
 from contaccum.config.run import METRIC_CUTS, METRIC_MEASURES, RunConfig
-from contaccum.config.spellings import is_ignored, refuse_removed, unknown, without_removed
 from contaccum.errors import InputError
 
 __all__ = [
-    "ENCODER_SETTINGS", "GROUPS", "METHOD_SPECS", "METRIC_CUTS", "METRIC_MEASURES", "AdapterConfig", "BankConfig",
-    "BatchConfig", "DataConfig", "DataPolicy", "EncoderConfig", "LossConfig", "MethodName", "MethodSpec", "MixtureConfig",
-    "ModelConfig", "OptimConfig", "ReplayConfig", "RunConfig", "TrainConfig", "affects", "check_total", "from_mapping",
-    "parse_bytes", "settings_with", "to_yaml", "train_settings", "validate",
+    "ENCODER_SETTINGS", "METHOD_SPECS", "METRIC_CUTS", "METRIC_MEASURES", "AdapterConfig",
+    "BankConfig", "BatchConfig", "DataConfig", "DataPolicy", "EncoderConfig", "LossConfig",
+    "MethodName", "MethodSpec", "MixtureConfig", "ModelConfig", "OptimConfig", "ReplayConfig",
+    "RunConfig", "TrainConfig", "affects", "check_total", "check_values", "from_mapping", "load",
+    "parse_bytes", "settings_with", "to_yaml", "train_settings", "validate", "with_changes",
 ]  # fmt: skip
 
 
@@ -52,15 +52,17 @@ class TrainConfig:
 
     method: MethodName = "cont_accum"
     """Training method."""
-    seed: int = setting(0, at_least=0, at_most=2**64 - 1)
-    """Random seed of the initial weights, the order of the examples, the choice of positives and negatives, and dropout."""
-    output_dir: str = setting("", resume="free")
+    seed: NonNegativeInt = 0
+    """Random seed of the initial weights, the order of the examples, the choice of positives and
+    negatives, and dropout."""
+    output_dir: str = setting("", resume="free", metavar="DIR")
     """Folder of the run. The folder must be new or empty, unless `resume` is given."""
     resume: bool = setting(False, flag=True, resume="free")
     """Continue the run in `output_dir` from its newest checkpoint."""
-    allow_changes: bool = setting(False, resume="free", needs="resume")
-    """Only with `resume`: continue although settings, data, tokenizer, encoder or the number of processes changed. The changes
-    are printed. Some settings can never change: `lora`, `optim.name`, and every setting that decides which weights are stored."""
+    allow_changes: bool = setting(False, resume="free")
+    """Only with `resume`: continue although settings, data, tokenizer, encoder or the number of
+    processes changed. The changes are printed. Some settings can never change: `lora`,
+    `optim.name`, and every setting that decides which weights are stored."""
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: AdapterConfig = field(default_factory=AdapterConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -80,8 +82,13 @@ class TrainConfig:
         return self.batch.global_batch_size // world if self.spec.whole else self.batch.micro_batch_size
 
     @property
+    def micro_batch_tokens(self) -> int | None:
+        """Maximum number of tokens in one forward pass. None: micro-batches are measured in pairs."""
+        return None if self.spec.whole else self.batch.micro_batch_tokens
+
+    @property
     def replay_share(self) -> float:
-        """Share of the texts that are encoded with gradients: `replay.share` with a two-pass method, 1 with a one-pass method."""
+        """Share of the texts that are encoded with gradients: `replay.share`, or 1 with one pass."""
         return self.replay.share if self.spec.two_pass else 1.0
 
     @property
@@ -91,17 +98,12 @@ class TrainConfig:
 
     @property
     def bank_rows(self) -> int:
-        """Value of `bank.size`, or its default (`batch.global_batch_size`), even if the method has no bank."""
+        """Value of `bank.size`, or its default (one step's pairs), even if the method has no bank."""
         return self.batch.global_batch_size if self.bank.size is None else self.bank.size
 
     def bank_size(self) -> int:
         """Return the number of rows in the bank. It is 0 for a method without a bank."""
         return 0 if self.spec.bank == "none" else self.bank_rows
-
-    @property
-    def micro_batch_tokens(self) -> int | None:
-        """Maximum number of tokens in one forward pass, including padding. None if micro-batches are measured in pairs."""
-        return None if self.spec.whole else self.batch.micro_batch_tokens
 
     def bank_push(self, world: int) -> int:
         """Return the maximum number of rows that can enter the bank at once, with ``world`` processes."""
@@ -123,71 +125,66 @@ class TrainConfig:
         ratio = self.batch.global_batch_size / self.optim.reference_batch_size
         return self.optim.learning_rate * {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[self.optim.lr_scaling]
 
+    def conflicts(self, world: int) -> Iterator[str]:
+        """Yield a sentence for each combination of settings that cannot work with ``world`` processes."""
+        if not self.output_dir:
+            yield "output_dir is not set, expected a path"
+        for group in (self.model, self.lora, self.data, self.batch, self.bank, self.loss, self.optim, self.run):
+            yield from group.conflicts(self, world)
 
-GROUPS: dict[str, Any] = {each.name: each.type for each in fields(TrainConfig) if is_dataclass(each.type)}
-"""Name of each option group -> its dataclass."""
+    def unused(self) -> Iterator[str]:
+        """Yield a sentence for each setting that was changed but has no effect."""
+        if self.allow_changes and not self.resume:
+            yield "allow_changes has no effect without resume"
+        groups = self.model, self.lora, self.data, self.batch, self.bank, self.replay, self.loss, self.optim, self.run
+        for group in groups:
+            yield from group.unused(self)
 
 
 @cache
-def train_settings() -> dict[str, SettingSpec]:
-    """Return the metadata of every setting. The keys are the names of the settings, such as ``bank.size``."""
-    return {name: spec_of(declared) for name, _, declared in leaves(TrainConfig())}
+def train_settings() -> dict[str, Field]:
+    """Return every setting of a training run: name, such as ``bank.size`` -> dataclass field."""
+    return settings_of(TrainConfig)
 
 
-def settings_with(**wanted: Any) -> tuple[str, ...]:
-    """Return the names of all settings whose metadata have the given values, such as ``resume="free"``."""
+def settings_with(resume: ResumeRule) -> tuple[str, ...]:
+    """Return the names of the settings with a rule for resumed runs (see ``declare.setting``)."""
     return tuple(
-        name for name, spec in train_settings().items() if all(getattr(spec, k) == v for k, v in wanted.items())
+        name for name, declared in train_settings().items() if declared.metadata.get("resume", "ask") == resume
     )
 
 
 def affects(name: str, method: str | None) -> bool:
     """Return whether the setting ``name`` can change the model that the training method ``method`` trains.
 
-    If ``method`` is None, return whether the setting can change the encoder before training. For the settings `seed` and
-    `method`, always return False, because the callers handle these two separately.
+    If ``method`` is None, return whether the setting can change the encoder before training. For the
+    settings `seed` and `method`, always return False, because the callers handle these separately.
     """
-    spec = train_settings()[name]
-    if spec.resume == "free" or name in ("seed", "method"):
+    if name in ("seed", "method") or name in settings_with("free"):
         return False
-    return name.startswith("model.") and not spec.training_only if method is None else spec.reads(method)
+    if method is None:
+        only_training = ("model.temperature", "model.dropout", "model.gradient_checkpointing")
+        return name.startswith("model.") and name not in only_training
+    spec = METHOD_SPECS[method]
+    if name.startswith("bank."):
+        return spec.bank != "none"
+    if name.startswith("replay."):
+        return spec.two_pass
+    if name in ("batch.micro_batch_size", "batch.micro_batch_tokens"):
+        return not spec.whole
+    return True
 
 
 def validate(config: TrainConfig, world: int = 1, warn: bool = True) -> None:
-    """Check a config and raise InputError for the first invalid value or invalid combination of values.
+    """Check a config and raise InputError for the first invalid value or combination of values.
 
     world: number of processes. warn: whether to warn about settings that have no effect.
     """
     check_values(config)
-    for group in ("", *GROUPS):
-        part = getattr(config, group) if group else config
-        for key in sorted(vars(part).keys() - {each.name for each in fields(part)}):
-            name, value = f"{group}.{key}".lstrip("."), getattr(part, key)
-            if not is_ignored(name, value):
-                refuse_removed("", name, value)
-                raise InputError(f"{name}: no such setting{unknown(name, str(value), train_settings())}")
-    if not config.output_dir:
-        raise InputError("output_dir is not set, expected a path")
-    for group in GROUPS:
-        broken = getattr(getattr(config, group), "broken", None)  # not every group has rules
-        for sentence in broken(config, world) if broken else ():
-            raise InputError(sentence)
-    for sentence in unused_options([config], "") if warn else ():
-        if config.bank_size() or not sentence.startswith("bank."):
-            warnings.warn(sentence, stacklevel=2)
-    if warn and config.bank_size() and config.spec.pushes_whole_step and not config.bank.keep:
-        warnings.warn(
-            "With bank.keep=false, the bank is emptied before its rows are used, so the bank has no effect.",
-            stacklevel=2,
-        )
-    of_cont_cache = replace(config.bank, size=None) != BankConfig()
-    if warn and config.method == "grad_cache" and config.replay_share < 1 and of_cont_cache:
-        # a ready-made config of cont_cache with another method: --config demo --method grad_cache
-        warnings.warn(
-            f"replay.share is {config.replay.share}, so the second pass of grad_cache encodes only a sample of the texts. "
-            "For GradCache without sampling, set replay.share to 1.",
-            stacklevel=2,
-        )
+    for sentence in config.conflicts(world):
+        raise InputError(sentence)
+    for sentence in config.unused() if warn else ():
+        warnings.warn(sentence, stacklevel=2)
 
 
 def check_total(config: TrainConfig, total: int) -> None:
@@ -199,22 +196,11 @@ def check_total(config: TrainConfig, total: int) -> None:
         )
 
 
-def from_mapping(values: Mapping[str, Any]) -> TrainConfig:
-    """Build a config from nested mappings, the inverse of ``asdict``.
-
-    Raises InputError for removed settings and removed values. But a removed setting with its old default is ignored (see
-    ``spellings.REMOVED``).
-    """
-    values = without_removed(values, "")
-    given: dict[str, Any] = {name: GROUPS[name](**value) if name in GROUPS else value for name, value in values.items()}
-    config = TrainConfig(**given)
-    config.data.mixture = [MixtureConfig(**each) for each in values.get("data", {}).get("mixture", [])]
-    return config
+def from_mapping(values: dict[str, Any]) -> TrainConfig:
+    """Build a config from nested mappings, the inverse of ``asdict``. Raises InputError for unknown settings."""
+    return _from_mapping(TrainConfig, values)
 
 
 def to_yaml(config: TrainConfig) -> str:
-    """Return the complete config as YAML. In each group, the settings inherited from a base dataclass come last."""
-    values = asdict(config)
-    for name, kind in GROUPS.items():
-        values[name] = {key: values[name][key] for key in dict.fromkeys([*kind.__annotations__, *values[name]])}
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    """Return the complete config as YAML."""
+    return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)

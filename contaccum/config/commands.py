@@ -1,11 +1,13 @@
 """Options of the commands for search, evaluation, mining, models and data."""
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
-from contaccum.config.declare import check_values, setting
+from contaccum.config.declare import NonNegativeInt, PositiveInt, Share, default_of, setting
 from contaccum.config.encoder import EncoderConfig
 from contaccum.config.groups import DataPolicy
+from contaccum.config.load import check_values
 from contaccum.errors import InputError
 
 __all__ = ["DataPolicy", "EncoderConfig"]
@@ -15,27 +17,26 @@ __all__ = ["DataPolicy", "EncoderConfig"]
 class SearchConfig:
     """Settings for encoding and searching a corpus."""
 
-    unused_with: ClassVar[tuple[str, ...]] = ("run", "model bm25")
-
-    embeddings: str | None = None
-    """Folder of the corpus vectors. Existing shards are read, and missing shards are computed and written. Default: the vectors
-    are kept in memory, in float32."""
+    embeddings: str | None = setting(None, metavar="DIR")
+    """Folder of the corpus vectors. Existing shards are read, and missing shards are computed and
+    written. Default: the vectors are kept in memory, in float32."""
     dtype: Literal["float16", "float32"] = "float32"
     """Data type of the vectors on disk."""
-    batch_tokens: int | None = setting(None, at_least=1, unit="tokens")
-    """Maximum number of tokens in one forward pass, including padding. A longer text is encoded alone. Default: 16384, or 1024
-    per thread on a CPU."""
+    batch_tokens: PositiveInt | None = None
+    """Maximum number of tokens in one forward pass, including padding. A longer text is encoded
+    alone. Default: 16384, or 1024 per thread on a CPU."""
     factory: str = "Flat"
-    """Type of the index. `Flat` is exact. Other index_factory strings of faiss, such as IVF1024,Flat or HNSW32, are approximate.
-    LSH is not supported."""
-    index_dir: str | None = None
-    """Folder of an approximate index. The first search writes the index, and later searches read it. Default: build the index for
-    each search."""
+    """Type of the index. `Flat` is exact. Other index_factory strings of faiss, such as
+    IVF1024,Flat or HNSW32, are approximate. LSH is not supported."""
+    index_dir: str | None = setting(None, metavar="DIR")
+    """Folder of an approximate index. The first search writes the index, and later searches read
+    it. Default: build the index for each search."""
     backend: Literal["auto", "faiss", "torch"] = "auto"
     """Library for exact search. `auto` chooses by the device and the installed libraries."""
     search_params: str = ""
-    """Search parameters of an approximate index, such as nprobe=16 or efSearch=128. These parameters trade speed for recall."""
-    seed: int = setting(0, at_least=0)
+    """Search parameters of an approximate index, such as nprobe=16 or efSearch=128. These
+    parameters trade speed for recall."""
+    seed: NonNegativeInt = 0
     """Random seed for choosing the vectors that train an approximate index."""
 
 
@@ -43,42 +44,44 @@ class SearchConfig:
 class EncodeConfig:
     """Texts to encode, and shards to write."""
 
-    input: str
-    """Texts to encode: BEIR folder, name of a data set, corpus.jsonl file, or TSV file of passages."""
-    output: str
+    input: str = setting(metavar="DATA")
+    """Texts to encode: BEIR folder, name of a data set, corpus.jsonl file, or TSV file of
+    passages."""
+    output: str = setting(metavar="PATH")
     """Folder for the shards."""
     kind: Literal["passage", "query"] = "passage"
     """Kind of the texts to encode."""
-    shard_size: int = setting(50_000, at_least=1, unit="texts")
+    shard_size: PositiveInt = 50_000
     """Number of texts in one shard."""
     dtype: Literal["float16", "float32"] = "float32"
     """Data type of the vectors on disk."""
     format: Literal["npy", "parquet"] = "npy"
-    """Format of the shards. `npy`: memory-mapped vectors, and a JSON list of ids. `parquet`: one file with the columns `id` and
-    `embedding`, which databases and data frame libraries can read. contaccum can search both."""
-    text: bool = setting(False, flag=True, needs="format parquet")
+    """Format of the shards. `npy`: memory-mapped vectors, and a JSON list of ids. `parquet`: one
+    file with the columns `id` and `embedding`, which databases and data frame libraries can read.
+    contaccum can search both."""
+    text: bool = setting(False, flag=True)
     """Also store the encoded texts (title and text), in the column `text`."""
-    batch_tokens: int | None = setting(None, at_least=1, unit="tokens")
-    """Maximum number of tokens in one forward pass, including padding. A longer text is encoded alone. Default: 16384, or 1024
-    per thread on a CPU."""
+    batch_tokens: PositiveInt | None = None
+    """Maximum number of tokens in one forward pass, including padding. A longer text is encoded
+    alone. Default: 16384, or 1024 per thread on a CPU."""
 
 
 @dataclass(eq=False, repr=False)
 class QueryConfig:
     """Queries to run, and form of the results."""
 
-    data: str
+    data: str = setting(metavar="DATA")
     """Data set: BEIR folder or name of a data set."""
     split: str = "test"
     """Split whose queries are run. With --query, only a data set of the Hub uses it."""
-    output: str | None = None
+    output: str | None = setting(None, metavar="FILE")
     """TREC run file to write."""
     query: str | None = None
     """Text of a single query. The best passages for this query are printed."""
-    k: int | None = setting(None, at_least=1, unit="passages")
+    k: PositiveInt | None = None
     """Number of passages to find for each query. Default: 100 with --output, else 10."""
 
-    def check_call(self) -> None:
+    def check(self) -> None:
         """Raise InputError unless exactly one of --query and --output is given."""
         if (self.query is None) == (self.output is None):
             found = "none" if self.query is None else "both"
@@ -89,40 +92,48 @@ class QueryConfig:
 class EvaluateConfig:
     """What to evaluate: a retriever (on a data set or a question file), or a run file."""
 
-    model: str | None = setting(None, unused_with=("run",))
-    """Retriever: the folder of a run, of a trained model or of another encoder; a name on the Hub; or `bm25`."""
-    data: str | None = None
-    """Data to evaluate on: BEIR folder, name of a data set, or file of training examples. You can give several data sets,
-    separated by commas. `beir` stands for 15 data sets, `nanobeir` for 13."""
-    split: str = setting("test", unused_with=("run", "questions"))
-    """Split whose relevance judgements (qrels) are used. In the beir benchmark, msmarco always uses dev, as in the literature."""
-    relevance_level: int = setting(1, unused_with=("questions",))
-    """Lowest grade that counts as relevant in map, recall, precision and mrr. Use 2 for TREC Deep Learning. ndcg uses all
-    grades."""
-    evaluator: Literal["contaccum", "beir"] = setting("contaccum", unused_with=("run", "questions"))
-    """Code that evaluates --data. `contaccum` is this package. `beir` is the loader, exact search and metrics of the BEIR
-    package. It needs a BEIR folder and one process. Of the options for search and data, it accepts only --batch_tokens."""
-    questions: str | None = None
+    model: str | None = setting(None, metavar="MODEL")
+    """Retriever: the folder of a run, of a trained model or of another encoder; a name on the Hub;
+    or `bm25`."""
+    data: str | None = setting(None, metavar="DATA")
+    """Data to evaluate on: BEIR folder, name of a data set, or file of training examples. You can
+    give several data sets, separated by commas. `beir` stands for 15 data sets, `nanobeir` for
+    13."""
+    split: str = "test"
+    """Split whose relevance judgements (qrels) are used. In the beir benchmark, msmarco always uses
+    dev, as in the literature."""
+    relevance_level: int = 1
+    """Lowest grade that counts as relevant in map, recall, precision and mrr. Use 2 for TREC Deep
+    Learning. ndcg uses all grades."""
+    evaluator: Literal["contaccum", "beir"] = "contaccum"
+    """Code that evaluates --data. `contaccum` is this package. `beir` is the loader, exact search
+    and metrics of the BEIR package. It needs a BEIR folder and one process. Of the options for
+    search and data, it accepts only --batch_tokens."""
+    questions: str | None = setting(None, metavar="FILE")
     """DPR question file. Each line has a question, a tab and a list of answers."""
-    passages: str | None = None
-    """Passages for --questions: a DPR passages file (id, tab, text, tab, title), or any other corpus."""
-    match: Literal["string", "regex"] = setting("string", needs="questions")
-    """How to find answers in passages: as plain text (`string`), or as regular expressions (`regex`)."""
-    run: str | None = None
+    passages: str | None = setting(None, metavar="DATA")
+    """Passages for --questions: a DPR passages file (id, tab, text, tab, title), or any other
+    corpus."""
+    match: Literal["string", "regex"] = "string"
+    """How to find answers in passages: as plain text (`string`), or as regular expressions
+    (`regex`)."""
+    processes: PositiveInt = 1
+    """Number of processes that look for answers in passages."""
+    run: str | None = setting(None, metavar="FILE")
     """TREC run file to evaluate."""
-    qrels: str | None = None
+    qrels: str | None = setting(None, metavar="FILE")
     """File of relevance judgements (qrels) for --run."""
-    against: str | None = None
+    against: str | None = setting(None, metavar="FILE")
     """Second run file. A significance test compares --run with this file, query by query."""
-    metric: str = setting("ndcg@10", needs="against")
+    metric: str = "ndcg@10"
     """Metric that the significance test compares."""
-    k: int = setting(100, at_least=1, unit="passages", unused_with=("run",))
+    k: PositiveInt = 100
     """Number of passages to find for each query."""
-    output: str | None = None
-    """JSON file to write (metrics.json), with the mean metrics and the metrics of every query. With several data sets: a folder
-    that keeps the results of finished data sets."""
+    output: str | None = setting(None, metavar="FILE")
+    """JSON file to write (metrics.json), with the mean metrics and the metrics of every query. With
+    several data sets: a folder that keeps the results of finished data sets."""
 
-    def check_call(self) -> None:
+    def check(self) -> None:
         """Raise InputError for options that cannot be combined, and for missing options."""
         names = ("data", "questions", "passages", "run", "qrels")
         given = [name for name in names if getattr(self, name) is not None]
@@ -141,15 +152,16 @@ class EvaluateConfig:
 class MineFilesConfig:
     """Training data to find hard negatives for, and file to write."""
 
-    data: str
+    data: str = setting(metavar="DATA")
     """Training data: BEIR folder, name of a data set, or file of training examples."""
-    output: str
-    """File to write. It must not exist. A second file, NAME.about.json, says how the negatives were mined."""
+    output: str = setting(metavar="PATH")
+    """File to write. It must not exist. A second file, NAME.about.json, says how the negatives were
+    mined."""
     split: str = "train"
     """Split of a BEIR folder. Negatives are mined for the queries of this split."""
-    corpus: str | None = None
-    """Corpus in which negatives are searched: BEIR folder, name of a data set, corpus.jsonl file, or TSV file of passages.
-    Default: the corpus of --data."""
+    corpus: str | None = setting(None, metavar="DATA")
+    """Corpus in which negatives are searched: BEIR folder, name of a data set, corpus.jsonl file,
+    or TSV file of passages. Default: the corpus of --data."""
     to: Literal["jsonl", "dpr", "tevatron"] = "jsonl"
     """Format of the file to write."""
 
@@ -163,30 +175,36 @@ class MineConfig:
     `range_min` candidates are skipped. The options have the same names as in mine_hard_negatives of sentence-transformers.
     """
 
-    num_negatives: int = setting(5, at_least=1, unit="passages")
-    """Number of hard negatives for each query. A query gets fewer if too few candidates pass the filters."""
-    range_min: int = setting(0, at_least=0, unit="passages")
+    num_negatives: PositiveInt = 5
+    """Number of hard negatives for each query. A query gets fewer if too few candidates pass the
+    filters."""
+    range_min: NonNegativeInt = 0
     """Number of candidates to skip after the filters, beginning with the best."""
-    range_max: int = setting(100, unit="passages")
-    """Number of candidates for each query: the best `range_max` search results after known positives are left out."""
-    relative_margin: float | None = setting(None, at_least=0, at_most=1)
-    """The score of a negative may be at most p - relative_margin x abs(p), where p is the lowest score of the query's positives.
-    With 0.05 and a p above 0, this maximum is 95 % of p. Default: no limit."""
+    range_max: int = 100
+    """Number of candidates for each query: the best `range_max` search results after known
+    positives are left out."""
+    relative_margin: Share | None = None
+    """The score of a negative may be at most p - relative_margin x abs(p), where p is the lowest
+    score of the query's positives. With 0.05 and a p above 0, this maximum is 95 % of p. Default:
+    no limit."""
     absolute_margin: float | None = None
-    """The score of a negative may be at most p - absolute_margin, with p as in `relative_margin`. Default: no limit."""
+    """The score of a negative may be at most p - absolute_margin, with p as in `relative_margin`.
+    Default: no limit."""
     max_score: float | None = None
     """Maximum score of a negative. Default: no limit."""
     min_score: float | None = None
     """Minimum score of a negative. Default: no limit."""
     sampling_strategy: Literal["top", "random"] = "top"
-    """How to choose among the remaining candidates: the best candidates (`top`), or a uniform random sample (`random`)."""
-    cross_encoder: str | None = None
-    """Cross-encoder that scores the candidates again before the filters: folder or name on the Hub. Needs the extra `mine`.
-    Default: none."""
-    cross_encoder_batch_size: int = setting(32, at_least=1, unit="pairs", needs="cross_encoder")
+    """How to choose among the remaining candidates: the best candidates (`top`), or a uniform
+    random sample (`random`)."""
+    cross_encoder: str | None = setting(None, metavar="MODEL")
+    """Cross-encoder that scores the candidates again before the filters: folder or name on the Hub.
+    Needs the extra `mine`. Default: none."""
+    cross_encoder_batch_size: PositiveInt = 32
     """Number of query-passage pairs in one forward pass of the cross-encoder."""
-    seed: int = setting(0, at_least=0)
-    """Random seed for `sampling_strategy: random`, and for choosing the vectors that train an approximate index."""
+    seed: NonNegativeInt = 0
+    """Random seed for `sampling_strategy: random`, and for choosing the vectors that train an
+    approximate index."""
 
     def check(self) -> None:
         """Raise InputError if a setting is out of range or if two settings contradict each other."""
@@ -222,7 +240,8 @@ class PushConfig:
     private: bool = setting(False, flag=True)
     """Make the repository private."""
     licence: str | None = None
-    """Licence that the model card names, as the Hub spells it: apache-2.0, mit, cc-by-4.0, ... Default: none."""
+    """Licence that the model card names, as the Hub spells it: apache-2.0, mit, cc-by-4.0, ...
+    Default: none."""
     dry_run: bool = setting(False, flag=True)
     """Write the model card and list the files to upload, but upload nothing."""
 
@@ -232,7 +251,8 @@ class CheckConfig:
     """Data set to check."""
 
     path: str = setting(positional=True)
-    """What to check: BEIR folder, corpus file, query file, file of training examples, or question file."""
+    """What to check: BEIR folder, corpus file, query file, file of training examples, or question
+    file."""
     split: str | None = None
     """Split of a BEIR folder to check. Default: all splits."""
 
@@ -256,9 +276,10 @@ class FetchConfig:
     """Data set to download."""
 
     name: str = setting(positional=True)
-    """Name of a data set: BEIR (scifact, cqadupstack/android), NanoBEIR (nanobeir/scifact), MTEB task (mteb/NFCorpus), MIRACL
-    language (miracl/sw), DPR file (dpr/nq-train, dpr/psgs_w100, dpr/nq-test-questions), or any data set on the Hub
-    (hub:owner/name). If you give a path, this path is printed."""
+    """Name of a data set: BEIR (scifact, cqadupstack/android), NanoBEIR (nanobeir/scifact), MTEB
+    task (mteb/NFCorpus), MIRACL language (miracl/sw), DPR file (dpr/nq-train, dpr/psgs_w100,
+    dpr/nq-test-questions), or any data set on the Hub (hub:owner/name). If you give a path, this
+    path is printed."""
     split: str = "train"
     """Split of a Hub data set, or of an MTEB task that has a corpus for each split."""
 
@@ -269,3 +290,54 @@ class DemoConfig:
 
     folder: str = setting(positional=True)
     """Folder to write. It must not exist."""
+
+
+def changed(options: Any) -> Iterator[str]:
+    """Yield the option of each field whose value is not its default."""
+    for declared in fields(options):
+        if getattr(options, declared.name) != default_of(declared):
+            yield f"--{declared.name}"
+
+
+def unused_with_bm25(encoder: EncoderConfig, settings: SearchConfig) -> Iterator[str]:
+    """Yield a sentence for each option that has no effect, because BM25 has no encoder and no index."""
+    if encoder.model == "bm25":
+        for option in [*changed(encoder), *changed(settings)]:
+            if option not in ("--model", "--timeout_minutes"):
+                yield f"{option} has no effect with --model bm25"
+
+
+def unused_in_evaluate(
+    task: EvaluateConfig, encoder: EncoderConfig, settings: SearchConfig, policy: DataPolicy
+) -> Iterator[str]:
+    """Yield a sentence for each option that has no effect on this call of ``evaluate``."""
+    if task.run is not None:
+        of_retriever = [*changed(encoder), *changed(settings)]
+        of_task = {"--split", "--evaluator", "--k"} & set(changed(task))
+        of_policy = {"--repair"} & set(changed(policy))
+        for option in [*of_retriever, *sorted(of_task | of_policy)]:
+            if option != "--timeout_minutes":
+                yield f"{option} has no effect with --run"
+    else:
+        yield from unused_with_bm25(encoder, settings)
+    if task.questions is not None:
+        of_task = {"--split", "--relevance_level", "--evaluator"} & set(changed(task))
+        for option in sorted(of_task | ({"--strict"} & set(changed(policy)))):
+            yield f"{option} has no effect with --questions"
+    else:
+        for option in sorted({"--match", "--processes"} & set(changed(task))):
+            yield f"{option} has no effect without --questions"
+    if task.against is None and task.metric != EvaluateConfig.metric:
+        yield "--metric has no effect without --against"
+
+
+def unused_in_mine(mining: MineConfig, encoder: EncoderConfig, settings: SearchConfig) -> Iterator[str]:
+    """Yield a sentence for each option that has no effect on this call of ``mine``."""
+    used_anyway = ["--seed"]  # it also seeds the random sample of negatives
+    if mining.cross_encoder is not None:
+        used_anyway += ["--device", "--trust_remote_code"]
+    for sentence in unused_with_bm25(encoder, settings):
+        if sentence.split()[0] not in used_anyway:
+            yield sentence
+    if mining.cross_encoder is None and mining.cross_encoder_batch_size != MineConfig.cross_encoder_batch_size:
+        yield "--cross_encoder_batch_size has no effect without --cross_encoder"

@@ -4,9 +4,11 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from contaccum.config.declare import setting
+from msgspec import Meta
+
+from contaccum.config.declare import NonNegativeInt, PositiveFloat, PositiveInt, Share, setting
 
 if TYPE_CHECKING:
     from contaccum.config import TrainConfig
@@ -20,24 +22,26 @@ class EncodingConfig:
     """
 
     pooling: Literal["cls", "mean", "last"] | None = None
-    """How to make one vector from the token vectors: first token (cls), average (mean), or last token (last). Default: as stored
-    in the folder of the encoder, else as published for its family (such as E5 or BGE), else mean."""
+    """How to make one vector from the token vectors: first token (cls), average (mean), or last
+    token (last). Default: as stored in the folder of the encoder, else as published for its family
+    (such as E5 or BGE), else mean."""
     similarity: Literal["cosine", "dot"] | None = None
-    """How to compare two vectors: inner product of unit vectors (cosine) or of raw vectors (dot). Default: as stored in the
-    folder of the encoder, else as published for its family, else cosine."""
-    max_query_length: int | None = setting(None, at_least=1, unit="tokens")
-    """Maximum number of tokens of a query. Longer queries are truncated. Default: as stored in the folder of the encoder, else
-    64."""
-    max_passage_length: int | None = setting(None, at_least=1, unit="tokens")
-    """Maximum number of tokens of a passage. Longer passages are truncated. Default: as stored in the folder of the encoder, else
-    256."""
+    """How to compare two vectors: inner product of unit vectors (cosine) or of raw vectors (dot).
+    Default: as stored in the folder of the encoder, else as published for its family, else
+    cosine."""
+    max_query_length: PositiveInt | None = None
+    """Maximum number of tokens of a query. Longer queries are truncated. Default: as stored in the
+    folder of the encoder, else 64."""
+    max_passage_length: PositiveInt | None = None
+    """Maximum number of tokens of a passage. Longer passages are truncated. Default: as stored in
+    the folder of the encoder, else 256."""
     query_prefix: str | None = None
-    """Text that is put before every query. Default: as stored in the folder of the encoder, else as published for its family
-    (such as E5 or BGE), else none."""
+    """Text that is put before every query. Default: as stored in the folder of the encoder, else as
+    published for its family (such as E5 or BGE), else none."""
     passage_prefix: str | None = None
-    """Text that is put before every passage. Default: as stored in the folder of the encoder, else as published for its family
-    (such as E5 or BGE), else none."""
-    trust_remote_code: bool = setting(False, used_with="cross_encoder")
+    """Text that is put before every passage. Default: as stored in the folder of the encoder, else
+    as published for its family (such as E5 or BGE), else none."""
+    trust_remote_code: bool = False
     """Run model code that comes with the checkpoint. Use this only for sources that you trust."""
 
 
@@ -49,27 +53,26 @@ ENCODER_SETTINGS = tuple(each.name for each in fields(EncodingConfig) if each.na
 class ProcessConfig:
     """Device of a process, and maximum time that the process waits for other processes."""
 
-    device: Literal["auto", "cpu"] = setting("auto", used_with="cross_encoder")
+    device: Literal["auto", "cpu"] = "auto"
     """Device to compute on. `auto` uses CUDA if it is available, else MPS, else the CPU."""
-    # ``used_with`` names the setting itself, so no command reports this setting as unused
-    timeout_minutes: float = setting(30.0, above=0, unit="minutes", resume="free", used_with="timeout_minutes")
-    """Maximum number of minutes that a process waits for the other processes. Then the process stops."""
+    timeout_minutes: PositiveFloat = setting(30.0, resume="free")
+    """Maximum number of minutes that a process waits for the other processes. Then the process
+    stops."""
 
 
 @dataclass
 class EncoderConfig(EncodingConfig, ProcessConfig):
     """Encoder to search with, and settings that override those stored in its folder."""
 
-    unused_with: ClassVar[tuple[str, ...]] = ("run", "model bm25")
-
-    model: str = setting("", required=True, used_with="model bm25")
-    """Retriever: the folder of a run, of a trained model or of another encoder; a name on the Hub; or `bm25` (search by words,
-    without an encoder)."""
-    truncate_dim: int | None = setting(None, at_least=1, unit="dimensions")
-    """Number of dimensions to keep of each vector. Use one of the `loss.matryoshka_dims` that the model was trained with.
-    Default: as stored in the folder of the encoder, else all dimensions."""
+    model: str = setting("", required=True, metavar="MODEL")
+    """Retriever: the folder of a run, of a trained model or of another encoder; a name on the Hub;
+    or `bm25` (search by words, without an encoder)."""
+    truncate_dim: PositiveInt | None = None
+    """Number of dimensions to keep of each vector. Use one of the `loss.matryoshka_dims` that the
+    model was trained with. Default: as stored in the folder of the encoder, else all dimensions."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Precision of weights and arithmetic. bf16 is several times faster than fp32 on GPUs that support bf16."""
+    """Precision of weights and arithmetic. bf16 is several times faster than fp32 on GPUs that
+    support bf16."""
 
     @classmethod
     def of(cls, model: "EncoderConfig | str | Path") -> "EncoderConfig":
@@ -77,64 +80,83 @@ class EncoderConfig(EncodingConfig, ProcessConfig):
         return model if isinstance(model, cls) else cls(os.fspath(model))  # type: ignore[arg-type]
 
 
-_TINY: dict[str, Any] = {"resume": "never", "needs": "model.name tiny"}
-
-
 @dataclass
 class ModelConfig(EncodingConfig):
     """Query tower, passage tower, and how to compare their vectors."""
 
-    name: str = setting("bert-base-uncased", resume="never")
-    """Encoder of both towers: a name on the Hub; the folder of a run, of a trained model or of another encoder; or `tiny`, a
-    small BERT with random weights and a vocabulary learned from the training texts."""
-    passage_name: str | None = setting(None, resume="never", unused_with=("model.name tiny",))
-    """Encoder of the passage tower. Its stored passage prefix is used. Default: the same as `model.name`."""
+    name: str = setting("bert-base-uncased", resume="never", metavar="MODEL")
+    """Encoder of both towers: a name on the Hub; the folder of a run, of a trained model or of
+    another encoder; or `tiny`, a small BERT with random weights and a vocabulary learned from the
+    training texts."""
+    passage_name: str | None = setting(None, resume="never", metavar="MODEL")
+    """Encoder of the passage tower. Its stored passage prefix is used. Default: the same as
+    `model.name`."""
     tie_towers: bool = setting(False, resume="never")
     """Use the same weights in both towers."""
-    max_query_length: int | None = setting(64, kw_only=True, at_least=1, unit="tokens")
+    max_query_length: PositiveInt | None = setting(64, kw_only=True)
     """Maximum number of tokens of a query. Longer queries are truncated."""
-    max_passage_length: int | None = setting(256, kw_only=True, at_least=1, unit="tokens")
+    max_passage_length: PositiveInt | None = setting(256, kw_only=True)
     """Maximum number of tokens of a passage. Longer passages are truncated."""
-    temperature: float = setting(0.05, above=0, training_only=True)
-    """Number by which the loss divides similarities. Use about 0.05 with cosine. The published value with dot is 1."""
-    dropout: float | None = setting(None, at_least=0, at_most=1, training_only=True)
-    """Dropout probability of both towers in training. Default: the value in config.json of the encoder."""
-    gradient_checkpointing: bool = setting(False, training_only=True)
-    """Compute activations again in the backward pass instead of storing them. This saves memory, but a step takes about
-    1.5 times as long."""
-    attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = setting(
-        "auto", unused_with=("model.unpad",), used_with="model.attention flash_attention_2"
-    )
-    """Implementation of attention. `auto` lets transformers choose. `flash_attention_2` needs the package flash-attn, CUDA, and
-    bf16 or fp16."""
+    temperature: PositiveFloat = 0.05
+    """Number by which the loss divides similarities. Use about 0.05 with cosine. The published
+    value with dot is 1."""
+    dropout: Share | None = None
+    """Dropout probability of both towers in training. Default: the value in config.json of the
+    encoder."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of storing them. This saves memory,
+    but a step takes about 1.5 times as long."""
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
+    """Implementation of attention. `auto` lets transformers choose. `flash_attention_2` needs the
+    package flash-attn, CUDA, and bf16 or fp16."""
     unpad: bool = False
-    """Skip padding tokens. The texts of a micro-batch are concatenated, and attention stays within each text. This works
-    with BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT and ELECTRA. The dev set is encoded in the same way."""
+    """Skip padding tokens. The texts of a micro-batch are concatenated, and attention stays within
+    each text. This works with BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT and ELECTRA. The
+    dev set is encoded in the same way."""
     quantize: Literal["none", "4bit", "8bit"] = setting("none", resume="never")
-    """Quantize the frozen weights of the encoder. `4bit` is QLoRA, `8bit` is LLM.int8. Needs `lora.rank` above 0 and the extra
-    `bitsandbytes`."""
-    tiny_layers: int = setting(2, at_least=1, unit="layers", **_TINY)
+    """Quantize the frozen weights of the encoder. `4bit` is QLoRA, `8bit` is LLM.int8. Needs
+    `lora.rank` above 0 and the extra `bitsandbytes`."""
+    tiny_layers: PositiveInt = setting(2, resume="never")
     """Number of layers of the `tiny` encoder."""
-    tiny_width: int = setting(128, at_least=32, multiple_of=32, unit="dimensions", **_TINY)
+    tiny_width: Annotated[int, Meta(ge=32, multiple_of=32)] = setting(128, resume="never")
     """Hidden size of the `tiny` encoder. It must be a multiple of 32."""
-    tiny_vocabulary: int = setting(4000, at_least=100, unit="tokens", **_TINY)
+    tiny_vocabulary: Annotated[int, Meta(ge=100)] = setting(4000, resume="never")
     """Maximum number of tokens in the vocabulary of the `tiny` encoder."""
 
-    def broken(self, config: "TrainConfig", world: int) -> Iterator[str]:
+    def conflicts(self, config: "TrainConfig", world: int) -> Iterator[str]:
         if self.tie_towers and self.passage_name:
-            yield f"model.passage_name is {self.passage_name!r}, but model.tie_towers is true; leave out one of the two settings"
+            yield (
+                f"model.passage_name is {self.passage_name!r}, but model.tie_towers is true; leave out "
+                "one of the two settings"
+            )
         if self.attention == "flash_attention_2" and config.run.precision == "fp32":
-            yield "model.attention is flash_attention_2, but run.precision is fp32; set run.precision to bf16 or fp16"
-        compiled = f"run.compile is {config.run.compile}, but"
+            yield ("model.attention is flash_attention_2, but run.precision is fp32; set run.precision to bf16 or fp16")
         if self.unpad and config.run.compile != "off":
-            yield f"{compiled} model.unpad is true, so batches vary in size; set run.compile to off, or model.unpad to false"
+            yield (
+                f"run.compile is {config.run.compile}, but model.unpad is true, so batches vary in "
+                "size; set run.compile to off, or model.unpad to false"
+            )
         if self.quantize != "none" and config.run.compile != "off":
             yield (
-                f"{compiled} model.quantize is {self.quantize}; run.compile does not support quantized weights. Set "
-                "run.compile to off, or model.quantize to none."
+                f"run.compile is {config.run.compile}, but model.quantize is {self.quantize}; "
+                "run.compile does not support quantized weights. Set run.compile to off, or "
+                "model.quantize to none."
             )
         if self.quantize != "none" and not config.lora.rank:
-            yield f"model.quantize is {self.quantize}, but lora.rank is 0; set lora.rank, because only adapters can be trained"
+            yield (
+                f"model.quantize is {self.quantize}, but lora.rank is 0; set lora.rank, because only "
+                "adapters can be trained"
+            )
+
+    def unused(self, config: "TrainConfig") -> Iterator[str]:
+        if self.name == "tiny" and self.passage_name is not None:
+            yield "model.passage_name has no effect with model.name tiny"
+        if self.name != "tiny":
+            for name in ("tiny_layers", "tiny_width", "tiny_vocabulary"):
+                if getattr(self, name) != getattr(ModelConfig, name):
+                    yield f"model.{name} has no effect without model.name tiny"
+        if self.unpad and self.attention in ("eager", "sdpa"):
+            yield "model.attention has no effect with model.unpad"
 
 
 @dataclass
@@ -145,22 +167,35 @@ class AdapterConfig:
     Adapters need the extra `lora`.
     """
 
-    rank: int = setting(0, at_least=0, unit="dimensions", resume="never")
-    """Rank (r) of the matrices of the adapters. 0: no adapters, all weights of the encoders are trained."""
-    alpha: float | None = setting(None, above=0, resume="never", unused_with=("lora.rank 0",))
-    """Scale of the adapters. The output of an adapter is multiplied by alpha / rank. Default: twice the rank."""
-    dropout: float = setting(0.0, at_least=0, at_most=1, resume="never", unused_with=("lora.rank 0",))
-    """Dropout probability of the inputs of the adapters in training. The dropout of the encoders is `model.dropout`."""
-    target_modules: list[str] = setting(factory=list, resume="never", unused_with=("lora.rank 0",))
-    """Names of the linear layers that get an adapter, such as q_proj and v_proj. Default: all linear layers."""
+    rank: NonNegativeInt = setting(0, resume="never")
+    """Rank (r) of the matrices of the adapters. 0: no adapters, all weights of the encoders are
+    trained."""
+    alpha: PositiveFloat | None = setting(None, resume="never")
+    """Scale of the adapters. The output of an adapter is multiplied by alpha / rank. Default: twice
+    the rank."""
+    dropout: Share = setting(0.0, resume="never")
+    """Dropout probability of the inputs of the adapters in training. The dropout of the encoders is
+    `model.dropout`."""
+    target_modules: list[str] = setting(factory=list, resume="never")
+    """Names of the linear layers that get an adapter, such as q_proj and v_proj. Default: all
+    linear layers."""
 
     def scale(self) -> float:
         """Return `lora.alpha`, or its default (twice the rank)."""
         return 2.0 * self.rank if self.alpha is None else self.alpha
 
-    def broken(self, config: "TrainConfig", world: int) -> Iterator[str]:
+    def conflicts(self, config: "TrainConfig", world: int) -> Iterator[str]:
         if self.rank and config.model.name == "tiny":
             yield (
-                "lora.rank is above 0, but model.name is 'tiny'. Choose the folder or the Hub name of an encoder. An adapter is "
-                "saved without its encoder, so the random weights of the encoder 'tiny' would be lost."
+                "lora.rank is above 0, but model.name is 'tiny'. Choose the folder or the Hub name of "
+                "an encoder. An adapter is saved without its encoder, so the random weights of the "
+                "encoder 'tiny' would be lost."
             )
+
+    def unused(self, config: "TrainConfig") -> Iterator[str]:
+        if self.rank == 0 and self.alpha is not None:
+            yield "lora.alpha has no effect with lora.rank 0"
+        if self.rank == 0 and self.dropout > 0:
+            yield "lora.dropout has no effect with lora.rank 0"
+        if self.rank == 0 and self.target_modules:
+            yield "lora.target_modules has no effect with lora.rank 0"

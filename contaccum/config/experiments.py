@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from contaccum.config.declare import setting
+from contaccum.config.declare import PositiveInt, setting
 
 
 @dataclass(frozen=True)
@@ -11,45 +11,51 @@ class CompareConfig:
 
     methods: str = ""
     """Training methods to compare, separated by commas. Default: `method` of the config."""
-    seeds: int = setting(3, at_least=1, unit="seeds")
-    """Number of runs for each combination of settings, one for each seed. The seeds are consecutive numbers, beginning with
-    `seed` of the config."""
-    vary: tuple[str, ...] = setting((), several=True, metavar="GROUP.FIELD=v1,v2")
-    """Settings to vary, with values. For each method, only the settings that the method uses are varied, in all combinations."""
-    test: str | None = None
-    """Test data for all models: BEIR folder or name of a data set. Default: the data set named in `data.train`, with the split
-    `test_split`."""
+    seeds: PositiveInt = 3
+    """Number of runs for each combination of settings, one for each seed. The seeds are consecutive
+    numbers, beginning with `seed` of the config."""
+    vary: tuple[str, ...] = setting((), metavar="GROUP.FIELD=v1,v2")
+    """Settings to vary, with values. For each method, only the settings that the method uses are
+    varied, in all combinations."""
+    test: str | None = setting(None, metavar="DATA")
+    """Test data for all models: BEIR folder or name of a data set. Default: the data set named in
+    `data.train`, with the split `test_split`."""
     test_split: str = "test"
     """Split of the test data to use."""
     baselines: str = "bm25,untrained"
-    """Baselines that are not trained, separated by commas: `bm25`, and `untrained` (the encoder before training). `none`: no
-    baselines."""
+    """Baselines that are not trained, separated by commas: `bm25`, and `untrained` (the encoder
+    before training). `none`: no baselines."""
     against: str | None = None
-    """Method that the significance tests compare with every other method: a training method, or a name in `--settings`.
-    Default: grad_cache if it is among the methods, else the first method."""
+    """Method that the significance tests compare with every other method: a training method, or a
+    name in `--settings`. Default: grad_cache if it is among the methods, else the first method."""
     budget: str | None = None
-    """Budget of each training run, in one of four units: forward passes of a pair (200000f), pairs (50000p), updates (300u),
-    or seconds (600s). Every run gets as many steps as this budget allows. A backward pass counts as 2 forward passes, so a pair
-    costs 3 passes with a one-pass method. With `grad_cache` or `cont_cache`, a pair costs 1 + 3 x `replay.share` passes, or
-    4 - B / N passes if `replay.share` is 1 (N pairs in a step, B in a micro-batch). For a budget in seconds, a few steps are
-    measured first. Default: `optim.max_steps` or `optim.epochs`."""
-    tune: tuple[str, ...] = setting((), several=True, metavar="GROUP.FIELD=v1,v2")
-    """Settings to tune, with the values to try. For each method, only the settings that the method uses are tuned, in all
-    combinations, with the first seed. Then the method uses the combination that is best on `data.dev`. Combinations compete in
-    rounds (successive halving): 30 combinations cost at most 8 full runs."""
-    rungs: int | None = setting(None, at_least=1)
-    """Number of rounds of tuning. The first round trains all combinations. Each later round trains only the best quarter, for 3
-    times as long as the round before. The last round trains with the full budget. With 1 round, every combination trains with the
-    full budget. Default: the lowest number that leaves at most 3 combinations for the last round."""
+    """Budget of each training run, in one of four units: forward passes of a pair (200000f), pairs
+    (50000p), updates (300u), or seconds (600s). Every run gets as many steps as this budget allows.
+    A backward pass counts as 2 forward passes, so a pair costs 3 passes with a one-pass method.
+    With `grad_cache` or `cont_cache`, a pair costs 1 + 3 x `replay.share` passes, or 4 - B / N
+    passes if `replay.share` is 1 (N pairs in a step, B in a micro-batch). For a budget in seconds,
+    a few steps are measured first. Default: `optim.max_steps` or `optim.epochs`."""
+    tune: tuple[str, ...] = setting((), metavar="GROUP.FIELD=v1,v2")
+    """Settings to tune, with the values to try. For each method, only the settings that the method
+    uses are tuned, in all combinations, with the first seed. Then the method uses the combination
+    that is best on `data.dev`. Combinations compete in rounds (successive halving): 30 combinations
+    cost at most 8 full runs."""
+    rungs: PositiveInt | None = None
+    """Number of rounds of tuning. The first round trains all combinations. Each later round trains
+    only the best quarter, for 3 times as long as the round before. The last round trains with the
+    full budget. With 1 round, every combination trains with the full budget. Default: the lowest
+    number that leaves at most 3 combinations for the last round."""
     settings: str | None = setting(None, metavar="FILE")
-    """YAML file with the entries to compare, instead of `--methods` and `--vary`. The file maps the name of each entry to its
-    settings. The key `tune` of an entry maps settings to the values to try, or is a list of combinations."""
+    """YAML file with the entries to compare, instead of `--methods` and `--vary`. The file maps the
+    name of each entry to its settings. The key `tune` of an entry maps settings to the values to
+    try, or is a list of combinations."""
     keep_weights: bool = True
-    """Keep the checkpoints and the model of each evaluated run. The weights of combinations that lost in tuning are always
-    deleted."""
+    """Keep the checkpoints and the model of each evaluated run. The weights of combinations that
+    lost in tuning are always deleted."""
     tune_learning_rate: str = ""
-    """Learning rates to try, separated by commas. Deprecated: use `--tune optim.learning_rate=v1,v2 --rungs 1`."""
-    parallel: int | None = setting(None, at_least=1, unit="runs")
+    """Learning rates to try, separated by commas. Deprecated: use `--tune optim.learning_rate=v1,v2
+    --rungs 1`."""
+    parallel: PositiveInt | None = None
     """Number of runs at the same time. Default: one for each GPU, or one on a CPU."""
 
 
@@ -57,14 +63,15 @@ class CompareConfig:
 class AutoConfig:
     """Memory limit, time limit and test data of an automatic training run."""
 
-    memory: str = setting(unit="bytes")
-    """Memory that the training process may use, such as 8GB or 24GiB: GPU memory, or main memory on a CPU."""
+    memory: str = setting(metavar="SIZE")
+    """Memory that the training process may use, such as 8GB or 24GiB: GPU memory, or main memory on
+    a CPU."""
     time: str = setting(metavar="TIME")
-    """Time limit of the whole command, such as 90s, 30m or 2h. It includes measurements, tuning, the two baselines, the final
-    training run and its evaluation."""
-    test: str | None = None
-    """Test data: BEIR folder or name of a data set. Default: the data set named in `data.train`, with the split `test_split`. If
-    there is no such split, the dev queries."""
+    """Time limit of the whole command, such as 90s, 30m or 2h. It includes measurements, tuning,
+    the two baselines, the final training run and its evaluation."""
+    test: str | None = setting(None, metavar="DATA")
+    """Test data: BEIR folder or name of a data set. Default: the data set named in `data.train`,
+    with the split `test_split`. If there is no such split, the dev queries."""
     test_split: str = "test"
     """Split of the test data to use."""
     dry_run: bool = setting(False, flag=True)
@@ -75,12 +82,13 @@ class AutoConfig:
 class PlanConfig:
     """Memory budget and methods to plan for."""
 
-    memory: str = setting(unit="bytes")
-    """Memory that one process may use, such as 11GB or 24GiB: GPU memory, or main memory on a CPU."""
+    memory: str = setting(metavar="SIZE")
+    """Memory that one process may use, such as 11GB or 24GiB: GPU memory, or main memory on a
+    CPU."""
     methods: str | None = None
-    """Training methods to plan for, separated by commas: `in_batch`, `grad_accum`, `grad_cache`, `passage_bank`, `cont_accum`,
-    `cont_cache`. Default: all."""
-    output: str | None = None
+    """Training methods to plan for, separated by commas: `in_batch`, `grad_accum`, `grad_cache`,
+    `passage_bank`, `cont_accum`, `cont_cache`. Default: all."""
+    output: str | None = setting(None, metavar="FILE")
     """JSON file to write the plan to."""
 
 
@@ -88,14 +96,15 @@ class PlanConfig:
 class ReportConfig:
     """Runs to show in a report."""
 
-    runs: list[str] = setting(positional=True, several=True)
+    runs: tuple[str, ...] = setting(positional=True)
     """Runs to show: run folders or metrics.json files."""
     metric: str = "ndcg@10"
     """Metric to show."""
-    against: str | None = None
-    """Run that the significance tests compare with the other runs, query by query. Runs that differ only in the seed count as one
-    run."""
-    html: str | None = None
+    against: str | None = setting(None, metavar="RUN")
+    """Run that the significance tests compare with the other runs, query by query. Runs that differ
+    only in the seed count as one run."""
+    html: str | None = setting(None, metavar="FILE")
     """HTML file to write. The page is a single file. This option needs the extra `study`."""
     wide: bool = setting(False, flag=True)
-    """Also show batch sizes, bank rows, pairs per second and the share of time spent waiting for data."""
+    """Also show batch sizes, bank rows, pairs per second and the share of time spent waiting for
+    data."""

@@ -2,26 +2,35 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from contaccum.config.declare import METHOD_SPECS, setting
+from msgspec import Meta
+
+from contaccum.config.declare import (
+    DecayRate,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Share,
+    setting,
+)
 
 if TYPE_CHECKING:
     from contaccum.config import TrainConfig
-
-_ONE_PASS = tuple(f"method {name}" for name, spec in METHOD_SPECS.items() if not spec.two_pass)
 
 
 @dataclass(kw_only=True)
 class DataPolicy:
     """Options for data with invalid records."""
 
-    strict: bool = setting(False, flag=True, unused_with=("questions",))
-    """Stop with an error if a query has no positive. Without this option, such queries are skipped with a warning."""
-    repair: bool = setting(False, flag=True, unused_with=("run",), used_with="data.dev")
-    """Accept empty passages and duplicate ids. Of several records with the same id, the last is used. A warning counts
-    the empty passages and the duplicate ids."""
+    strict: bool = setting(False, flag=True)
+    """Stop with an error if a query has no positive. Without this option, such queries are skipped
+    with a warning."""
+    repair: bool = setting(False, flag=True)
+    """Accept empty passages and duplicate ids. Of several records with the same id, the last is
+    used. A warning counts the empty passages and the duplicate ids."""
 
 
 @dataclass
@@ -31,53 +40,60 @@ class MixtureConfig:
     train: str = ""
     """Training data, in any form that `data.train` accepts."""
     split: str = "train"
-    """Split to train on: the name of a qrels file in a BEIR folder, or a split of a Hub data set."""
-    weight: float | None = setting(None, above=0)
-    """Share of the examples that come from this data set, relative to the weights of the other data sets. Give a weight to all
-    data sets or to none. Default: the number of queries in the data set."""
+    """Split to train on: the name of a qrels file in a BEIR folder, or a split of a Hub data
+    set."""
+    weight: PositiveFloat | None = None
+    """Share of the examples that come from this data set, relative to the weights of the other data
+    sets. Give a weight to all data sets or to none. Default: the number of queries in the data
+    set."""
     query_prefix: str | None = None
-    """Text that is put before the queries of this data set in training. Default: `model.query_prefix`."""
+    """Text that is put before the queries of this data set in training. Default:
+    `model.query_prefix`."""
     passage_prefix: str | None = None
-    """Text that is put before the passages of this data set in training. Default: `model.passage_prefix`."""
+    """Text that is put before the passages of this data set in training. Default:
+    `model.passage_prefix`."""
     in_batch_negatives: bool = True
-    """Whether passages of other examples are negatives for the queries of this data set. Use false if the positive
-    of one query often answers other queries, as in classification or duplicate questions. Each query of the batch and of the bank
-    is then compared only with its own positive and hard negatives."""
+    """Whether passages of other examples are negatives for the queries of this data set. Use false
+    if the positive of one query often answers other queries, as in classification or duplicate
+    questions. Each query of the batch and of the bank is then compared only with its own positive
+    and hard negatives."""
 
 
 @dataclass
 class DataConfig(DataPolicy):
     """Data for training and for evaluation during training (dev data)."""
 
-    train: str = ""
-    """Training data: a path or a name. Path: BEIR folder, DPR JSON file, JSONL file of query/pos/neg, or Tevatron JSONL file;
-    files can be gzipped. Name: scifact, dpr/nq-train, miracl/sw, mteb/NFCorpus, or
+    train: str = setting("", metavar="DATA")
+    """Training data: a path or a name. Path: BEIR folder, DPR JSON file, JSONL file of
+    query/pos/neg, or Tevatron JSONL file; files can be gzipped. Name: scifact, dpr/nq-train,
+    miracl/sw, mteb/NFCorpus, or
     hub:owner/name:configuration:split?query=COLUMN&pos=COLUMN&neg=COLUMN."""
-    split: str = setting("train", unused_with=("data.mixture",))
+    split: str = "train"
     """Split to train on: the name of a qrels file in a BEIR folder."""
     mixture: list[MixtureConfig] = setting(factory=list)
-    """Several data sets instead of `train`. Each item of the list has `train`, `split`, `weight`, `query_prefix`,
-    `passage_prefix` and `in_batch_negatives`."""
-    mixture_batches: Literal["mixed", "one_set"] = setting("mixed", needs="data.mixture")
-    """How to choose the examples of a step: from all data sets (mixed), or from one data set that is drawn by weight
-    (one_set)."""
-    dev: str | None = None
-    """Data for evaluation during training, in any form that `train` accepts. Default: no evaluation, and the last model is
-    kept."""
+    """Several data sets instead of `train`. Each item of the list has `train`, `split`, `weight`,
+    `query_prefix`, `passage_prefix` and `in_batch_negatives`."""
+    mixture_batches: Literal["mixed", "one_set"] = "mixed"
+    """How to choose the examples of a step: from all data sets (mixed), or from one data set that
+    is drawn by weight (one_set)."""
+    dev: str | None = setting(None, metavar="DATA")
+    """Data for evaluation during training, in any form that `train` accepts. Default: no
+    evaluation, and the last model is kept."""
     dev_split: str = "dev"
     """Split to evaluate on during training: the name of a qrels file in a BEIR folder."""
-    hard_negatives: int = setting(0, at_least=0, unit="passages")
-    """Number of hard negatives for each query (H). `fill_negatives` decides what happens to queries that have fewer."""
-    fill_negatives: Literal["random", "none"] = setting("random", unused_with=("data.hard_negatives 0",))
-    """What to do if a query has fewer than H hard negatives: add random passages (random), or nothing (none). With `none`, a
-    text of one token takes the place of each missing negative, and the loss masks its column. `model.unpad` avoids the padding of
-    this text."""
+    hard_negatives: NonNegativeInt = 0
+    """Number of hard negatives for each query (H). `fill_negatives` decides what happens to queries
+    that have fewer."""
+    fill_negatives: Literal["random", "none"] = "random"
+    """What to do if a query has fewer than H hard negatives: add random passages (random), or
+    nothing (none). With `none`, a text of one token takes the place of each missing negative, and
+    the loss masks its column. `model.unpad` avoids the padding of this text."""
 
     @property
     def policy(self) -> DataPolicy:
         return DataPolicy(**{each.name: getattr(self, each.name) for each in fields(DataPolicy)})
 
-    def broken(self, config: "TrainConfig", world: int) -> Iterator[str]:
+    def conflicts(self, config: "TrainConfig", world: int) -> Iterator[str]:
         if self.mixture and self.train:
             yield f"data.train is {self.train!r}, but data.mixture is set too; use only one of them"
         if not self.mixture and not self.train:
@@ -86,96 +102,137 @@ class DataConfig(DataPolicy):
             if not each.train:
                 yield f"data.mixture[{number}].train is not set; give a path or the name of a data set"
         if len({each.weight is None for each in self.mixture}) > 1:
-            yield "data.mixture: some sets have a weight and some do not; give a weight to all sets or to none"
-        yield from self._broken_separate(config)
-
-    def _broken_separate(self, config: "TrainConfig") -> Iterator[str]:
+            yield ("data.mixture: some sets have a weight and some do not; give a weight to all sets or to none")
         separate = [number for number, each in enumerate(self.mixture) if not each.in_batch_negatives]
-        if not separate:
-            return
-        found = f"data.mixture[{separate[0]}].in_batch_negatives is false, but"
-        if not self.hard_negatives:
-            yield f"{found} data.hard_negatives is 0, so this data set has no negatives; set data.hard_negatives to at least 1"
-        if self.fill_negatives == "random":
-            yield f"{found} data.fill_negatives is random, which adds passages of other examples; set data.fill_negatives to none"
-        if len(separate) < len(self.mixture):
-            return
-        found = "data.mixture: in_batch_negatives is false for all sets, so"
-        if config.bank_size():
-            yield f"{found} the bank of {config.method} would have no effect; use a method without a bank, or set bank.size to 0"
+        if separate and not self.hard_negatives:
+            yield (
+                f"data.mixture[{separate[0]}].in_batch_negatives is false, but data.hard_negatives is "
+                "0, so this data set has no negatives; set data.hard_negatives to at least 1"
+            )
+        if separate and self.fill_negatives == "random":
+            yield (
+                f"data.mixture[{separate[0]}].in_batch_negatives is false, but data.fill_negatives is "
+                "random, which adds passages of other examples; set data.fill_negatives to none"
+            )
+        if separate and len(separate) == len(self.mixture) and config.bank_size():
+            yield (
+                "data.mixture: in_batch_negatives is false for all sets, so the bank of "
+                f"{config.method} would have no effect; use a method without a bank, or set bank.size "
+                "to 0"
+            )
+
+    def unused(self, config: "TrainConfig") -> Iterator[str]:
+        if self.mixture and self.split != DataConfig.split:
+            yield "data.split has no effect with data.mixture"
+        if not self.mixture and self.mixture_batches != DataConfig.mixture_batches:
+            yield "data.mixture_batches has no effect without data.mixture"
+        if self.hard_negatives == 0 and self.fill_negatives != DataConfig.fill_negatives:
+            yield "data.fill_negatives has no effect with data.hard_negatives 0"
 
 
 @dataclass
 class BatchConfig:
     """Number of pairs in a step, and how many of these pairs are in memory at once."""
 
-    global_batch_size: int = setting(128, at_least=1, unit="pairs")
+    global_batch_size: PositiveInt = 128
     """Number of pairs (N) in one optimizer step, over all processes."""
-    micro_batch_size: int = setting(
-        8, at_least=1, unit="pairs", methods="micro_batches", unused_with=("batch.micro_batch_tokens",)
-    )
-    """Number of pairs (B) in one forward pass of one process. Peak memory grows with this number. `in_batch` always encodes the
-    full step at once."""
-    micro_batch_tokens: int | None = setting(
-        None, at_least=1, unit="tokens", methods="micro_batches", unused_with=("method in_batch",)
-    )
-    """Maximum number of tokens in one forward pass of one process, including padding. It replaces `micro_batch_size`. A forward
-    pass of B pairs has B x (tokens of the longest query + (1 + H) x tokens of the longest passage) tokens, where H is
-    `data.hard_negatives`. The pairs of a step are sorted by length and split into as few micro-batches as possible, which saves
-    padding. Every pair has the same weight in the loss. With `grad_cache` and `cont_cache`, the gradients are the same as with
-    `micro_batch_size`. The exception is `cont_cache` with a `bank.size` that is not a multiple of `global_batch_size`: the bank
-    then stores only a part of some step, and sorting decides which pairs. With one-pass methods, a query is compared with
-    passages of similar length. Default: use `micro_batch_size`."""
+    micro_batch_size: PositiveInt = 8
+    """Number of pairs (B) in one forward pass of one process. Peak memory grows with this number.
+    `in_batch` always encodes the full step at once."""
+    micro_batch_tokens: PositiveInt | None = None
+    """Maximum number of tokens in one forward pass of one process, including padding. It replaces
+    `micro_batch_size`. A forward pass of B pairs has B x (tokens of the longest query + (1 + H) x
+    tokens of the longest passage) tokens, where H is `data.hard_negatives`. The pairs of a step are
+    sorted by length and split into as few micro-batches as possible, which saves padding. Every
+    pair has the same weight in the loss. With `grad_cache` and `cont_cache`, the gradients are the
+    same as with `micro_batch_size`. The exception is `cont_cache` with a `bank.size` that is not a
+    multiple of `global_batch_size`: the bank then stores only a part of some step, and sorting
+    decides which pairs. With one-pass methods, a query is compared with passages of similar length.
+    Default: use `micro_batch_size`."""
     order: Literal["shuffled", "file"] = "shuffled"
     """Order of the examples: random in each epoch (shuffled), or as in the training data (file)."""
     on_out_of_memory: Literal["shrink", "stop"] = setting("shrink", resume="free")
-    """What to do if a step runs out of memory. `shrink` repeats the step with micro-batches of half the size and keeps this size.
-    `stop` ends the run, and a run with several processes always ends. The global batch size does not change. With
-    `grad_cache` and `cont_cache`, the gradients do not change either. On a CPU, set a memory limit (ulimit -v). Without
-    a limit, the operating system kills the process."""
+    """What to do if a step runs out of memory. `shrink` repeats the step with micro-batches of half
+    the size and keeps this size. `stop` ends the run, and a run with several processes always ends.
+    The global batch size does not change. With `grad_cache` and `cont_cache`, the gradients do not
+    change either. On a CPU, set a memory limit (ulimit -v). Without a limit, the operating system
+    kills the process."""
 
-    def broken(self, config: "TrainConfig", world: int) -> Iterator[str]:
-        n, b = self.global_batch_size, 1 if config.micro_batch_tokens else config.micro_batch_size(world)
-        if n % (b * world):
-            product = f"batch.micro_batch_size {b} x {world} processes = {b * world}"
-            yield f"batch.global_batch_size {n} is not divisible by {product if b > 1 else f'{world} processes'}"
+    def conflicts(self, config: "TrainConfig", world: int) -> Iterator[str]:
+        pairs = 1 if config.micro_batch_tokens else config.micro_batch_size(world)
+        if self.global_batch_size % (pairs * world):
+            divisor = f"{world} processes"
+            if pairs > 1:
+                divisor = f"batch.micro_batch_size {pairs} x {divisor} = {pairs * world}"
+            yield f"batch.global_batch_size {self.global_batch_size} is not divisible by {divisor}"
+
+    def unused(self, config: "TrainConfig") -> Iterator[str]:
+        if config.spec.whole and self.micro_batch_tokens is not None:
+            yield f"batch.micro_batch_tokens has no effect with method {config.method}"
+        if self.micro_batch_tokens and self.micro_batch_size != BatchConfig.micro_batch_size:
+            yield "batch.micro_batch_size has no effect with batch.micro_batch_tokens"
 
 
 @dataclass
 class BankConfig:
     """Memory bank of past embeddings, for methods that have a bank."""
 
-    size: int | None = setting(None, at_least=0, unit="entries", methods="bank")
-    """Number of past pairs kept in the bank (M). If `bank.hard_negatives` is true, the bank also stores the hard negatives of
-    these pairs. The method `passage_bank` stores no queries. 0 disables the bank. Default: the pairs of one step
-    (`batch.global_batch_size`)."""
-    row_weight: Literal["all", "current"] = setting("all", methods="bank")
-    """Denominator of the mean loss: the number of current and stored queries (all), or of current queries only (current)."""
-    hard_negatives: bool = setting(True, methods="bank", unused_with=("data.hard_negatives 0",))
+    size: NonNegativeInt | None = None
+    """Number of past pairs kept in the bank (M). If `bank.hard_negatives` is true, the bank also
+    stores the hard negatives of these pairs. The method `passage_bank` stores no queries. 0
+    disables the bank. Default: the pairs of one step (`batch.global_batch_size`)."""
+    row_weight: Literal["all", "current"] = "all"
+    """Denominator of the mean loss: the number of current and stored queries (all), or of current
+    queries only (current)."""
+    hard_negatives: bool = True
     """Store hard negatives in the bank too. They are additional columns of the loss."""
-    keep: bool = setting(True, methods="bank")
+    keep: bool = True
     """Keep the bank after an optimizer step. If false, the bank is emptied after each step."""
-    warmup_steps: int = setting(0, at_least=0, unit="steps", methods="bank")
+    warmup_steps: NonNegativeInt = 0
     """Number of optimizer steps at the start that fill the bank without using it."""
-    age_decay: float = setting(0.0, at_least=0, methods="bank", unused_with=("bank.keep false",))
-    """Age penalty: if the query and the passage of a logit were encoded t optimizer steps apart, age_decay x t is subtracted
-    from the logit. In the softmax, the logit then has the weight exp(-age_decay x t), so the weight is 1 if t is 0. The published
-    method has age_decay 0."""
+    age_decay: NonNegativeFloat = 0.0
+    """Age penalty: if the query and the passage of a logit were encoded t optimizer steps apart,
+    age_decay x t is subtracted from the logit. In the softmax, the logit then has the weight
+    exp(-age_decay x t), so the weight is 1 if t is 0. The published method has age_decay 0."""
 
-    def broken(self, config: "TrainConfig", world: int) -> Iterator[str]:
+    def conflicts(self, config: "TrainConfig", world: int) -> Iterator[str]:
         size, push = config.bank_size(), config.bank_push(world)
-        if size and size < push:
-            yield f"bank.size is {size}, but {config.method} can push {push} entries at once; use 0 or at least {push}"
+        if 0 < size < push:
+            yield (
+                f"bank.size is {size}, but {config.method} can push {push} entries at once; use 0 or at least {push}"
+            )
+
+    def unused(self, config: "TrainConfig") -> Iterator[str]:
+        if config.bank_size() == 0:  # comparisons also run methods without a bank
+            return
+        if not self.hard_negatives and config.data.hard_negatives == 0:
+            yield "bank.hard_negatives has no effect with data.hard_negatives 0"
+        if not self.keep and self.age_decay:
+            yield "bank.age_decay has no effect with bank.keep false"
+        if not self.keep and config.spec.pushes_whole_step:
+            yield ("With bank.keep=false, the bank is emptied before its rows are used, so the bank has no effect.")
 
 
 @dataclass
 class ReplayConfig:
-    """Partial replay: the second pass of `grad_cache` and `cont_cache` encodes only a sample of the texts."""
+    """Partial replay: the second pass of `grad_cache` and `cont_cache` encodes a sample of the texts."""
 
-    share: float = setting(1.0, above=0, at_most=1, methods="two_pass", unused_with=_ONE_PASS)
-    """Share of the texts that the second pass encodes again (p). Texts with large gradients are preferred. The sampled gradients
-    are weighted, and then shifted by one vector so that they have the same sum as the gradients of all texts. Below 1,
-    a pair costs 1 + 3p forward passes, and the first pass has no dropout. With p = 1, the gradient is exact."""
+    share: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Share of the texts that the second pass encodes again (p). Texts with large gradients are
+    preferred. The sampled gradients are weighted, and then shifted by one vector so that they have
+    the same sum as the gradients of all texts. Below 1, a pair costs 1 + 3p forward passes, and the
+    first pass has no dropout. With p = 1, the gradient is exact."""
+
+    def unused(self, config: "TrainConfig") -> Iterator[str]:
+        if self.share < 1 and not config.spec.two_pass:
+            yield f"replay.share has no effect with method {config.method}"
+        of_cont_cache = replace(config.bank, size=None) != BankConfig()
+        if config.method == "grad_cache" and self.share < 1 and of_cont_cache:
+            # a ready-made config of cont_cache with another method: --config demo --method grad_cache
+            yield (
+                f"replay.share is {self.share}, so the second pass of grad_cache encodes only a sample "
+                "of the texts. For GradCache without sampling, set replay.share to 1."
+            )
 
 
 @dataclass
@@ -183,68 +240,90 @@ class LossConfig:
     """Negatives of the loss, and additional training targets."""
 
     mask_false_negatives: bool = True
-    """Mask negatives that are known, by their passage id, to be relevant for the query. This applies to the negatives of the
-    batch and of the bank."""
+    """Mask negatives that are known, by their passage id, to be relevant for the query. This
+    applies to the negatives of the batch and of the bank."""
     guide: str | None = None
-    """Encoder that finds false negatives: a folder or a name on the Hub. It may be the same encoder as in `model.name`. The
-    guide scores the positive and the negatives (in-batch, hard and from the bank) of each query. A negative is masked if its
-    score is above the score of the positive minus `guide_margin`. The guide encodes all training queries and passages once. Its
-    vectors are kept in the cache, in float16. Default: no guide."""
-    guide_margin: float = setting(0.0, needs="loss.guide")
+    """Encoder that finds false negatives: a folder or a name on the Hub. It may be the same encoder
+    as in `model.name`. The guide scores the positive and the negatives (in-batch, hard and from the
+    bank) of each query. A negative is masked if its score is above the score of the positive minus
+    `guide_margin`. The guide encodes all training queries and passages once. Its vectors are kept
+    in the cache, in float16. Default: no guide."""
+    guide_margin: float = 0.0
     """Margin for `guide`, see `margin_strategy`. A larger margin masks more negatives."""
     false_negative_margin: float | None = None
-    """Mask a negative if its score is above the positive's score minus this margin, see `margin_strategy`. The scores are the
-    similarities that the model computes in training, not divided by `model.temperature`. Default: no such mask."""
-    margin_strategy: Literal["absolute", "relative"] = setting(
-        "absolute", unused_with=("loss.false_negative_margin null",), used_with="loss.guide"
-    )
-    """Meaning of `guide_margin` and `false_negative_margin`: a difference of scores (absolute), or a share of the positive's
-    score (relative, from 0 to 1)."""
-    matryoshka_dims: list[int] = setting(factory=list, unit="dimensions")
-    """Widths to which vectors may be truncated after training, such as [256, 128, 64]. The loss at each width is added to the
-    loss of the full vectors. With cosine, truncated vectors are scaled to length 1 again. Each width has its own bank."""
+    """Mask a negative if its score is above the positive's score minus this margin, see
+    `margin_strategy`. The scores are the similarities that the model computes in training, not
+    divided by `model.temperature`. Default: no such mask."""
+    margin_strategy: Literal["absolute", "relative"] = "absolute"
+    """Meaning of `guide_margin` and `false_negative_margin`: a difference of scores (absolute), or
+    a share of the positive's score (relative, from 0 to 1)."""
+    matryoshka_dims: list[int] = setting(factory=list)
+    """Widths to which vectors may be truncated after training, such as [256, 128, 64]. The loss at
+    each width is added to the loss of the full vectors. With cosine, truncated vectors are scaled
+    to length 1 again. Each width has its own bank."""
     matryoshka_weights: list[float] = setting(factory=list)
-    """Weight of the loss at each width of `matryoshka_dims`. The loss of the full vectors has weight 1. Default: 1 for each
-    width."""
+    """Weight of the loss at each width of `matryoshka_dims`. The loss of the full vectors has
+    weight 1. Default: 1 for each width."""
     distillation: Literal["none", "kl", "margin"] = "none"
-    """Learn also from the scores that a teacher gives to the positive and the hard negatives of each query. The training data
-    must contain these scores. `kl` is the KL divergence from the softmax of the teacher. `margin` is the squared error of score
-    differences (margin-MSE). The scores of the model are similarities divided by `model.temperature`."""
-    distillation_weight: float = setting(1.0, above=0, unused_with=("loss.distillation none",))
+    """Learn also from the scores that a teacher gives to the positive and the hard negatives of
+    each query. The training data must contain these scores. `kl` is the KL divergence from the
+    softmax of the teacher. `margin` is the squared error of score differences (margin-MSE). The
+    scores of the model are similarities divided by `model.temperature`."""
+    distillation_weight: PositiveFloat = 1.0
     """Weight of the distillation loss. The InfoNCE loss has weight 1."""
-    teacher_temperature: float = setting(1.0, above=0, unused_with=("loss.distillation none",))
+    teacher_temperature: PositiveFloat = 1.0
     """Number by which the scores of the teacher are divided."""
 
-    def broken(self, config: "TrainConfig", world: int) -> Iterator[str]:
+    @property
+    def margin(self) -> float | None:
+        """Margin of the rule that masks false negatives by score. None: this rule is not used."""
+        return self.guide_margin if self.guide is not None else self.false_negative_margin
+
+    def conflicts(self, config: "TrainConfig", world: int) -> Iterator[str]:
         widths, weights = self.matryoshka_dims, self.matryoshka_weights
         if any(width < 1 for width in widths) or len(set(widths)) < len(widths):
             yield f"loss.matryoshka_dims is {widths}, expected integers of at least 1, each only once"
         if weights and len(weights) != len(widths):
-            yield f"loss.matryoshka_weights has {len(weights)} numbers, expected {len(widths)}: one per width in matryoshka_dims"
+            yield (
+                f"loss.matryoshka_weights has {len(weights)} numbers, expected {len(widths)}: one per "
+                "width in matryoshka_dims"
+            )
         if not all(0 < weight < math.inf for weight in weights):
             yield f"loss.matryoshka_weights is {weights}, expected finite numbers above 0"
-        yield from self._broken_margins(config)
-        if config.distils and not config.data.hard_negatives:
-            found = f"loss.distillation is {self.distillation}, but data.hard_negatives is 0"
-            yield f"{found}; set it to at least 1, because the teacher's scores compare a positive with hard negatives"
-
-    @property
-    def margin(self) -> float | None:
-        """Margin of the rule that masks false negatives by their scores. None: this rule is not used."""
-        return self.guide_margin if self.guide is not None else self.false_negative_margin
-
-    def _broken_margins(self, config: "TrainConfig") -> Iterator[str]:
-        obstacles = {
-            "which has random weights and cannot detect false negatives; give a trained encoder": self.guide == "tiny",
-            "which computes no vectors; give an encoder": self.guide == "bm25",
-            "expected a folder or a name on the Hub": self.guide == "",
-        }
-        yield from (f"loss.guide is {self.guide!r}, {why}" for why, found in obstacles.items() if found)
+        if self.guide == "tiny":
+            yield (
+                "loss.guide is 'tiny', which has random weights and cannot detect false negatives; "
+                "give a trained encoder"
+            )
+        if self.guide == "bm25":
+            yield "loss.guide is 'bm25', which computes no vectors; give an encoder"
+        if self.guide == "":
+            yield "loss.guide is '', expected a folder or a name on the Hub"
         if self.guide is not None and self.false_negative_margin is not None:
-            yield "loss.guide and loss.false_negative_margin are both set; set only one (a guide's margin is loss.guide_margin)"
-        name = "guide_margin" if self.guide is not None else "false_negative_margin"
+            yield (
+                "loss.guide and loss.false_negative_margin are both set; set only one (a guide's "
+                "margin is loss.guide_margin)"
+            )
         if self.margin_strategy == "relative" and not 0 <= (self.margin or 0.0) <= 1:
-            yield f"loss.{name} is {self.margin}, expected a number from 0 to 1, because loss.margin_strategy is relative"
+            name = "guide_margin" if self.guide is not None else "false_negative_margin"
+            yield (
+                f"loss.{name} is {self.margin}, expected a number from 0 to 1, because loss.margin_strategy is relative"
+            )
+        if self.distillation != "none" and not config.data.hard_negatives:
+            yield (
+                f"loss.distillation is {self.distillation}, but data.hard_negatives is 0; set it to at "
+                "least 1, because the teacher's scores compare a positive with hard negatives"
+            )
+
+    def unused(self, config: "TrainConfig") -> Iterator[str]:
+        if self.guide is None and self.guide_margin:
+            yield "loss.guide_margin has no effect without loss.guide"
+        if self.margin is None and self.margin_strategy == "relative":
+            yield "loss.margin_strategy has no effect with loss.false_negative_margin null"
+        if self.distillation == "none" and self.distillation_weight != 1:
+            yield "loss.distillation_weight has no effect with loss.distillation none"
+        if self.distillation == "none" and self.teacher_temperature != 1:
+            yield "loss.teacher_temperature has no effect with loss.distillation none"
 
 
 @dataclass
@@ -252,36 +331,47 @@ class OptimConfig:
     """AdamW, learning rate schedule, and length of the run."""
 
     name: Literal["adamw", "adamw_8bit"] = setting("adamw", resume="never")
-    """Optimizer. `adamw_8bit` stores both moments in 8 bits, which takes a quarter of the memory. It needs the extra
-    `bitsandbytes`."""
-    learning_rate: float = setting(2e-5, at_least=0)
+    """Optimizer. `adamw_8bit` stores both moments in 8 bits, which takes a quarter of the memory.
+    It needs the extra `bitsandbytes`."""
+    learning_rate: NonNegativeFloat = 2e-5
     """Maximum learning rate, reached at the end of the warm-up."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """How the learning rate grows with the ratio `batch.global_batch_size` / `optim.reference_batch_size`: not at all (none), in
-    proportion (linear), or with the square root (sqrt)."""
-    reference_batch_size: int = setting(128, at_least=1, unit="pairs", unused_with=("optim.lr_scaling none",))
+    """How the learning rate grows with the ratio `batch.global_batch_size` /
+    `optim.reference_batch_size`: not at all (none), in proportion (linear), or with the square root
+    (sqrt)."""
+    reference_batch_size: PositiveInt = 128
     """Global batch size, in pairs, for which `learning_rate` was chosen."""
-    epochs: float = setting(1.0, above=0, unit="epochs", unused_with=("optim.max_steps",))
-    """Number of passes over the training queries. If `max_steps` is given, this setting is ignored."""
-    max_steps: int | None = setting(None, at_least=1, unit="steps")
+    epochs: PositiveFloat = 1.0
+    """Number of passes over the training queries. If `max_steps` is given, this setting is
+    ignored."""
+    max_steps: PositiveInt | None = None
     """Total number of optimizer steps. Default: as many as `epochs` needs."""
-    warmup_steps: int | None = setting(None, at_least=0, unit="steps")
-    """Number of steps in which the learning rate rises from 0 to its maximum. Default: computed from `warmup_ratio`, else 0."""
-    warmup_ratio: float | None = setting(None, at_least=0, at_most=1)
-    """Share of all steps in which the learning rate rises from 0 to its maximum. Default: use `warmup_steps`."""
+    warmup_steps: NonNegativeInt | None = None
+    """Number of steps in which the learning rate rises from 0 to its maximum. Default: computed
+    from `warmup_ratio`, else 0."""
+    warmup_ratio: Share | None = None
+    """Share of all steps in which the learning rate rises from 0 to its maximum. Default: use
+    `warmup_steps`."""
     schedule: Literal["linear", "cosine", "constant"] = "linear"
-    """Learning rate after the warm-up: it falls to 0 (linear, cosine), or stays at its maximum (constant)."""
-    max_grad_norm: float = setting(2.0, above=0)
+    """Learning rate after the warm-up: it falls to 0 (linear, cosine), or stays at its maximum
+    (constant)."""
+    max_grad_norm: PositiveFloat = 2.0
     """Maximum L2 norm of the gradients of both towers together. Larger gradients are clipped."""
-    weight_decay: float = setting(0.0, at_least=0)
+    weight_decay: NonNegativeFloat = 0.0
     """Weight decay of all weights except biases and normalization weights."""
-    adam_beta1: float = setting(0.9, at_least=0, below=1)
+    adam_beta1: DecayRate = 0.9
     """Decay rate of the first moment of AdamW."""
-    adam_beta2: float = setting(0.999, at_least=0, below=1)
+    adam_beta2: DecayRate = 0.999
     """Decay rate of the second moment of AdamW."""
-    adam_eps: float = setting(1e-8, above=0)
+    adam_eps: PositiveFloat = 1e-8
     """Epsilon of AdamW."""
 
-    def broken(self, config: "TrainConfig", world: int) -> Iterator[str]:
+    def conflicts(self, config: "TrainConfig", world: int) -> Iterator[str]:
         if self.warmup_steps is not None and self.warmup_ratio is not None:
             yield "optim.warmup_steps and optim.warmup_ratio are both given; use only one of them"
+
+    def unused(self, config: "TrainConfig") -> Iterator[str]:
+        if self.lr_scaling == "none" and self.reference_batch_size != OptimConfig.reference_batch_size:
+            yield "optim.reference_batch_size has no effect with optim.lr_scaling none"
+        if self.max_steps is not None and self.epochs != OptimConfig.epochs:
+            yield "optim.epochs has no effect with optim.max_steps"

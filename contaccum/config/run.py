@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
-from contaccum.config.declare import parse_bytes, setting
+from contaccum.config.declare import NonNegativeInt, PositiveInt, parse_bytes, setting
 from contaccum.config.encoder import ProcessConfig
 
 if TYPE_CHECKING:
@@ -22,64 +21,79 @@ class RunConfig(ProcessConfig):
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Autocast precision of the encoders. Weights and loss stay in fp32."""
     tf32: bool = False
-    """Multiply fp32 matrices in TF32 on CUDA, also in the loss. This is faster, but the mantissa has 10 bits instead of 23."""
+    """Multiply fp32 matrices in TF32 on CUDA, also in the loss. This is faster, but the mantissa
+    has 10 bits instead of 23."""
     sharding: Literal["none", "fsdp"] = "none"
-    """How W processes hold the weights. `none`: each process holds all of them. `fsdp`: each process holds 1/W of all weights,
-    gradients and optimizer states (torch's FSDP2), and gathers one layer at a time; an out-of-memory error ends the run."""
+    """How W processes hold the weights. `none`: each process holds all of them. `fsdp`: each
+    process holds 1/W of all weights, gradients and optimizer states (torch's FSDP2), and gathers
+    one layer at a time; an out-of-memory error ends the run."""
     cpu_offload: bool = False
-    """With `run.sharding fsdp`: keep each process's shard of the weights, gradients and optimizer state in CPU memory, and update
-    the weights there. This saves GPU memory but is slower."""
+    """With `run.sharding fsdp`: keep each process's shard of the weights, gradients and optimizer
+    state in CPU memory, and update the weights there. This saves GPU memory but is slower."""
     compile: Literal["off", "default"] = "off"
     """Compile the encoders with torch.compile. The first steps then take minutes."""
-    memory_budget: str | None = setting(None, resume="free", unit="bytes")
-    """Maximum memory of torch on each GPU, such as 11GB or 10GiB. CUDA needs a few hundred MB in addition. Default: no limit."""
-    save_steps: int = setting(500, at_least=0, unit="steps", resume="free")
-    """Number of steps between two checkpoints. The last step always writes a checkpoint. 0: only at the end."""
-    keep_checkpoints: int = setting(2, at_least=1, unit="checkpoints", resume="free")
+    memory_budget: str | None = setting(None, resume="free")
+    """Maximum memory of torch on each GPU, such as 11GB or 10GiB. CUDA needs a few hundred MB in
+    addition. Default: no limit."""
+    save_steps: NonNegativeInt = setting(500, resume="free")
+    """Number of steps between two checkpoints. The last step always writes a checkpoint. 0: only at
+    the end."""
+    keep_checkpoints: PositiveInt = setting(2, resume="free")
     """Number of newest checkpoints to keep."""
-    eval_steps: int = setting(0, at_least=0, unit="steps", needs="data.dev")
-    """Number of steps between two evaluations on `data.dev`. The last step is always evaluated. 0: only the last step is
-    evaluated."""
-    metric: str = setting("ndcg@10", needs="data.dev")
+    eval_steps: NonNegativeInt = 0
+    """Number of steps between two evaluations on `data.dev`. The last step is always evaluated. 0:
+    only the last step is evaluated."""
+    metric: str = "ndcg@10"
     """Metric on `data.dev` that decides which model is kept."""
-    eval_batch_tokens: int | None = setting(None, at_least=1, unit="tokens", resume="free")
-    """Maximum number of tokens in one forward pass of an evaluation, including padding. Default: 16384, or 1024 per thread on a
-    CPU."""
-    bank_check_steps: int = setting(100, at_least=0, unit="steps", resume="free")
+    eval_batch_tokens: PositiveInt | None = setting(None, resume="free")
+    """Maximum number of tokens in one forward pass of an evaluation, including padding. Default:
+    16384, or 1024 per thread on a CPU."""
+    bank_check_steps: NonNegativeInt = setting(100, resume="free")
     """Number of steps between two checks that the banks of all processes are equal. 0: never."""
-    log_steps: int = setting(1, at_least=1, unit="steps", resume="free")
-    """Number of steps between two lines in log.jsonl and between two entries in the trackers. The last step is always logged. The
-    times in a line are means over the steps since the line before."""
-    drift_steps: int = setting(10, at_least=0, unit="steps", resume="free")
-    """Number of steps between two measurements of drift. Drift is measured as the cosine of banked vectors and new vectors of the
-    same texts. 0: never. The trained model does not depend on this setting."""
+    log_steps: PositiveInt = setting(1, resume="free")
+    """Number of steps between two lines in log.jsonl and between two entries in the trackers. The
+    last step is always logged. The times in a line are means over the steps since the line
+    before."""
+    drift_steps: NonNegativeInt = setting(10, resume="free")
+    """Number of steps between two measurements of drift. Drift is measured as the cosine of banked
+    vectors and new vectors of the same texts. 0: never. The trained model does not depend on this
+    setting."""
     trackers: list[str] = setting(factory=list, resume="free")
-    """Additional experiment trackers, by their names in accelerate: wandb, tensorboard (needs the extra `tensorboard`), ..."""
+    """Additional experiment trackers, by their names in accelerate: wandb, tensorboard (needs the
+    extra `tensorboard`), ..."""
 
-    def broken(self, config: "TrainConfig", world: int) -> Iterator[str]:
+    def conflicts(self, config: "TrainConfig", world: int) -> Iterator[str]:
         measure, _, cutoff = self.metric.partition("@")
         if measure not in METRIC_MEASURES or cutoff not in map(str, METRIC_CUTS):
-            choices = f"MEASURE: {', '.join(METRIC_MEASURES)}; K: {', '.join(map(str, METRIC_CUTS))}"
-            yield f"run.metric is {self.metric!r}, expected MEASURE@K, such as ndcg@10 ({choices})"
+            yield (
+                f"run.metric is {self.metric!r}, expected MEASURE@K, such as ndcg@10 (MEASURE: "
+                f"{', '.join(METRIC_MEASURES)}; K: {', '.join(map(str, METRIC_CUTS))})"
+            )
         if self.memory_budget is not None:
             parse_bytes(self.memory_budget)
-        if self.sharding != "none":
-            yield from self._broken_sharding(config, world)
-        elif self.cpu_offload:
-            yield "run.cpu_offload is true, but run.sharding is none; set run.sharding to fsdp, or run.cpu_offload to false"
-
-    def _broken_sharding(self, config: "TrainConfig", world: int) -> Iterator[str]:
-        if world == 1:
+        if self.sharding == "none" and self.cpu_offload:
             yield (
-                "run.sharding is fsdp, but there is only one process; start several processes with torchrun, or set run.sharding "
-                "to none"
+                "run.cpu_offload is true, but run.sharding is none; set run.sharding to fsdp, or "
+                "run.cpu_offload to false"
             )
-        needed = {
-            "run.precision": "fp32 or bf16",
-            "run.compile": "off",
-            "optim.name": "adamw",
-            "model.quantize": "none or 4bit",
-        }
-        for name, usable in needed.items():
-            if (value := attrgetter(name)(config)) not in usable.split(" or "):
-                yield f"{name} is {value}, but run.sharding is fsdp, which needs {usable}; change one of them"
+        if self.sharding == "fsdp":
+            if world == 1:
+                yield (
+                    "run.sharding is fsdp, but there is only one process; start several processes "
+                    "with torchrun, or set run.sharding to none"
+                )
+            needs = "but run.sharding is fsdp, which needs"
+            if self.precision == "fp16":
+                yield f"run.precision is fp16, {needs} fp32 or bf16; change one of them"
+            if self.compile != "off":
+                yield f"run.compile is {self.compile}, {needs} off; change one of them"
+            if config.optim.name != "adamw":
+                yield f"optim.name is {config.optim.name}, {needs} adamw; change one of them"
+            if config.model.quantize == "8bit":
+                yield f"model.quantize is 8bit, {needs} none or 4bit; change one of them"
+
+    def unused(self, config: "TrainConfig") -> Iterator[str]:
+        if config.data.dev is None and self.eval_steps:
+            yield "run.eval_steps has no effect without data.dev"
+        if config.data.dev is None and self.metric != RunConfig.metric:
+            yield "run.metric has no effect without data.dev"

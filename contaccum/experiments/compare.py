@@ -10,8 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from contaccum.config import METHOD_SPECS, TrainConfig, validate
-from contaccum.config.declare import check_values
+from contaccum.config import METHOD_SPECS, TrainConfig, check_values, validate
 from contaccum.config.experiments import CompareConfig
 from contaccum.data.dataset import load_training, open_dataset
 from contaccum.errors import Failed, InputError

@@ -1,6 +1,5 @@
 """Read the variants that ``contaccum compare`` trains: methods, fixed values, and combinations of values to tune."""
 
-import datetime
 import json
 import re
 import warnings
@@ -9,13 +8,10 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-import yaml
-
 from contaccum.config import METHOD_SPECS, affects, train_settings
 from contaccum.config.experiments import CompareConfig
-from contaccum.config.file import MAX_BYTES, check_config_file, config_path
+from contaccum.config.load import config_path, read_yaml
 from contaccum.errors import InputError
-from contaccum.runtime.files import read_text
 
 Values = tuple[tuple[str, str], ...]
 """Pairs (name of a setting such as bank.size, value as text)."""
@@ -121,8 +117,7 @@ def read_settings(path: str, tuned: Mapping[str, list[str]]) -> list[Variant]:
     setting that it does not fix.
     """
     path = config_path(path)
-    text = read_text(path, "a YAML file with settings", MAX_BYTES)
-    rows: dict[str, Any] = yaml.safe_load(check_config_file(path, text, None).text)
+    rows = read_yaml(path)
     if not rows:
         raise InputError(
             f"{path}: has no entries; expected names with settings, such as: grad_cache: {{replay.share: 0.5}}"
@@ -164,5 +159,4 @@ def _values(where: str, row: dict[Any, Any]) -> Values:
 
 
 def _text(value: Any) -> str:
-    # YAML reads 2026-11-25 as a date
-    return str(value) if isinstance(value, str | datetime.date) else json.dumps(value, default=str)
+    return value if isinstance(value, str) else json.dumps(value, default=str)

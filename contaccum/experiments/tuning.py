@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 from contaccum.config import TrainConfig, affects, train_settings
 from contaccum.config.groups import OptimConfig
+from contaccum.config.load import number_type
 from contaccum.errors import InputError
 from contaccum.experiments.measure import measure_step
 from contaccum.experiments.settings import Values, Variant
@@ -181,9 +182,9 @@ class Tuned:
             numbers = [_number(dict(candidate).get(name)) for candidate in self.variant.candidates]
             tried = {number for number in numbers if number is not None}
             chosen = _number(value)
-            spec = train_settings()[name]
+            limits = number_type(train_settings()[name].type)
             at_the_edge = len(tried) > 1 and chosen in (min(tried), max(tried))
-            if at_the_edge and chosen not in (spec.at_least, spec.at_most):
+            if at_the_edge and not (limits and chosen in (limits.ge, limits.le)):
                 found.append(name)
         return found
 

@@ -13,7 +13,7 @@ import torch
 from contaccum.batch import MicroBatch
 from contaccum.config import METRIC_CUTS, TrainConfig, check_total, parse_bytes, to_yaml, validate
 from contaccum.config.commands import SearchConfig
-from contaccum.config.file import CONFIG_VERSION
+from contaccum.config.load import CONFIG_VERSION
 from contaccum.data.dataset import load_training, open_dataset
 from contaccum.data.retrieval_set import RetrievalSet
 from contaccum.encoder import SETTINGS_FILE

@@ -23,17 +23,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
-import yaml
-
 from contaccum.config import ENCODER_SETTINGS, TrainConfig, settings_with
-from contaccum.config.file import CONFIG_VERSION, check_version, checked_nodes
+from contaccum.config.load import CONFIG_VERSION, check_version, read_yaml
 from contaccum.data.retrieval_set import RetrievalSet
 from contaccum.data.tables import tokenizer_hash
 from contaccum.data.train_set import TrainSet
 from contaccum.encoder import SETTINGS_FILE, DualEncoder, model_folder
-from contaccum.errors import InputError, library_errors
+from contaccum.errors import InputError
 from contaccum.runtime.engine import Engine
-from contaccum.runtime.files import is_leftover, read_json, read_text, sha256_of, sweep
+from contaccum.runtime.files import is_leftover, read_json, sha256_of, sweep
 from contaccum.runtime.launch import is_main
 from contaccum.runtime.locks import LOCK_FILE, folder_lock
 
@@ -41,7 +39,6 @@ CONFIG_FILE = "config.yaml"
 DEV_METRICS_FILE = "dev_metrics.json"  # metrics of the best evaluation on dev
 MANIFEST = "manifest.json"
 STATE_VERSION = 1  # ``format_version`` of state.json
-MAX_CONFIG = 2**20  # maximum number of bytes of a config.yaml
 LINKS = ("checkpoints", "model")
 """Names of the folders in a run's folder that may be symbolic links, for example to another disk."""
 
@@ -120,7 +117,7 @@ def refuse_changes(where: str, changes: list[str], allowed: bool) -> None:
 
 def refuse_other_checkpoint(config: TrainConfig) -> None:
     """Raise InputError if a changed setting makes the checkpoints of the run unusable."""
-    settings, fixed = flat(asdict(config)), set(settings_with(resume="never"))
+    settings, fixed = flat(asdict(config)), set(settings_with("never"))
     # None means the value in the folder of the initial encoder, but a resumed run would use the value in the checkpoint
     fixed |= {f"model.{name}" for name in ENCODER_SETTINGS if settings[f"model.{name}"] is None}
     if changes := _changes(flat(read_config(Path(config.output_dir))), settings, fixed):
@@ -182,7 +179,7 @@ def identity_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 def config_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Return a text ``name was x and is y`` for each changed setting. Leave out settings that users may always change."""
     old, new = flat(old), flat(new)
-    return _changes(old, new, (old.keys() | new.keys()).difference(settings_with(resume="free")))
+    return _changes(old, new, (old.keys() | new.keys()).difference(settings_with("free")))
 
 
 def _changes(old: dict[str, Any], new: dict[str, Any], names: Iterable[str]) -> list[str]:
@@ -193,11 +190,8 @@ def _changes(old: dict[str, Any], new: dict[str, Any], names: Iterable[str]) -> 
 def read_config(run: Path, name: str = CONFIG_FILE) -> dict[str, Any]:
     """Read the settings of a run from the file ``name`` in its folder. Return them as nested mappings."""
     path = run / name
-    text = read_text(path, "the settings of a run", MAX_CONFIG)
-    checked_nodes(path, text)  # YAML aliases can make a small file huge
-    with library_errors(f"{path}: cannot be read as YAML", yaml.YAMLError, ValueError):
-        values = yaml.safe_load(text)
-    check_version(values.pop("format_version", CONFIG_VERSION), str(path))
+    values = read_yaml(str(path))
+    check_version(values.pop("format_version", CONFIG_VERSION), f"{path}: format_version")
     return values
 
 

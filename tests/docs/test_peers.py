@@ -8,7 +8,7 @@ from documented import ROOT
 
 from contaccum.cli.commands import COMMANDS
 from contaccum.config import METHOD_SPECS, TrainConfig
-from contaccum.config.spellings import unknown
+from contaccum.config.spellings import hint
 
 PAGES = sorted((ROOT / "docs" / "how-to").glob("from-*.md"))
 GROUPS = {field.name: getattr(TrainConfig(), field.name) for field in fields(TrainConfig)}
@@ -46,6 +46,6 @@ def test_tables_agree_with_the_hints_of_the_command_line(page):
     """Except for the batch size: the hint is for a plain loss, the pages cache gradients."""
     known = SETTINGS | {"method"}
     for theirs, ours in options(page.read_text()):
-        hint = re.match(r"; use (\S+) with", unknown(theirs[0], "1", known) if theirs else "")
-        if hint and theirs[0] != "per_device_train_batch_size":
-            assert hint[1] in " ".join(ours), theirs[0]
+        advised = re.match(r"; use ([\w.]+)", hint(theirs[0], known) if theirs else "")
+        if advised and theirs[0] != "per_device_train_batch_size":
+            assert advised[1] in " ".join(ours), theirs[0]

@@ -166,7 +166,7 @@ def test_settings_file_gives_grids_and_lists_of_complete_settings(tmp_path):
     plain, replayed, listed = read_settings(
         str(file), {"replay.share": ["0.3", "0.7"], "model.dropout": ["0.0", "0.1"]}
     )
-    rate = ("optim.learning_rate", "1e-4")
+    rate = ("optim.learning_rate", "0.0001")
     assert plain.candidates == (
         (("batch.global_batch_size", "16"), rate), (("batch.global_batch_size", "32"), rate),
     )  # fmt: skip

@@ -357,7 +357,7 @@ def test_the_report_names_the_search_settings_that_can_change_the_negatives(data
     [
         (["--num_negatives", "0"], "num_negatives is 0, expected at least 1"),
         (["--range_min", "98"], "range_max is 100, expected at least range_min + num_negatives = 103"),
-        (["--relative_margin", "5"], "relative_margin is 5.0, expected from 0 to 1"),
+        (["--relative_margin", "5"], "relative_margin is 5, expected from 0 to 1"),
         (["--max_score", "0.1", "--min_score", "0.2"], "min_score is 0.2, but max_score is 0.1; min_score must not be larger"),
         (["--absolute_margin", "1.0e+999"], "absolute_margin is inf, expected a finite number"),
         (["--cross_encoder", "./absent"], "./absent: cannot be loaded as a cross-encoder"),

@@ -87,7 +87,7 @@ def test_config_of_another_version_is_refused(version, scene, tmp_path, capsys):
     text = (run / "config.yaml").read_text()
     assert text.startswith("format_version: 1\n")
     (run / "config.yaml").write_text(text.replace("format_version: 1", f"format_version: {json.dumps(version)}"))
-    with pytest.raises(InputError, match=r"config\.yaml: format_version is .*reads up to 1"):
+    with pytest.raises(InputError, match=r"config\.yaml: format_version is .*, expected 1"):
         resume(scene, run)
     assert main(["train", "--config", str(run / "config.yaml"), "--output_dir", str(tmp_path / "new")]) == 2
     assert "config.yaml:1: format_version is " in capsys.readouterr().err
