@@ -153,18 +153,21 @@ def load_training(data: DataConfig, scores: bool = False) -> TrainSet:
     Raises InputError if ``scores`` is true and no data set has teacher scores, or if a data set without in-batch negatives has no
     hard negatives.
     """
-    named = [(each.train, each.split) for each in data.mixture] or [(data.train, data.split)]
-    sets = [open_dataset(path, split, data.policy).train_set(data.hard_negatives, scores) for path, split in named]
-    if scores:
-        check_scores([name for name, _ in named], sets)
-    if len(sets) == 1 and all(
-        each.query_prefix is each.passage_prefix is None and each.in_batch_negatives for each in data.mixture
-    ):
-        return sets[0]
+    if not data.mixture:
+        train_set = open_dataset(data.train, data.split, data.policy).train_set(data.hard_negatives, scores)
+        if scores:
+            check_scores([data.train], [train_set])
+        return train_set
     members = []
-    for loaded, each in zip(sets, data.mixture, strict=True):
-        if not each.in_batch_negatives:
-            check_hard_negatives(each.train, loaded)
-        rules = each.query_prefix, each.passage_prefix, each.in_batch_negatives
-        members.append(Member(loaded, each.weight or len(loaded.queries), *rules))
+    for config in data.mixture:
+        train_set = open_dataset(config.train, config.split, data.policy).train_set(data.hard_negatives, scores)
+        if not config.in_batch_negatives:
+            check_hard_negatives(config.train, train_set)
+        weight = config.weight or len(train_set.queries)
+        members.append(Member(train_set, weight, config.query_prefix, config.passage_prefix, config.in_batch_negatives))
+    if scores:
+        check_scores([config.train for config in data.mixture], [member.set for member in members])
+    only = members[0]
+    if len(members) == 1 and only.query_prefix is None and only.passage_prefix is None and only.in_batch_negatives:
+        return only.set  # the same run as with data.train
     return mixture_of(members)

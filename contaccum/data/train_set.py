@@ -52,14 +52,19 @@ class Member(NamedTuple):
 
 def check_scores(names: Sequence[str], sets: Sequence[TrainSet]) -> None:
     """Raise InputError if no set has teacher scores. Warn about each set in which some queries have none."""
-    scored = [_has_scores(each.positives) & _has_scores(each.negatives) for each in sets]
-    if not any(found.any() for found in scored):
-        raise no_scores(", ".join(names))
-    for name, found in zip(names, scored, strict=True):
-        if without := int((~found).sum()):
+    # for each set: whether each query has the scores of a positive and a negative, (n,) bool
+    scored = [_has_scores(part.positives) & _has_scores(part.negatives) for part in sets]
+    if not any(queries.any() for queries in scored):
+        raise InputError(
+            f"{', '.join(names)}: no teacher scores found; loss.distillation needs them. In JSONL with query, "
+            "pos and neg, add pos_scores and neg_scores. In Tevatron JSONL, add a score to each passage."
+        )
+    for name, queries in zip(names, scored, strict=True):
+        without = int((~queries).sum())
+        if without:
             warnings.warn(
-                f"{name}: distillation needs the teacher scores of a positive and a negative, but {without} of {len(found)} "
-                "queries lack them. For these queries, the loss is InfoNCE only.",
+                f"{name}: distillation needs the teacher scores of a positive and a negative, but "
+                f"{without} of {len(queries)} queries lack them. For these queries, the loss is InfoNCE only.",
                 stacklevel=3,
             )
 
@@ -74,14 +79,6 @@ def check_hard_negatives(name: str, examples: TrainSet) -> None:
         warnings.warn(f"{found}. These queries have no negatives, so their loss is 0.", stacklevel=3)
 
 
-def no_scores(names: str, where: str = "") -> InputError:
-    """Return the InputError for data without teacher scores. where: words to add to the message, with a leading space."""
-    return InputError(
-        f"{names}: no teacher scores found{where}; loss.distillation needs them. In JSONL with query, pos and neg, add "
-        "pos_scores and neg_scores. In Tevatron JSONL, add a score to each passage."
-    )
-
-
 def _has_scores(lists: Ragged) -> np.ndarray:
     """Return for each list whether at least one passage has a teacher score, (n,) bool."""
     known = np.concatenate([[0], np.cumsum(~np.isnan(lists.scores_or_nan))])
@@ -91,27 +88,33 @@ def _has_scores(lists: Ragged) -> np.ndarray:
 def mixture_of(members: Sequence[Member]) -> TrainSet:
     """Concatenate sets. A passage that is in two sets is stored twice, because each set can have its own prefix for texts."""
     sets = [member.set for member in members]
-    sizes = [len(each.passages) for each in sets]
-    positives = Ragged.concatenated([each.positives for each in sets], sizes)
-    negatives = Ragged.concatenated([each.negatives for each in sets], sizes)
-    queries, passages = (
-        concatenate_datasets([getattr(each, name) for each in sets]) for name in ("queries", "passages")
+    sizes = [len(part.passages) for part in sets]
+    fingerprints = " ".join(part.fingerprint for part in sets)
+    return TrainSet(
+        queries=concatenate_datasets([part.queries for part in sets]),
+        passages=concatenate_datasets([part.passages for part in sets]),
+        positives=Ragged.concatenated([part.positives for part in sets], sizes),
+        negatives=Ragged.concatenated([part.negatives for part in sets], sizes),
+        fingerprint=hashlib.blake2b(fingerprints.encode(), digest_size=16).hexdigest(),
+        parts=tuple(members),
     )
-    digest = hashlib.blake2b(" ".join(each.fingerprint for each in sets).encode(), digest_size=16).hexdigest()
-    return TrainSet(queries, passages, positives, negatives, digest, tuple(members))
 
 
 def from_examples(examples: ExampleTable, hard_negatives: int) -> TrainSet:
     """Make a training set of the examples that have a positive. If ``hard_negatives`` is 0, the set has no negatives."""
     kept = np.flatnonzero(examples.positives.lengths)
-    pool, count = examples.negatives, len(examples.negatives)
-    chosen: list[list[int]] = [[] for _ in kept]
-    if hard_negatives:
-        # n lists of hard negatives, then n lists of other negatives
-        pool = Ragged.concatenated([examples.negatives, examples.others], [0, 0])
-        for number, indices in zip(kept, chosen, strict=True):
-            hard, others = (range(*pool.offsets[row : row + 2]) for row in (number, count + number))
-            indices += [*hard, *others[: max(0, hard_negatives - len(hard))]]
+    # n lists of hard negatives, then n lists of other negatives
+    pool = Ragged.concatenated([examples.negatives, examples.others], [0, 0])
+    chosen: list[list[int]] = []  # for each kept query, indices of its negatives in ``pool.values``
+    for number in kept.tolist():
+        if not hard_negatives:
+            chosen.append([])
+            continue
+        hard = pool.span(number)
+        others = pool.span(len(examples.negatives) + number)
+        missing = max(0, hard_negatives - (hard.stop - hard.start))
+        filled = range(others.start, others.stop)[:missing]
+        chosen.append([*range(hard.start, hard.stop), *filled])
     return _train_set(examples, kept, examples.positives.take(kept), pool.chosen(Ragged.of(chosen)))
 
 

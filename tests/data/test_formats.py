@@ -356,3 +356,12 @@ def test_a_folder_or_file_of_another_format_is_refused(tmp_path):
     assert "corpus.jsonl" in refusal(kind_of_data, tmp_path)
     assert "corpus" in refusal(read_examples, write(tmp_path / "c.tsv", "1\tx\ty\n"))
     assert "no such" in refusal(kind_of_data, tmp_path / "nowhere")
+
+
+def test_the_fields_of_a_json_list_decide_about_its_format(tmp_path):
+    """A list was once always taken for DPR."""
+    records = [{"query": "one", "pos": ["a"]}, {"query": "two", "pos": ["b"]}]
+    path = write(tmp_path / "t.json", json.dumps(records, indent=1))
+    assert kind_of_data(path) == "jsonl"
+    assert [example.query.text for example in read_examples(path)] == ["one", "two"]
+    assert kind_of_data(write(tmp_path / "d.json", json.dumps([dpr("one?", [context(1)])]))) == "dpr"
