@@ -24,7 +24,7 @@ PART_MINUTES = 9
 LEAST_SECONDS = 5  # a step does not start with less time left
 SKIPPED = 77  # exit code of a step that says why it does not run here
 PACKAGES = (
-    "accelerate", "datasets", "filelock", "jinja2", "msgspec", "numpy", "psutil",
+    "datasets", "filelock", "jinja2", "msgspec", "numpy", "psutil",
     "pytrec_eval", "regex", "requests", "safetensors", "scipy", "torch", "tqdm", "transformers", "yaml",
 )  # fmt: skip
 """Modules that every step imports."""

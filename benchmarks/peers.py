@@ -58,7 +58,7 @@ class Peer:
 
     def __init__(self, folder: str, trainee: Trainee, dropout: float | None, rate: float, flat: bool = False) -> None:
         """Load the model. flat: flatten the texts, if flash attention is installed and the precision is half."""
-        self.device, self.precision = trainee.engine.device, trainee.engine.accelerator.mixed_precision
+        self.device, self.precision = trainee.engine.device, trainee.engine.precision
         self.flat = flat and self.precision != "no" and is_flash_attn_2_available()
         attention = {"attn_implementation": "flash_attention_2"} if self.flat else {}
         self.model = SentenceTransformer(folder, device=str(self.device), model_kwargs=attention)

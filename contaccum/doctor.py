@@ -116,7 +116,7 @@ def packages(requirements: list[str]) -> Diagnosis:
         version = _version(need.name)
         if version is None or not need.specifier.contains(version, prereleases=True):
             wrong.append(f"{need} ({version or 'not installed'})")
-        elif need.name in ("torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy"):
+        elif need.name in ("torch", "transformers", "datasets", "tokenizers", "numpy"):
             shown.append(f"{need.name} {version}")
     if wrong:
         command = "pip install " + " ".join(f"'{entry.split(' (')[0]}'" for entry in wrong)

@@ -44,7 +44,7 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def fresh_accelerate():
-    """An Engine or Accelerator that a test leaves open does not decide the precision of later tests."""
+    """A Trainer of another library that a test made does not decide the precision of later ones."""
     yield
     if "accelerate" in sys.modules:
         sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)

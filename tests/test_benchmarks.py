@@ -115,7 +115,7 @@ def test_the_gpu_suite_needs_only_the_standard_library(tmp_path):
     done = run(sys.executable, "-I", "-S", *call)
     assert done.returncode == 0, done.stderr
     assert [line.partition(",")[0] for line in done.stdout.splitlines()] == [
-        f"part {part}: skipped (needs accelerate" for part in (1, 2, 3)
+        f"part {part}: skipped (needs datasets" for part in (1, 2, 3)
     ]
     assert "torch" in json.loads((tmp_path / "part2.json").read_text())["missing"]
 

@@ -59,8 +59,8 @@ class RunConfig(ProcessConfig):
     vectors and new vectors of the same texts. 0: never. The trained model does not depend on this
     setting."""
     trackers: list[str] = setting(factory=list, resume="free")
-    """Additional experiment trackers, by their names in accelerate: wandb, tensorboard (needs the
-    extra `tensorboard`), ..."""
+    """Additional experiment trackers: `tensorboard` (needs the extra `tensorboard`) and `wandb`
+    (needs the package wandb)."""
 
     def conflicts(self, config: "TrainConfig", world: int) -> Iterator[str]:
         measure, _, cutoff = self.metric.partition("@")

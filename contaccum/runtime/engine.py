@@ -1,4 +1,4 @@
-"""Device, precision and gradients of a training process. Only this file imports accelerate.
+"""Device, precision and gradients of a training process.
 
 Gradients are summed over all processes once per optimizer step. DistributedDataParallel is not used, for two reasons: it
 expects a backward pass after each forward pass, but GradCache runs all forward passes first; and it averages gradients, but
@@ -7,33 +7,24 @@ the loss needs their sum.
 
 import contextlib
 import ctypes
-import datetime
+import gc
 import hashlib
-import os
 import warnings
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator, DistributedType
-from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
-from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 
 from contaccum.batch import ONE_TOKEN, MicroBatch, RowIds, Tokens
-from contaccum.errors import InputError, library_errors
+from contaccum.errors import InputError
 from contaccum.runtime import sharding
-from contaccum.runtime.files import write_errors
-from contaccum.runtime.launch import refuse_other_sharding
-from contaccum.runtime.processes import Processes, encoding_device, own_keys, refuse_missing_processes
+from contaccum.runtime.launch import local_place, process_place
+from contaccum.runtime.processes import Processes, encoding_device, leave_group, start_group, torch_dtype
 
 if TYPE_CHECKING:
     from contaccum.encoder import DualEncoder
-
-PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)  # no sharded models
-_STATES = (PartialState, AcceleratorState, GradientState)  # all Accelerators of a process share one of each
 
 
 class Engine(Processes):
@@ -47,41 +38,44 @@ class Engine(Processes):
         tf32: bool = False,
         seed: int = 0,
         replay_share: float = 1.0,
-        trackers: list[str] | None = None,
-        tracker_dir: str | None = None,
         timeout_minutes: float = 30,
     ) -> None:
         """Initialize the device. If there are several processes, also initialize the process group.
 
-        device: ``auto`` (CUDA, else MPS, else CPU) or ``cpu``. precision: ``fp32``, ``bf16`` or ``fp16``. bf16 and fp16 use
-        autocast; the weights and the loss stay in fp32. tf32: whether to multiply fp32 matrices in TF32 on CUDA. ``close``
-        restores the previous setting of torch. replay_share: share of the texts in the second pass. trackers: names in
-        accelerate, such as tensorboard. timeout_minutes: maximum time to wait for other processes.
+        device: ``auto`` (CUDA, else MPS, else CPU) or ``cpu``. precision: ``fp32``, ``bf16`` or ``fp16``. bf16 and fp16
+        use autocast; the weights and the loss stay in fp32. tf32: whether to multiply fp32 matrices in TF32 on CUDA.
+        ``close`` restores the previous setting of torch. replay_share: share of the texts in the second pass.
+        timeout_minutes: maximum time to wait for other processes.
         """
-        wait = datetime.timedelta(minutes=timeout_minutes)
-        # otherwise accelerate would refuse another precision than that of an earlier trainer of this process
-        self.states_before = _replace_states([{}, {}, {}])
-        try:
-            self.accelerator = _accelerator(device, precision, trackers or [], tracker_dir, wait)
-        except BaseException:
-            _replace_states(self.states_before)
-            raise
-        names = ("process_index", "num_processes", "local_process_index", "device")
-        super().__init__(*(getattr(self.accelerator, name) for name in names))
+        rank, world = process_place()
+        super().__init__(rank, world, local_place()[0], encoding_device(device))
+        if precision == "fp16" and self.device.type == "cpu":  # torch's CPU kernels for fp16 are incomplete
+            raise InputError("run.precision is fp16, but the device is cpu; use fp32 or bf16")
         if tf32 and self.device.type != "cuda":
             warnings.warn(f"run.tf32 has no effect on {self.device.type}", stacklevel=2)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # NCCL uses the current device
+        self.started_group = start_group(self.device.type, timeout_minutes)
         self.tf32_before = torch.backends.cuda.matmul.allow_tf32
         torch.backends.cuda.matmul.allow_tf32 |= tf32
-        self.seed, self.replay_share, self.limited = seed, replay_share, False
+        self.precision, self.seed, self.replay_share = precision, seed, replay_share
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
+        """Loss scaler of fp16. With another precision, it is disabled: its scale is 1 and its state is empty."""
+        self.memory_limited = False
         self.step = 0  # number of finished optimizer steps; seed and step determine all random numbers
         self._encoded: list[tuple[list[str], Tensor]] = []
         self._casts_reusable = False  # whether the next pass may use the half-precision weights of the last pass
         self._separate = sharding.SeparateBackward()  # only for sharded weights
 
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which the encoders compute in the precision of the run."""
+        if self.precision == "fp32":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, torch_dtype(self.precision))
+
     def shard(self, encoder: "DualEncoder", offload: bool = False) -> None:
         """Divide the weights of ``encoder``, which is on the CPU, among all processes. Build the optimizer after this call."""
-        half = self.accelerator.mixed_precision == "bf16"
-        sharding.shard(self, encoder.units(), torch.bfloat16 if half else torch.float32, offload)
+        sharding.shard(self, encoder.units(), torch_dtype(self.precision), offload)
         encoder.group = self
 
     @property
@@ -95,8 +89,7 @@ class Engine(Processes):
         self.parameters = [parameter for parameter in encoder.parameters() if parameter.requires_grad]
         if not self.sharded:
             self.copy_from_main([parameter.data for parameter in encoder.parameters()])
-        # accelerate would move the restored state to the GPU and back, also that of weights with run.cpu_offload
-        self.optimizer = self.accelerator.prepare_optimizer(optimizer, device_placement=False)
+        self.optimizer = optimizer
         self.no_grad_group_size = 1
         if self.device.type != "cpu":
             self.no_grad_group_size = encoder.no_grad_group_size(dropout=self.replay_share == 1)
@@ -110,7 +103,7 @@ class Engine(Processes):
         if budget > total:
             raise InputError(f"run.memory_budget is {budget} bytes, but the GPU has {total}. Set a smaller budget.")
         torch.cuda.set_per_process_memory_fraction(budget / total, self.device.index)
-        self.limited = True
+        self.memory_limited = True
 
     def begin_step(self, step: int) -> None:
         """Begin the next optimizer step. step: number of optimizer steps that are finished."""
@@ -150,7 +143,7 @@ class Engine(Processes):
         if not self._casts_reusable:
             torch.clear_autocast_cache()
         self._casts_reusable = False
-        with self.accelerator.autocast(), self._first_pass_dropout():
+        with self.autocast(), self._first_pass_dropout():
             queries, passages = self.encoder(batch)
         if self.sharded and torch.is_grad_enabled():
             queries, passages = self._separate.cut(queries), self._separate.cut(passages)
@@ -168,7 +161,7 @@ class Engine(Processes):
         torch.manual_seed(mix(self.seed, self.step, index, self.rank, side))
         tower = (self.encoder.query_tower, self.encoder.passage_tower)[side]
         count = len(texts.input_ids)
-        with self.accelerator.autocast():
+        with self.autocast():
             return self.encoder.embed(tower, (texts if count else ONE_TOKEN).to(self.device))[:count]
 
     def equalized(self, batches: Iterable[Tensor]) -> list[Tensor]:
@@ -187,7 +180,7 @@ class Engine(Processes):
 
     def backward(self, value: Tensor) -> None:
         """Compute the gradients of ``value`` in this process. ``reduce_gradients`` later sums them over all processes."""
-        self.accelerator.backward(value)
+        self.scaler.scale(value).backward()
         self._separate.run()
         self._casts_reusable = True
 
@@ -198,7 +191,7 @@ class Engine(Processes):
         this process, without gradients. The random state does not change.
         """
         devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), torch.no_grad(), self.accelerator.autocast(), self._first_pass_dropout():
+        with torch.random.fork_rng(devices), torch.no_grad(), self.autocast(), self._first_pass_dropout():
             torch.manual_seed(mix(self.seed, step, index, self.rank))
             return self.encoder(batch.to(self.device))
 
@@ -214,7 +207,7 @@ class Engine(Processes):
 
     def drop_step(self) -> None:
         """Discard the gradients that were computed since the last update of the weights."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         self._encoded, self._separate.outputs = [], []
 
     def reduce_gradients(self) -> None:
@@ -227,7 +220,7 @@ class Engine(Processes):
 
     def gradient_norms(self) -> tuple[float, float]:
         """Return the L2 norm of the gradients of the query tower and of the passage tower, without the fp16 loss scale."""
-        self.accelerator.unscale_gradients(self.optimizer)
+        self.scaler.unscale_(self.optimizer)
         towers = (self.encoder.query_tower, self.encoder.passage_tower)
         gradients = [[sharding.local(p.grad) for p in tower.parameters() if p.grad is not None] for tower in towers]
         norms = torch.stack([torch.nn.utils.get_total_norm(each) for each in gradients])
@@ -244,77 +237,33 @@ class Engine(Processes):
 
     def update(self) -> None:
         """Update the weights and clear the gradients. With fp16, weights stay unchanged if a gradient overflowed."""
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.drop_step()
 
     @staticmethod
     def free_memory() -> None:
         """Give the memory of deleted objects back to the device and to the operating system."""
-        clear_device_cache(garbage_collection=True)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        elif torch.backends.mps.is_available():
+            torch.mps.empty_cache()
         with contextlib.suppress(AttributeError):  # only glibc has this function
             ctypes.CDLL(None).malloc_trim(0)
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler:
-        """Loss scaler of fp16. With another precision, it is disabled: its scale is 1 and its state is empty."""
-        return self.accelerator.scaler or torch.amp.GradScaler(enabled=False)
 
     def load_scaler_state(self, state: dict[str, Any]) -> None:
         """Restore the state of the loss scaler from a checkpoint. An empty state, of a run without fp16, changes nothing."""
         if state:
             self.scaler.load_state_dict(state)
 
-    def start_trackers(self, config: dict[str, Any]) -> None:
-        given = {k: v for k, v in config.items() if v is not None}
-        folder = os.environ.get("WANDB_DIR", self.accelerator.project_dir)
-        with write_errors(self.accelerator.project_dir or "."):
-            self.accelerator.init_trackers("contaccum", config=given, init_kwargs={"wandb": {"dir": folder}})
-
     def close(self) -> None:
-        """End the trackers and the process group. Reset all global settings, so that another run can start in this process."""
+        """End the process group, and reset the global settings of torch, so that another run can start in this process."""
         torch.backends.cuda.matmul.allow_tf32 = self.tf32_before
-        if self.limited:
+        if self.memory_limited:
             torch.cuda.set_per_process_memory_fraction(1.0, self.device.index)
-        try:
-            self.accelerator.end_training()
-        finally:
-            _replace_states(self.states_before)  # an Accelerator that the user created before this one works again
-
-
-def _accelerator(device: str, precision: str, trackers: list[str], folder: str | None, wait: Any) -> Accelerator:
-    """Create the Accelerator. Raise InputError unless the launch is a single process or data-parallel."""
-    refuse_other_sharding()
-    group = InitProcessGroupKwargs(timeout=wait)
-    # InitProcessGroupKwargs has no field for a store, and accelerate rejects subclasses
-    group.to_kwargs = partial(dict, timeout=wait, **own_keys(wait))
-    problem = f"run.precision {precision} or run.trackers {trackers} is not available on this machine"
-    with library_errors(problem, ValueError, ImportError):
-        accelerator = Accelerator(
-            mixed_precision="no" if precision == "fp32" else precision,
-            cpu=encoding_device(device).type == "cpu",  # otherwise processes without a GPU form no group
-            log_with=trackers or None,
-            project_dir=folder,
-            kwargs_handlers=[group],
-            # otherwise ACCELERATE_GRADIENT_ACCUMULATION_STEPS would divide every gradient
-            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
-        )
-    if len(accelerator.log_with) < len(trackers):  # accelerate skips trackers that are not installed
-        raise InputError(f"run.trackers is {trackers}, but not all are installed. Install the missing ones with pip.")
-    if (kind := accelerator.distributed_type.value) not in PLAIN:
-        raise InputError(f"the launch type {kind} is not supported. Start a single process, or several with torchrun.")
-    refuse_missing_processes(accelerator.num_processes)
-    if precision == "fp16" and accelerator.device.type == "cpu":  # accelerate would silently use fp32
-        raise InputError("run.precision is fp16, but the device is cpu; use fp32 or bf16")
-    return accelerator
-
-
-def _replace_states(values: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Replace the content of the global states of accelerate. Return the previous content."""
-    before = [dict(state._shared_state) for state in _STATES]
-    for state, value in zip(_STATES, values, strict=True):
-        state._shared_state.clear()
-        state._shared_state.update(value)
-    return before
+        if self.started_group:
+            leave_group()
 
 
 def mix(*numbers: int) -> int:

@@ -54,35 +54,23 @@ def check_launch() -> int:
     """Return the number of processes. Raise InputError if a variable of the launcher is invalid or missing."""
     local_place()
     world = process_place()[1]
-    needed = ["RANK"] if world > 1 else []
-    if world > 1 and "OMPI_COMM_WORLD_SIZE" not in os.environ:  # MPI needs no address
-        needed += ["MASTER_ADDR", "MASTER_PORT"]
-    for name in needed:
-        if not os.environ.get(name):
-            raise InputError(f"WORLD_SIZE is {world}, but {name} is not set. {_LAUNCH_HELP}")
-    if "MASTER_PORT" in needed:
+    if world > 1:
+        for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+            if not os.environ.get(name):
+                raise InputError(f"WORLD_SIZE is {world}, but {name} is not set. {_LAUNCH_HELP}")
         _variable("MASTER_PORT", 0, 1, 65535)
+    # accelerate launch sets the port only for several processes
+    elif {"ACCELERATE_USE_CPU", "MASTER_PORT"} <= os.environ.keys() and "RANK" not in os.environ:
+        raise InputError(
+            "accelerate launch started one process instead of several: on CPUs, it needs MPI to start several. Use "
+            "torchrun --nproc_per_node N."
+        )
     return world
 
 
 def is_main() -> bool:
     """Return whether this is process 0, which prints results and writes files."""
     return process_place()[0] == 0
-
-
-def refuse_launcher_options(precision: str) -> None:
-    """Raise InputError if ``accelerate launch`` got options that contaccum would ignore. precision: `run.precision`."""
-    mixed, backend = (os.environ.get(f"ACCELERATE_{name}", "no") for name in ("MIXED_PRECISION", "DYNAMO_BACKEND"))
-    if mixed.lower() not in ("no", precision):
-        raise InputError(
-            f"accelerate launch was given --mixed_precision {mixed}, but run.precision is {precision}. Set run.precision, or "
-            "remove the option from the command line or from accelerate's config file."
-        )
-    if backend.lower() != "no":
-        raise InputError(
-            f"accelerate launch was given --dynamo_backend {backend.lower()}, which has no effect here. Use run.compile "
-            "instead, and remove the option from the command line or from accelerate's config file."
-        )
 
 
 _SHARDING = {
@@ -94,14 +82,26 @@ _SHARDING = {
 """Environment variable that ``accelerate launch`` sets for sharded models -> sharding library or setting."""
 
 
-def refuse_other_sharding() -> None:
-    """Raise InputError if ``accelerate launch`` was configured for a sharding library. Only ``run.sharding`` shards a model."""
+def refuse_ignored_launch(precision: str) -> None:
+    """Raise InputError if ``accelerate launch`` was given options that contaccum would ignore. precision: `run.precision`."""
     for variable, name in _SHARDING.items():
         if os.environ.get(variable, "false").lower() == "true":
             raise InputError(
-                f"accelerate launch was configured for {name}, which has no effect here. If the model does not fit on one "
-                "device, start with torchrun or accelerate launch --multi_gpu, and set run.sharding to fsdp."
+                f"accelerate launch was configured for {name}, which has no effect here. If the model does not fit on "
+                "one device, start with torchrun or accelerate launch --multi_gpu, and set run.sharding to fsdp."
             )
+    mixed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if mixed not in ("no", precision):
+        raise InputError(
+            f"accelerate launch was given --mixed_precision {mixed}, but run.precision is {precision}. Set "
+            "run.precision, or remove the option from the command line or from accelerate's config file."
+        )
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+    if backend != "no":
+        raise InputError(
+            f"accelerate launch was given --dynamo_backend {backend}, which has no effect here. Use run.compile "
+            "instead, and remove the option from the command line or from accelerate's config file."
+        )
 
 
 class StopSignals:

@@ -12,7 +12,6 @@ import re
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -154,16 +153,26 @@ def started_elsewhere(device: torch.device) -> Processes:
     return Processes(dist.get_rank(), dist.get_world_size(), device=device)
 
 
-def own_keys(timeout: datetime.timedelta) -> dict[str, Any]:
-    """Return arguments for ``init_process_group`` that give a new process group its own keys in the launcher's store.
+def start_group(device_type: str, timeout_minutes: float) -> bool:
+    """Connect the processes of a launch, unless they are connected already. Return whether this call connected them.
 
-    Torch would use the same keys for every group, so a second group would read the addresses of the first group. The result is
-    empty for a single process, if a group exists already, or if the launcher has no store (MPI).
+    device_type: GPUs exchange messages with NCCL, other devices with gloo. timeout_minutes: maximum time to wait for
+    other processes.
     """
-    if process_place()[1] == 1 or dist.is_initialized() or "MASTER_ADDR" not in os.environ:
-        return {}
+    if process_place()[1] == 1 or dist.is_initialized():
+        return False
+    timeout = datetime.timedelta(minutes=timeout_minutes)
     store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
-    return {"store": dist.PrefixStore(f"contaccum/group/{next(_GROUPS)}", store), "rank": rank, "world_size": world}
+    # torch would use the same keys for every group, so a second group would read the addresses of the first one
+    store = dist.PrefixStore(f"contaccum/group/{next(_GROUPS)}", store)
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    return True
+
+
+def leave_group() -> None:
+    """Disconnect the processes that ``start_group`` connected."""
+    dist.destroy_process_group()
 
 
 _GROUPS = itertools.count()  # all processes of a launch create the same groups in the same order
@@ -176,28 +185,12 @@ def joined(timeout_minutes: float) -> Iterator[Processes]:
     Without a launcher, the block gets a single process. timeout_minutes: maximum time to wait for other processes.
     """
     rank, world = process_place()
-    refuse_missing_processes(world)
     if world == 1:
         yield ALONE
         return
-    timeout = datetime.timedelta(minutes=timeout_minutes)
-    dist.init_process_group("gloo", timeout=timeout, **own_keys(timeout))
-    yield Processes(rank, world, int(os.environ.get("LOCAL_RANK", rank)))
-    dist.destroy_process_group()  # not called after an error: the other processes could fail before this process reports it
-
-
-def refuse_missing_processes(world: int) -> None:
-    """Raise InputError if ``accelerate launch`` was to start several CPU processes but started only one.
-
-    This happens without MPI, and ``accelerate launch`` does not report it. world: number of processes that were started.
-    """
-    # accelerate launch sets the port only for several processes
-    several = "ACCELERATE_USE_CPU" in os.environ and "MASTER_PORT" in os.environ
-    if several and world == 1 and "RANK" not in os.environ:
-        raise InputError(
-            "accelerate launch started one process instead of several: on CPUs, it needs MPI to start several. Use torchrun "
-            "--nproc_per_node N."
-        )
+    start_group("cpu", timeout_minutes)
+    yield Processes(rank, world, local_place()[0])
+    leave_group()  # not called after an error: the other processes could fail before this process reports it
 
 
 def run_with_error_file(command: Callable[[], None]) -> None:
@@ -217,7 +210,7 @@ def run_with_error_file(command: Callable[[], None]) -> None:
 def first_to_say(sentence: str) -> bool:
     """Return whether this is the first call with ``sentence`` among all processes of the launch.
 
-    Also returns True if there is only one process, or if the launcher's key-value store cannot be used (MPI has none).
+    Also returns True if there is only one process, or if the launcher's key-value store cannot be used.
     """
     _, world = process_place()
     if world == 1:

@@ -8,30 +8,25 @@ import platform
 import sys
 import warnings
 from importlib import metadata
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from tqdm import tqdm
 
 from contaccum import __version__
-from contaccum.batch import MISSING, MicroBatch
-from contaccum.data.batches import Batches
+from contaccum.batch import MicroBatch
+from contaccum.config import TrainConfig
 from contaccum.errors import InputError, NotFiniteError, printable
-from contaccum.methods.bank import Bank
 from contaccum.methods.loss import LossValue
 from contaccum.runtime.engine import Engine
 from contaccum.runtime.files import decode_json, read_json, write_errors, write_json, write_text
-from contaccum.training.out_of_memory import MicroBatchSize
+from contaccum.training.trackers import TRACKERS
 
 LOG_FILE = "log.jsonl"
 ENVIRONMENT_FILE = "environment.json"
-PACKAGES = ("transformers", "accelerate", "tokenizers", "numpy")
+PACKAGES = ("transformers", "tokenizers", "numpy")
 LOG_VERSION = 1  # ``format_version`` in the first line of log.jsonl
-DRIFT_SAMPLE = 4  # number of micro-batches to encode again for the drift
 
 
 def read_log(run: Path) -> list[dict[str, Any]]:
@@ -58,18 +53,23 @@ def read_log(run: Path) -> list[dict[str, Any]]:
 class RunLog:
     """Progress bar, log.jsonl and trackers of a run, in the main process only."""
 
-    def __init__(self, engine: Engine, run: Path, total: int, resumed_at: int) -> None:
-        """Open the log of a run, and remove the lines of all steps after step ``resumed_at``.
+    def __init__(self, active: bool, config: TrainConfig, total: int, resumed_at: int) -> None:
+        """Open the log and the trackers of a run, and remove the lines of all steps after step ``resumed_at``.
 
-        total: number of optimizer steps of the run. resumed_at: step at which the run continues, 0 for a new run.
+        active: whether this is the main process. total: number of optimizer steps of the run. resumed_at: step at which
+        the run continues, 0 for a new run.
         """
-        self.engine, self.active = engine, engine.is_main
-        if not self.active:
+        self.active = active
+        if not active:
             return
+        run = Path(config.output_dir)
         kept = [line for line in read_log(run) if line["step"] <= resumed_at]
         lines = [{"format_version": LOG_VERSION}, *kept]
         write_text(run / LOG_FILE, "".join(json.dumps(line) + "\n" for line in lines))
         self.file = open(run / LOG_FILE, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - close() closes the file
+        with write_errors(run):
+            about = {"method": config.method, "seed": config.seed}
+            self.trackers = [TRACKERS[name](run, about) for name in config.run.trackers]
         self.bar = tqdm(total=total, initial=resumed_at, unit="step", disable=None, file=sys.stderr, dynamic_ncols=True)
 
     def step(self, values: dict[str, Any], write: bool) -> None:
@@ -84,13 +84,13 @@ class RunLog:
         if write:
             self._write(values)
             numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
-            self.engine.accelerator.log(numbers, values["step"])
+            self._track(numbers, values["step"])
 
     def evaluation(self, step: int, scores: dict[str, float]) -> None:
         """Add the metrics of an evaluation on the dev set to the log and the trackers."""
         if self.active:
             self._write({"step": step, "dev": scores})
-            self.engine.accelerator.log({f"dev/{name}": value for name, value in scores.items()}, step)
+            self._track({f"dev/{name}": value for name, value in scores.items()}, step)
 
     def say(self, text: str) -> None:
         """Print a message to stderr, because stdout is only for results."""
@@ -101,11 +101,21 @@ class RunLog:
         with write_errors(self.file.name):
             self.file.write(json.dumps(values) + "\n")
 
+    def _track(self, values: dict[str, float], step: int) -> None:
+        for tracker in self.trackers:
+            tracker.log(values, step)
+
     def close(self) -> None:
-        if self.active:
-            self.bar.close()
-            with contextlib.suppress(OSError):  # a failed write has already raised an error
-                self.file.close()
+        if not self.active:
+            return
+        self.bar.close()
+        with contextlib.suppress(OSError):  # a failed write has already raised an error
+            self.file.close()
+        for tracker in self.trackers:
+            try:
+                tracker.close()
+            except Exception as error:  # the run itself may have ended well, or with an error that matters more
+                warnings.warn(f"run.trackers: {type(tracker).__name__} could not end: {error}", stacklevel=2)
 
 
 def mean_losses(losses: list[LossValue], micro_batches: list[MicroBatch], step: int) -> dict[str, float]:
@@ -179,72 +189,3 @@ def read_environment(run: Path) -> dict[str, Any]:
     """Return the content of environment.json. If the file does not exist, return an empty dict."""
     path = run / ENVIRONMENT_FILE
     return read_json(path, dict[str, Any]) if path.is_file() else {}
-
-
-class Drift:
-    """Drift of the bank: the cosine between stored embeddings and new embeddings of the same texts.
-
-    The new embeddings are computed with the current weights and the old dropout noise, so only the weights differ.
-    """
-
-    def __init__(self, engine: Engine, bank: Bank, batches: Batches, size: MicroBatchSize) -> None:
-        """batches: clone of the source of training batches, used only here. size: micro-batch size, also that of past steps."""
-        self.engine, self.bank, self.batches, self.size = engine, bank, batches, size
-
-    def measure(self) -> dict[str, Any]:
-        """Encode a sample of past micro-batches again, and return the drift for the log.
-
-        Returns the mean cosines of queries and of passages, for the whole sample and for each micro-batch with its age (optimizer
-        steps). Only rows of this process are measured. Returns {} if the bank contains no complete micro-batch. Without sharding,
-        only the main process measures; other processes return {}.
-        """
-        if not (self.engine.is_main or self.engine.sharded):  # a pass over sharded weights needs all processes
-            return {}
-        self.engine.encoder.train()
-        found = [one for chosen in self._sample() if (one := self._cosines(*chosen)) is not None]
-        if not found:
-            return {}
-        queries = [one["query"] for one in found if one["query"] is not None]
-        return {
-            "drift_query_cosine": sum(queries) / len(queries) if queries else None,
-            "drift_passage_cosine": sum(one["passage"] for one in found) / len(found),
-            "drift": found,
-        }
-
-    def _sample(self) -> list[tuple[int, int, torch.Tensor]]:
-        """Choose some past micro-batches, evenly spread over those whose rows are all in the bank.
-
-        Choose at most DRIFT_SAMPLE. Return (optimizer step, index in that step, bank slots of the rows) for each micro-batch.
-        """
-        bank = self.bank
-        steps, indices = bank.written_step[: bank.stored].cpu(), bank.index_in_step[: bank.stored]
-        # sorted only once, because a bank may have thousands of micro-batches
-        slots = torch.from_numpy(np.lexsort((indices, steps)))
-        found, counts = steps[slots].unique_consecutive(return_counts=True)
-        complete: list[tuple[int, int, torch.Tensor]] = []
-        for step, own in zip(found.tolist(), slots.split(counts.tolist()), strict=True):
-            ends = [0, *accumulate(self.batches.rows_of(step, self.size.at(step)))]
-            places = torch.searchsorted(indices[own], torch.tensor(ends)).tolist()
-            for number, ((start, end), (first, last)) in enumerate(zip(pairwise(ends), pairwise(places), strict=True)):
-                if last - first == end - start:  # false if the bank has already overwritten some of the rows
-                    complete.append((step, number, own[first:last]))
-        chosen = torch.linspace(0, len(complete) - 1, DRIFT_SAMPLE).round().long().unique().tolist() if complete else []
-        return [complete[index] for index in chosen]
-
-    def _cosines(self, step: int, number: int, slots: torch.Tensor) -> dict[str, Any] | None:
-        batch = self.batches.step(step, self.size.at(step))[number]
-        queries, passages = self.engine.encode_again(batch, step, number)  # (B, d), (B, 1 + H, d)
-        slots_here = slots[self.engine.rank * len(queries) :][: len(queries)]
-        own, there = (each.to(self.engine.device) for each in (slots_here, self.bank.column_ids[slots_here] != MISSING))
-        if not torch.equal(self.bank.column_ids[slots, 0], batch.ids.columns[:, 0]):
-            return None  # the step had other micro-batches, because the run had another number of processes before the resume
-        stored = self.bank.passages[own]  # (B, 1 or 1 + H, d)
-        return {
-            "age": self.bank.step - step,
-            "query": None if self.bank.queries is None else _mean_cosine(self.bank.queries[own], queries),
-            "passage": _mean_cosine(stored[there], passages[:, : stored.shape[1]][there]),
-        }
-
-
-def _mean_cosine(stored: torch.Tensor, now: torch.Tensor) -> float:
-    return F.cosine_similarity(stored.float(), now.float(), dim=-1).mean().item()

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from helpers import largest_difference, make_bank, micro_batches, run_steps, tiny_encoder
 from transformers.utils import is_flash_attn_2_available
 
@@ -19,13 +18,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def own_precision():
-    """Forget the precision of the engine that a test made, so that the next test can choose another one."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 BANK = {"bank_size": 16, "push": 12, "device": "auto"}

@@ -192,7 +192,7 @@ def test_a_loss_scale_multiplies_every_gradient_alike(method):
     encoder = tiny_encoder().train()
     engine = Engine(device="cpu")
     engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1))
-    engine.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    engine.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     loss = InfoNCE(0.1)
     values = METHODS[method](engine, data[0], make_bank(16, encoder.dim, loss, push=16, hard_negatives=1), loss)
     scaled = gradients(encoder)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from helpers import largest_difference, micro_batches, run_steps, tiny_encoder
 
 from contaccum.methods import METHODS
@@ -14,13 +13,6 @@ pytestmark = [
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}  # largest relative difference of a gradient that rounding can cause
 DEVICE = "auto"
-
-
-@pytest.fixture(autouse=True)
-def own_precision():
-    """Forget the precision of the engine that a test made, so that the next test can choose another one."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def steps(count=3):

@@ -11,7 +11,7 @@ from helpers import train_config, write_beir
 
 from contaccum.config import to_yaml
 from contaccum.errors import InputError
-from contaccum.runtime.launch import refuse_launcher_options
+from contaccum.runtime.launch import refuse_ignored_launch
 
 
 @pytest.mark.parametrize(
@@ -39,10 +39,10 @@ def test_launcher_options_agree_with_the_settings_or_are_refused(precision, envi
     for name, value in environment.items():
         monkeypatch.setenv(f"ACCELERATE_{name}", value)
     if said is None:
-        refuse_launcher_options(precision)
+        refuse_ignored_launch(precision)
         return
     with pytest.raises(InputError) as error:
-        refuse_launcher_options(precision)
+        refuse_ignored_launch(precision)
     assert said in str(error.value)
 
 

@@ -14,7 +14,8 @@ from contaccum.methods.bank import Bank, BankOptions
 from contaccum.methods.similarity import Similarity
 from contaccum.runtime.engine import Engine
 from contaccum.training import parts
-from contaccum.training.log import Drift, read_log
+from contaccum.training.drift import Drift
+from contaccum.training.log import read_log
 from contaccum.training.loop import train
 from contaccum.training.out_of_memory import MicroBatchSize
 

@@ -1,6 +1,7 @@
 """Files of a run, values in its log, dev evaluation, schedules and memory."""
 
 import errno
+import importlib.util
 import json
 import math
 import os
@@ -15,11 +16,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.tracking import TensorBoardTracker
 from forked import python
 from helpers import micro_batches, tiny_encoder, train_config, weights, write_beir
 from opened import open_retrieval_set
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 from contaccum import DualEncoder
@@ -35,6 +35,7 @@ from contaccum.training.log import read_log
 from contaccum.training.loop import Training, train
 from contaccum.training.parts import learning_rate_factor, make_optimizer, warmup_steps
 from contaccum.training.run_folder import newest_checkpoint
+from contaccum.training.trackers import TensorBoard
 
 
 @pytest.fixture
@@ -223,15 +224,6 @@ def test_bf16_losses_are_close_to_fp32(precision, data, tmp_path):
     assert DualEncoder.load(tmp_path / precision / "model").query_tower.backbone.dtype == torch.float32
 
 
-def test_a_run_follows_another_trainer_of_this_process(data, tmp_path):
-    """accelerate keeps the precision of the first Accelerator of a process and refuses another one."""
-    train(train_config(data, tmp_path / "alone"))
-    Accelerator(cpu=True, mixed_precision="bf16")
-    train(train_config(data, tmp_path / "after"))
-    train(train_config(data, tmp_path / "bf16", **{"run.precision": "bf16"}))
-    assert weights(tmp_path / "after") == weights(tmp_path / "alone") != weights(tmp_path / "bf16")
-
-
 def test_a_run_does_not_depend_on_the_state_of_torch_and_restores_it(data, tmp_path):
     torch.manual_seed(3)
     drawn = torch.rand(2).tolist()
@@ -255,24 +247,6 @@ def test_a_run_does_not_depend_on_the_state_of_torch_and_restores_it(data, tmp_p
         train(train_config(data, tmp_path / "autocast"))
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_an_accelerator_of_the_program_works_after_a_run(fails, data, tmp_path):
-    mine = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
-    model, optimizer = mine.prepare(layer := torch.nn.Linear(1, 1), torch.optim.SGD(layer.parameters(), lr=0.1))
-    synced = []
-    for step in range(4):
-        with mine.accumulate(model):
-            mine.backward(model(torch.ones(1, 1)).sum())
-            optimizer.step()
-        synced.append(mine.sync_gradients)
-        if step == 0 and fails:
-            with pytest.raises(InputError, match="not all are installed"):
-                train(train_config(data, tmp_path / "run", **{"run.trackers": ["comet_ml"]}))
-        elif step == 0:
-            train(train_config(data, tmp_path / "run"))
-    assert (synced, mine.mixed_precision, mine.num_processes) == ([False, True] * 2, "bf16", 1)
-
-
 def test_output_folder_must_be_new_or_empty(data, tmp_path):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "notes.txt").write_text("mine")
@@ -285,14 +259,39 @@ def test_output_folder_must_be_new_or_empty(data, tmp_path):
     assert [path.name for path in (tmp_path / "taken").iterdir()] == ["notes.txt"]
 
 
-def test_tensorboard_tracker_writes_events(data, tmp_path):
+def test_tensorboard_gets_the_numbers_of_the_log(data, tmp_path):
     run = tmp_path / "run"
-    train(train_config(data, run, **{"run.trackers": ["tensorboard"], "optim.max_steps": 2}))
-    assert list(run.rglob("events.out.tfevents.*"))
+    settings = {"run.trackers": ["tensorboard"], "optim.max_steps": 2, "data.dev": str(data)}
+    train(train_config(data, run, **settings))
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    lines = [line for line in read_log(run) if "loss" in line]
+    for name in ("loss", "learning_rate", "grad_norm", "bank_fill"):
+        found = [(event.step, event.value) for event in events.Scalars(name)]
+        assert found == [(line["step"], pytest.approx(line[name], rel=1e-6)) for line in lines]
+    assert [event.step for event in events.Scalars("dev/ndcg@10")] == [2]
+
+
+@pytest.mark.parametrize(("name", "words"), [("comet_ml", "'comet_ml' is unknown"), ("wandb", "pip install wandb")])
+def test_unusable_trackers_are_refused_before_the_run(name, words, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(InputError, match=words):
+        train(train_config(data, tmp_path / "run", **{"run.trackers": [name]}))
+    assert not (tmp_path / "run").exists()
+
+
+def test_tracker_that_cannot_end_is_a_warning(data, tmp_path, monkeypatch):
+    def close(self):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(TensorBoard, "close", close)
+    with pytest.warns(UserWarning, match="TensorBoard could not end: .*No space left"):
+        train(train_config(data, tmp_path / "run", **{"run.trackers": ["tensorboard"], "optim.max_steps": 1}))
+    assert (tmp_path / "run" / "model").is_dir()
 
 
 def test_tracker_that_cannot_start_is_a_sentence(data, tmp_path, monkeypatch):
-    """A full disk; accelerate's tracker then has no writer that it could close."""
+    """A full disk."""
 
     def start(self, *_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -300,7 +299,7 @@ def test_tracker_that_cannot_start_is_a_sentence(data, tmp_path, monkeypatch):
     settings = {"run.trackers": ["tensorboard"], "optim.max_steps": 2}
     found = r"run: cannot be written \(No space left on device\)$"
     with monkeypatch.context() as patch:
-        patch.setattr(TensorBoardTracker, "start", start)
+        patch.setattr(TensorBoard, "__init__", start)
         with pytest.raises(InputError, match=found):
             train(train_config(data, tmp_path / "run", **settings))
     train(
@@ -397,7 +396,6 @@ print(inside / 2**28, (engine.peak_memory() - start) / 2**27)
 
 
 def test_memory_budget_caps_the_gpu_and_is_lifted_at_the_end(monkeypatch):
-    """accelerate gives a single process a device without an index, which torch refuses."""
     caps = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -408,24 +406,13 @@ def test_memory_budget_caps_the_gpu_and_is_lifted_at_the_end(monkeypatch):
         torch._C, "_cuda_setMemoryFraction", lambda share, device: caps.append((share, device)), raising=False
     )
     engine = Engine(device="auto")
-    assert engine.device == torch.device("cuda")
+    assert engine.device == torch.device("cuda", 0)
     with pytest.raises(InputError, match="but the GPU has 80000000000"):
         engine.limit_memory(81 * 10**9)
     engine.limit_memory(20 * 10**9)
     assert caps == [(0.25, 0)]
-    monkeypatch.setattr(engine.accelerator, "end_training", lambda: None)
     engine.close()
     assert caps == [(0.25, 0), (1.0, 0)]  # a later run in this process has the full GPU again
-
-
-def test_environment_variable_does_not_scale_gradients(data, tmp_path, monkeypatch):
-    """accelerate would divide the loss by this variable."""
-    train(train_config(data, tmp_path / "plain", **{"optim.max_steps": 2}))
-    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
-    train(train_config(data, tmp_path / "other", **{"optim.max_steps": 2}))
-    assert weights(tmp_path / "other") == weights(tmp_path / "plain")
-    norms = [[line["grad_norm"] for line in read_log(tmp_path / name)] for name in ("plain", "other")]
-    assert norms[0] == norms[1]
 
 
 def test_memory_budget_warns_on_cpu(data, tmp_path):
@@ -446,11 +433,11 @@ def test_files_of_wandb_are_in_the_folder_of_the_run(data, tmp_path, monkeypatch
 
 
 def test_the_log_has_the_seconds_that_a_step_waited_for_data(data, tmp_path, monkeypatch):
-    def slow(training, step, size, prepare=Training._step_batches):
+    def slow(training, step, size, prepare=Training.prepare_step):
         time.sleep(1 if step == 0 else 0)
         return prepare(training, step, size)
 
-    monkeypatch.setattr(Training, "_step_batches", slow)
+    monkeypatch.setattr(Training, "prepare_step", slow)
     train(train_config(data, tmp_path / "run", **{"optim.max_steps": 2}))
     first, second = read_log(tmp_path / "run")
     assert first["seconds"] > first["waited"] >= 1
@@ -470,7 +457,7 @@ def test_only_a_gpu_needs_pinned_batches(data, tmp_path, monkeypatch):
     train(config)
     assert not pinned
     training = SimpleNamespace(batches=FixedBatches(), engine=SimpleNamespace(device=torch.device("cuda")))
-    with closing(prefetch(Training._step_batches(training, step, 4) for step in range(2))) as prepared:
+    with closing(prefetch(Training.prepare_step(training, step, 4) for step in range(2))) as prepared:
         assert [len(batches) for batches in prepared] == [3, 3]
     assert len(pinned) == 6
     assert all(name.startswith("prefetch") for name in pinned)

@@ -10,7 +10,6 @@ from helpers import micro_batches, tiny_encoder, train_config, weights, write_be
 
 from contaccum.config import OptimConfig
 from contaccum.errors import InputError
-from contaccum.runtime.engine import Engine
 from contaccum.training.loop import train
 from contaccum.training.parts import make_optimizer, trained_parameters
 from contaccum.training.run_folder import newest_checkpoint
@@ -121,19 +120,3 @@ def test_8bit_adamw_without_bitsandbytes_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find(name))
     with pytest.raises(InputError, match=r"pip install 'contaccum\[bitsandbytes\]'"):
         make_optimizer(tiny_encoder(), OptimConfig(name="adamw_8bit"))
-
-
-def test_a_restored_state_stays_on_the_device_of_its_weights(monkeypatch):
-    """With run.cpu_offload both are on the CPU. accelerate moved all moments to the GPU and back. They may not fit there."""
-    monkeypatch.setattr("accelerate.optimizer.move_to_device", None)
-    engine, encoder = Engine(device="cpu"), tiny_encoder().train()
-    optimizer = make_optimizer(encoder, OptimConfig())
-    for parameter in encoder.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    engine.prepare(encoder, optimizer)
-    before = copy.deepcopy(dict(optimizer.state))
-    engine.update()
-    engine.close()
-    assert len(before) == len(optimizer.state) > 0
-    assert not torch.equal(*(each[next(iter(each))]["exp_avg"] for each in (before, optimizer.state)))

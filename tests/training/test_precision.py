@@ -53,11 +53,11 @@ def test_launcher_precision_does_not_change_a_run(monkeypatch):
     """accelerate launch sets its default precision in the environment; run.precision overrides it."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     engine = Engine(device="cpu")
-    with engine.accelerator.autocast():
+    with engine.autocast():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
     engine.close()
     engine = Engine(device="cpu", precision="bf16")
-    with engine.accelerator.autocast():
+    with engine.autocast():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
     engine.close()
 
@@ -71,7 +71,7 @@ def test_scaler_starts_new_after_a_run_without_one():
     """Resume an fp32 run in fp16, with PyTorch's scaler on a CPU."""
     engine = Engine(device="cpu")
     assert engine.scaler.state_dict() == {}
-    engine.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    engine.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     engine.load_scaler_state({})
     assert engine.scaler.state_dict()["scale"] == 8.0
     engine.load_scaler_state({**engine.scaler.state_dict(), "scale": 2.0})  # negative control
@@ -105,7 +105,7 @@ def test_unpadded_run_equals_padded_run_and_resumes_byte_identical(tmp_path):
     assert weights(broken) == weights(tmp_path / "whole")
 
 
-HEAVY = ("torch", "transformers", "datasets", "numpy", "accelerate", "faiss")
+HEAVY = ("torch", "transformers", "datasets", "numpy", "faiss")
 
 
 @pytest.mark.parametrize(

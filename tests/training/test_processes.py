@@ -368,7 +368,6 @@ def test_torchrun_reports_the_traceback_of_the_first_failure(tmp_path):
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "configured for DeepSpeed"),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "configured for Megatron-LM"),
         ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "configured for a parallelism config"),
-        ({"ACCELERATE_USE_CPU": "True", "MASTER_PORT": "29500"}, "started one process instead of several"),
     ],
 )
 def test_unsupported_launchers_are_refused(environment, words, tmp_path, monkeypatch):

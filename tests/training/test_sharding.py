@@ -18,7 +18,7 @@ from contaccum.config import METHOD_SPECS, validate
 from contaccum.encoder import DualEncoder
 from contaccum.errors import InputError
 from contaccum.runtime.files import read_json
-from contaccum.runtime.launch import refuse_other_sharding
+from contaccum.runtime.launch import refuse_ignored_launch
 from contaccum.runtime.sharding import save_full
 from contaccum.training.loop import train
 
@@ -264,4 +264,4 @@ def test_one_process_is_refused_before_anything_is_written(tmp_path):
 def test_launches_for_other_sharding_are_refused_with_the_setting_to_use(name, monkeypatch):
     monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
     with pytest.raises(InputError, match=r"set run\.sharding to fsdp"):
-        refuse_other_sharding()
+        refuse_ignored_launch("fp32")

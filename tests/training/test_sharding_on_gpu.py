@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState
 from helpers import gradients, largest_difference, make_bank, micro_batches, tiny_encoder
 
 from contaccum.methods import METHODS
@@ -45,7 +44,6 @@ def steps(method, encoder, precision, sharded, offload=False) -> tuple[list[dict
         found.append({name: sharding.full(each).cpu() for name, each in gradients(encoder).items()})
         engine.update()
         bank.end_step()
-    AcceleratorState._reset_state(reset_partial_state=False)
     return found, losses
 
 
