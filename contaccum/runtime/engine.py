@@ -11,7 +11,6 @@ import gc
 import hashlib
 import warnings
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -123,13 +122,16 @@ class Engine(Processes):
         if len(micro_batches) == 1:
             return micro_batches[0]
         query, passage = self.encoder.query_tower.tokenizer, self.encoder.passage_tower.tokenizer
-        split = partial(torch.unflatten, dim=0, sizes=(self.world, -1))
+
+        def join_rows(parts: list[Tensor]) -> Tensor:
+            # the texts are those of this process, but the ids are those of all W processes
+            by_process = [part.unflatten(0, (self.world, -1)) for part in parts]  # (W, b, ...) each
+            return torch.cat(by_process, dim=1).flatten(0, 1)
+
         return MicroBatch(
             Tokens.join([batch.queries for batch in micro_batches], query.pad_token_id, query.padding_side),
             Tokens.join([batch.passages for batch in micro_batches], passage.pad_token_id, passage.padding_side),
-            RowIds.merge(
-                [each.ids for each in micro_batches], lambda rows: torch.cat([*map(split, rows)], 1).flatten(0, 1)
-            ),
+            RowIds.merge([batch.ids for batch in micro_batches], join_rows),
             [name for batch in micro_batches for name in batch.query_ids],
         )
 
@@ -166,9 +168,12 @@ class Engine(Processes):
 
     def equalized(self, batches: Iterable[Tensor]) -> list[Tensor]:
         """Return the batches as a list. With sharded weights, add empty batches until all processes have equally many."""
-        own = list(batches)
-        missing = self.largest(len(own)) - len(own) if self.sharded else 0
-        return [*own, *[torch.zeros(0, dtype=torch.long)] * missing]
+        equalized = list(batches)
+        if self.sharded:
+            most = self.largest(len(equalized))
+            while len(equalized) < most:
+                equalized.append(torch.zeros(0, dtype=torch.long))
+        return equalized
 
     def own_rows(self, rows: Tensor) -> Tensor:
         """Return the rows of this process. rows: rows of one micro-batch from all processes, in the order of the ranks."""
@@ -197,18 +202,22 @@ class Engine(Processes):
 
     def finite_weights(self) -> bool:
         """Return whether all weights in all processes are finite."""
-        finite = all(bool(torch.isfinite(sharding.local(each)).all()) for each in self.encoder.parameters())
+        finite = all(bool(torch.isfinite(sharding.local(weight)).all()) for weight in self.encoder.parameters())
         return not self.largest(int(not finite))
 
     def not_finite(self) -> list[str]:
         """Return the query ids of the first micro-batch with NaN or infinite embeddings. Return [] if there is none."""
-        finite = torch.stack([flag for _, flag in self._encoded]).tolist()
-        return next((names for (names, _), fine in zip(self._encoded, finite, strict=True) if not fine), [])
+        finite = torch.stack([flag for _, flag in self._encoded]).tolist()  # one transfer from the device
+        for (query_ids, _), is_finite in zip(self._encoded, finite, strict=True):
+            if not is_finite:
+                return query_ids
+        return []
 
     def drop_step(self) -> None:
         """Discard the gradients that were computed since the last update of the weights."""
         self.optimizer.zero_grad()
-        self._encoded, self._separate.outputs = [], []
+        self._encoded = []
+        self._separate.outputs = []
 
     def reduce_gradients(self) -> None:
         """Sum the gradients over all processes. Each optimizer step does this once."""
@@ -222,12 +231,16 @@ class Engine(Processes):
         """Return the L2 norm of the gradients of the query tower and of the passage tower, without the fp16 loss scale."""
         self.scaler.unscale_(self.optimizer)
         towers = (self.encoder.query_tower, self.encoder.passage_tower)
-        gradients = [[sharding.local(p.grad) for p in tower.parameters() if p.grad is not None] for tower in towers]
-        norms = torch.stack([torch.nn.utils.get_total_norm(each) for each in gradients])
+        norms = []
+        for tower in towers:
+            gradients = [sharding.local(p.grad) for p in tower.parameters() if p.grad is not None]
+            norms.append(torch.nn.utils.get_total_norm(gradients))
+        both = torch.stack(norms)  # (2,)
         if self.sharded:
-            self.sum([squares := norms.to(self.device).double().square()])
-            norms = squares.sqrt()
-        query, passage = norms.tolist()
+            squares = both.to(self.device).double().square()
+            self.sum([squares])
+            both = squares.sqrt()
+        query, passage = both.tolist()
         return query, passage
 
     def clip(self, norm: float, limit: float) -> float:

@@ -62,15 +62,17 @@ def sweep(folder: str | Path, name: str | None = None, shared: bool = False) -> 
     old folder is moved back. name: remove only what belongs to the file or folder ``name``. shared: other processes may be
     writing in ``folder``, so remove only the files of dead processes of this machine.
     """
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    for found in sorted(filter(None, map(_LEFTOVER.fullmatch, names)), key=lambda found: found[0]):
-        path = Path(folder, found[0])
-        if not (name is None or _short(name) == found["name"]):
+    if not os.path.isdir(folder):
+        return
+    for entry in sorted(os.listdir(folder)):
+        leftover = _LEFTOVER.fullmatch(entry)
+        if leftover is None or (name is not None and _short(name) != leftover["name"]):
             continue
-        if shared and (found["host"] != _host() or psutil.pid_exists(int(found["pid"]))):
+        if shared and (leftover["host"] != _host() or psutil.pid_exists(int(leftover["pid"]))):
             continue
-        target = path.with_name(name or found["name"])  # a long name is hashed in ``found``
-        if found["kind"] == "old" and not target.exists():
+        path = Path(folder, entry)
+        target = path.with_name(name or leftover["name"])  # a long name is hashed in ``entry``
+        if leftover["kind"] == "old" and not target.exists():
             os.replace(path, target)
         elif path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -82,13 +84,17 @@ def remove_folder(path: Path) -> None:
     """Delete a folder, or a link to a folder. First rename it, so that no half-deleted folder has the name ``path``."""
     gone = _temporary_path(path, "gone")
     os.replace(path, gone)
-    (Path.unlink if gone.is_symlink() else shutil.rmtree)(gone)
+    if gone.is_symlink():
+        gone.unlink()
+    else:
+        shutil.rmtree(gone)
 
 
 def refuse_url(path: str | Path) -> None:
     """Raise InputError if ``path`` is an address with a URL scheme, such as s3://bucket/folder or hdfs://host/folder."""
-    if found := _URL.match(os.fspath(path)):  # Path writes s3://bucket as s3:/bucket
-        scheme, rest = found.groups()
+    address = _URL.match(os.fspath(path))  # Path writes s3://bucket as s3:/bucket
+    if address:
+        scheme, rest = address.groups()
         raise InputError(
             f"{scheme}://{rest}: an address with the scheme {scheme} is not a local path. Mount the storage as a folder, for "
             "example with rclone mount, and use the folder."
@@ -102,19 +108,19 @@ def created_folder(path: Path) -> Iterator[None]:
     missing: list[Path] = []
     try:
         try:
-            missing = [each for each in (path, *path.parents) if not each.exists()]
-            for each in reversed(missing):
-                each.mkdir(exist_ok=True)
-                _sync(each.parent)
+            missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+            for folder in reversed(missing):
+                folder.mkdir(exist_ok=True)
+                _sync(folder.parent)
             if not path.is_dir():
                 raise NotADirectoryError(None, "this is a file, not a folder")
         except OSError as error:
             raise InputError(f"{path}: cannot be created ({error.strerror or error})") from error
         yield
     finally:
-        for each in missing:
+        for folder in missing:
             with suppress(OSError):  # the folder is not empty or was not created
-                each.rmdir()
+                folder.rmdir()
 
 
 @contextmanager
@@ -156,7 +162,7 @@ _filling: list[Path] = []  # folders that whole_folder has yielded and not finis
 
 
 def _is_unfinished(path: Path) -> bool:
-    return any(part in (path, *path.parents) for part in _filling)
+    return any(folder in (path, *path.parents) for folder in _filling)
 
 
 def _linked(path: str | Path) -> Path:
@@ -277,10 +283,10 @@ def _type_error(message: str) -> str:
     """Turn msgspec's "Expected `int`, got `str` - at `$.a[0]`" into "a[0]: found str; int is expected"."""
     fault, _, path = message.partition(" - at ")
     field = path.strip("`").removeprefix("$").removeprefix(".")
-    if found := re.fullmatch("Expected `(.+)`, got `(.+)`", fault):
-        fault = f"found {found[2]}; {found[1]} is expected"
-    elif found := re.fullmatch("Object missing required field `(.+)`", fault):
-        fault = f"the field {found[1]!r} is missing"
+    if wrong := re.fullmatch("Expected `(.+)`, got `(.+)`", fault):
+        fault = f"found {wrong[2]}; {wrong[1]} is expected"
+    elif missing := re.fullmatch("Object missing required field `(.+)`", fault):
+        fault = f"the field {missing[1]!r} is missing"
     return f"{field}: {fault}" if field else fault
 
 
@@ -293,7 +299,8 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
     a file.
     """
     path = _linked(path)
-    part, old = _temporary_path(path, "part"), _temporary_path(path, "old")
+    part = _temporary_path(path, "part")
+    old = _temporary_path(path, "old")
     with created_folder(path.parent), write_errors(path), ExitStack() as cleanup:
         cleanup.callback(shutil.rmtree, old, ignore_errors=True)
         cleanup.callback(shutil.rmtree, part, ignore_errors=True)
@@ -307,11 +314,11 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
         finally:
             _filling.remove(part)
         mode = part.stat().st_mode & 0o666  # follows the umask; safetensors writes files that only the owner can read
-        for each in (*sorted(part.rglob("*"), key=Path.is_dir), part):  # files before folders
-            if each.is_file():
+        for written in (*sorted(part.rglob("*"), key=Path.is_dir), part):  # files before folders
+            if written.is_file():
                 with suppress(OSError):  # some mounts have no file modes
-                    each.chmod(mode)
-            _sync(each)
+                    written.chmod(mode)
+            _sync(written)
         try:
             if path.exists():
                 os.replace(path, old)

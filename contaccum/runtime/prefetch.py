@@ -14,7 +14,8 @@ def prefetch(items: Iterable[Item], depth: int = 2) -> Generator[Item, None, Non
     An error of ``items`` is raised after all earlier items. Closing the generator ends the thread, which first finishes the item
     that it is preparing.
     """
-    iterator, end = iter(items), object()
+    iterator = iter(items)
+    end = object()
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
     try:
         ready: deque[Any] = deque(thread.submit(next, iterator, end) for _ in range(depth + 1))

@@ -57,29 +57,29 @@ class Processes:
         for _ in range(2 - turn):
             self.barrier()
 
-    def gather(self, own: Tensor) -> list[Tensor]:
-        """Return the tensors ``own`` of all processes, in the order of the ranks. All tensors must have the same shape."""
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return ``tensor`` of every process, in the order of the ranks. All must have the same shape."""
         if self.world == 1:
-            return [own]
-        parts = [torch.empty_like(own) for _ in range(self.world)]
-        dist.all_gather(parts, own.contiguous())
-        return parts
+            return [tensor]
+        gathered = [torch.empty_like(tensor) for _ in range(self.world)]
+        dist.all_gather(gathered, tensor.contiguous())
+        return gathered
 
-    def all_rows(self, own: Tensor) -> Tensor:
-        """Concatenate the tensors ``own`` of all processes, by rank. Only the rows of this process have a gradient."""
+    def all_rows(self, rows: Tensor) -> Tensor:
+        """Concatenate the ``rows`` of all processes, by rank. Only those of this process have a gradient."""
         if self.world == 1:
-            return own
-        parts = self.gather(own.detach())
-        parts[self.rank] = own
-        return torch.cat(parts)
+            return rows
+        gathered = self.gather(rows.detach())
+        gathered[self.rank] = rows
+        return torch.cat(gathered)
 
-    def gather_bytes(self, own: bytes) -> list[bytes]:
-        """Return the bytes ``own`` of all processes, in the order of the ranks. The lengths may differ."""
-        lengths = [int(part) for part in self.gather(torch.tensor(len(own), device=self.device))]
+    def gather_bytes(self, content: bytes) -> list[bytes]:
+        """Return ``content`` of every process, in the order of the ranks. The lengths may differ."""
+        lengths = [int(length) for length in self.gather(torch.tensor(len(content), device=self.device))]
         padded = np.zeros(max(lengths), dtype=np.uint8)
-        padded[: len(own)] = np.frombuffer(own, dtype=np.uint8)
-        parts = self.gather(torch.from_numpy(padded).to(self.device))
-        return [part[:length].cpu().numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
+        padded[: len(content)] = np.frombuffer(content, dtype=np.uint8)
+        gathered = self.gather(torch.from_numpy(padded).to(self.device))
+        return [row[:length].cpu().numpy().tobytes() for row, length in zip(gathered, lengths, strict=True)]
 
     def from_main(self, value: str) -> str:
         """Return in every process the ``value`` that process 0 passed to this function."""
@@ -87,15 +87,15 @@ class Processes:
 
     def differing(self, value: str) -> str:
         """Return a text that names the ranks whose ``value`` differs from that of rank 0. Return "" if all are equal."""
-        found = self.gather_bytes(hashlib.sha256(value.encode()).digest())
-        others = ", ".join(f"rank {rank}" for rank, digest in enumerate(found) if digest != found[0])
+        digests = self.gather_bytes(hashlib.sha256(value.encode()).digest())
+        others = ", ".join(f"rank {rank}" for rank, digest in enumerate(digests) if digest != digests[0])
         return f"different from rank 0: {others}" if others else ""
 
-    def largest(self, mine: int) -> int:
-        """Return the maximum of ``mine`` over all processes."""
+    def largest(self, value: int) -> int:
+        """Return the maximum of ``value`` over all processes."""
         if self.world == 1:  # a single process needs no message
-            return mine
-        return max(int(part) for part in self.gather(torch.tensor(mine, device=self.device)))
+            return value
+        return max(int(other) for other in self.gather(torch.tensor(value, device=self.device)))
 
     def copy_from_main(self, tensors: list[Tensor]) -> None:
         """Copy the values of the tensors from process 0 to all other processes."""

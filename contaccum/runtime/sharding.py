@@ -41,12 +41,14 @@ def shard(processes: Processes, modules: Iterable[nn.Module], dtype: torch.dtype
     # a process without a GPU has no pinned memory
     offload_policy = CPUOffloadPolicy(pin_memory=processes.device.type == "cuda") if offload else OffloadPolicy()
     for module in modules:
-        own = [each for each in module.parameters() if not isinstance(each, DTensor)]
-        for parameter in own:  # one module at a time, because the device may be too small for all
+        # one module at a time, because the device may be too small for all; those of inner modules are divided already
+        parameters = [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
+        for parameter in parameters:
             parameter.data = parameter.data.to(processes.device)
-            if (scales := getattr(parameter, "quant_state", None)) is not None:  # scales of 4-bit weights stay full
+            scales = getattr(parameter, "quant_state", None)  # scales of 4-bit weights are not divided
+            if scales is not None:
                 scales.to(processes.device)
-        processes.copy_from_main([parameter.data for parameter in own])
+        processes.copy_from_main([parameter.data for parameter in parameters])
         unit = fully_shard(
             module, mesh=mesh, reshard_after_forward=True, mp_policy=policy, offload_policy=offload_policy
         )
@@ -115,9 +117,9 @@ def save_full(tensors: Mapping[str, Tensor], path: Path | None) -> None:
         if file is not None:
             file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
-            whole = full(tensor)
+            full_tensor = full(tensor)
             if file is not None:
-                file.write(whole.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+                file.write(full_tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def save_parts(tensors: Mapping[str, Tensor], folder: Path) -> None:

@@ -44,13 +44,18 @@ def save_checkpoint(
         save_file(tensors, folder / "bank.safetensors")
         state = {"format_version": STATE_VERSION, **state, "bank": numbers, "without_gradient": stateless}
         write_json(folder / "state.json", state)
-        written = {n: {"size": p.stat().st_size, "sha256": sha256_of(p)} for n, p in files_in(folder).items()}
-        write_json(folder / MANIFEST, written)
+        manifest = {}
+        for name, path in files_in(folder).items():
+            manifest[name] = {"size": path.stat().st_size, "sha256": sha256_of(path)}
+        write_json(folder / MANIFEST, manifest)
     # a resumed run continues at the newest undamaged checkpoint, so checkpoints of later steps are damaged; delete them too
-    others = [folder for folder in all_checkpoints(run) if folder != target]
-    later = [folder for folder in others if int(folder.name.removeprefix("step-")) > state["step"]]
-    for folder in [*later, *others[len(later) + keep - 1 :]]:
-        remove_folder(folder)
+    kept = 0
+    for folder in all_checkpoints(run):  # the newest first
+        later = int(folder.name.removeprefix("step-")) > state["step"]
+        if later or kept == keep:
+            remove_folder(folder)
+        else:
+            kept += 1
 
 
 def _save_parts(encoder: DualEncoder, optimizer: torch.optim.Optimizer, folder: Path) -> None:
@@ -61,36 +66,37 @@ def _save_parts(encoder: DualEncoder, optimizer: torch.optim.Optimizer, folder: 
 
 def restore(checkpoint: Checkpoint, encoder: DualEncoder, optimizer: torch.optim.Optimizer, bank: Bank) -> None:
     """Load the saved states into ``optimizer`` and ``bank``. ``encoder`` must already have the weights of ``checkpoint``."""
-    trained, parts = trained_parameters(encoder), checkpoint.folder / OPTIMIZER_PARTS
+    trained = trained_parameters(encoder)
+    parts = checkpoint.folder / OPTIMIZER_PARTS
     if encoder.group is not None or parts.is_dir():
         tensors = sharding.load_parts(trained, parts if parts.is_dir() else checkpoint.folder)
     else:
         tensors = load_file(checkpoint.folder / OPTIMIZER_FILE)
+    named = {name.rpartition(":"): tensor for name, tensor in tensors.items()}
     for name, parameter in trained.items():
         if name in checkpoint.state["without_gradient"]:  # the forward pass does not use this parameter
             continue
-        saved = {key.rpartition(":")[2]: value for key, value in tensors.items() if key.rpartition(":")[0] == name}
+        saved = {key: value for (owner, _, key), value in named.items() if owner == name}
         if not any(value.shape == parameter.shape for value in saved.values()):
-            shape = tuple(parameter.shape)
             raise InputError(
-                f"{checkpoint.folder}: no optimizer state for parameter {name} of shape {shape}, so the checkpoint is of another "
-                "model. Resume with the model settings that the run started with."
+                f"{checkpoint.folder}: no optimizer state for parameter {name} of shape {tuple(parameter.shape)}, so the "
+                "checkpoint is of another model. Resume with the model settings that the run started with."
             )
-        optimizer.state[parameter] = {
-            key: value.to(parameter.device) if value.ndim or value.is_floating_point() else int(value)
-            for key, value in saved.items()
-        }
+        for key, value in saved.items():
+            is_count = value.ndim == 0 and not value.is_floating_point()  # see _optimizer_tensors
+            optimizer.state[parameter][key] = int(value) if is_count else value.to(parameter.device)
     bank.load_state(load_file(checkpoint.folder / "bank.safetensors"), checkpoint.state["bank"])
 
 
 def _optimizer_tensors(encoder: DualEncoder, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+    """Return the optimizer state under names of the form PARAMETER:KEY."""
+    tensors: dict[str, torch.Tensor] = {}
     seen = set()  # the 8-bit optimizer has one table for all parameters, but safetensors refuses shared tensors
     for name, parameter in trained_parameters(encoder).items():
         for key, value in optimizer.state[parameter].items():
             # some optimizers count steps in an int, which is saved as an integer tensor without dimensions
             tensor = value.contiguous() if isinstance(value, torch.Tensor) else torch.tensor(value)
             address = sharding.local(tensor).data_ptr()
-            found[f"{name}:{key}"] = tensor.clone() if address in seen else tensor
+            tensors[f"{name}:{key}"] = tensor.clone() if address in seen else tensor
             seen.add(address)
-    return found
+    return tensors

@@ -77,9 +77,12 @@ class RunLog:
         if not self.active:
             return
         self.bar.update()
-        shown = {"loss": values["loss"], "negatives": values["negatives"], "pairs/s": values["pairs_per_second"]}
-        shown = {name: f"{value:.4g}" for name, value in shown.items()}
-        shown["peak"] = f"{values['peak_memory'] / 2**30:.3g} GiB"
+        shown = {
+            "loss": f"{values['loss']:.4g}",
+            "negatives": f"{values['negatives']:.4g}",
+            "pairs/s": f"{values['pairs_per_second']:.4g}",
+            "peak": f"{values['peak_memory'] / 2**30:.3g} GiB",
+        }
         self.bar.set_postfix(shown, refresh=False)
         if write:
             self._write(values)

@@ -156,7 +156,9 @@ class Training:
         restore(checkpoint, self.encoder, optimizer, self.bank)
         self.engine.load_scaler_state(state["scaler"])
         self.micro_batch_size.load_state(state["micro_batch"])
-        self.done, self.best, self.evaluated = state["step"], state["best"], state["evaluated"]
+        self.done = state["step"]
+        self.best = state["best"]
+        self.evaluated = state["evaluated"]
 
         if state["identity"]["data"] != self.identity["data"]:
             changed = [*changed, "data"]  # the bank contains row numbers of the old data
@@ -169,7 +171,8 @@ class Training:
             saved = self.engine.from_main(str(model_file.is_file())) == "True"
             same_dev = self.best["dev"] == self.dev.fingerprint()
             if not saved or not same_dev or self.best["metric"] != config.run.metric:
-                self.best, self.evaluated = {}, 0  # evaluate this step again if an evaluation is due
+                self.best = {}
+                self.evaluated = 0  # evaluate this step again if an evaluation is due
                 why = "the metric or the dev set changed" if saved else "its model was deleted"
                 warnings.warn(f"the best score so far is ignored: {why}", stacklevel=2)
         if self.engine.is_main:
@@ -183,7 +186,9 @@ class Training:
             self.save()
         engine.free_memory()  # memory that was used to read and tokenize the data
         engine.reset_peak_memory()
-        unlogged, seconds, waited = 0, 0.0, 0.0  # steps since the last logged step, their time, and their wait for data
+        unlogged = 0  # steps since the last logged step
+        seconds = 0.0  # time of these steps
+        waited = 0.0  # time for which they waited for data
         prepared = self.prefetch_steps()
         try:
             while self.done < self.total:
@@ -220,7 +225,9 @@ class Training:
                 write = last or self._due(config.run.log_steps)
                 self.log.step(values, write)
                 if write:
-                    unlogged, seconds, waited = 0, 0.0, 0.0
+                    unlogged = 0
+                    seconds = 0.0
+                    waited = 0.0
                 # masks by score may leave a step without negatives
                 by_score = config.loss.guide is not None or config.loss.false_negative_margin is not None
                 if self.done == 1 and values["negatives"] == 0 and not by_score and engine.is_main:
@@ -279,7 +286,8 @@ class Training:
         """
         config, engine, bank = self.config, self.engine, self.bank
         step = self.done + 1
-        bank_fill, ages = bank.fill, bank.ages()
+        bank_fill = bank.fill  # before this step's pairs
+        ages = bank.ages()
 
         # forward and backward passes
         self.encoder.train()

@@ -86,9 +86,11 @@ class MicroBatchSize:
         If memory never ran out before the checkpoint, continue with the configured size. Otherwise, continue with the largest
         possible size that is not above the saved size. If all sizes are above it, continue with the smallest.
         """
-        fitting = [level for level, size in enumerate(self.sizes) if size <= state["size"]]
-        self.level = min(fitting, default=len(self.sizes) - 1) if state["before"] else 0
         self.earlier = [(end, size) for end, size in state["before"]]
+        self.level = 0
+        if self.earlier:
+            while self.level + 1 < len(self.sizes) and self.now > state["size"]:
+                self.level += 1
 
 
 def halved(size: int, smallest: int = 1, pairs: int = 0) -> list[int]:

@@ -48,18 +48,20 @@ def build_encoder(config: TrainConfig, train_set: TrainSet, device: torch.device
         encoder = _load_encoder(config, model.name, device, adapters=adapters, **towers)
         encoder.settings = _with_mixture_prefixes(config, encoder.settings)
         return encoder
-    chosen = {name: value for name in ENCODER_SETTINGS if (value := getattr(model, name)) is not None}
-    made = _with_mixture_prefixes(config, make_settings({**chosen, "tie_towers": model.tie_towers}, "model"))
+    chosen = {name: getattr(model, name) for name in ENCODER_SETTINGS if getattr(model, name) is not None}
+    settings = make_settings({**chosen, "tie_towers": model.tie_towers}, "model")
+    settings = _with_mixture_prefixes(config, settings)
     query = tiny_tower(
         train_set.texts(),
-        made.pooling,
+        settings.pooling,
         layers=model.tiny_layers,
         width=model.tiny_width,
         vocabulary=model.tiny_vocabulary,
-        max_length=max(made.max_query_length, made.max_passage_length),
+        max_length=max(settings.max_query_length, settings.max_passage_length),
         seed=config.seed,
     )
-    return DualEncoder(query, query if model.tie_towers else copy.deepcopy(query), made).to(device)
+    passage = query if model.tie_towers else copy.deepcopy(query)
+    return DualEncoder(query, passage, settings).to(device)
 
 
 def _with_mixture_prefixes(config: TrainConfig, settings: EncoderSettings) -> EncoderSettings:
@@ -69,17 +71,23 @@ def _with_mixture_prefixes(config: TrainConfig, settings: EncoderSettings) -> En
     Otherwise, the prefix in ``settings`` stays unchanged. A warning is given in two cases: the config sets no prefix and the
     data sets use different ones, or the config sets a prefix that no data set uses.
     """
+    if not config.data.mixture:
+        return settings
     for name in ("query_prefix", "passage_prefix"):
-        own, chosen = getattr(settings, name), getattr(config.model, name)
-        prefixes = [getattr(each, name) for each in config.data.mixture] or [None]
-        used = sorted({own if prefix is None else prefix for prefix in prefixes})
-        if len(used) == 1 and chosen is None:
-            settings = replace(settings, **{name: used[0]})
-        elif used != [own] and (chosen is None or chosen not in used):
-            found = f"data.mixture: training uses these values of {name}: {', '.join(map(repr, used))}"
-            saved = f"but the model is saved with {own!r}, and evaluation and search use this value"
+        of_model = getattr(settings, name)
+        in_config = getattr(config.model, name)
+        used = set()  # prefixes in training; a data set without its own prefix uses that of the model
+        for member in config.data.mixture:
+            prefix = getattr(member, name)
+            used.add(of_model if prefix is None else prefix)
+        if len(used) == 1 and in_config is None:
+            settings = replace(settings, **{name: used.pop()})
+        elif used != {of_model} and (in_config is None or in_config not in used):
             warnings.warn(
-                f"{found}, {saved}. Set model.{name} to the value that evaluation and search should use.", stacklevel=2
+                f"data.mixture: training uses these values of {name}: {', '.join(map(repr, sorted(used)))}, but the "
+                f"model is saved with {of_model!r}, and evaluation and search use this value. Set model.{name} to the "
+                "value that evaluation and search should use.",
+                stacklevel=2,
             )
     return settings
 

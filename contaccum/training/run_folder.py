@@ -65,17 +65,21 @@ def claimed_folder(config: TrainConfig) -> Iterator[None]:
             f"{model}: this link points to {os.readlink(model)}, which is not empty. Link an empty folder."
         )
     with folder_lock(run) if is_main() else nullcontext():
-        found, has_config = list(run.iterdir() if run.is_dir() else ()), (run / CONFIG_FILE).is_file()
-        if has_config and not config.resume:
-            raise InputError(f"{where}: contains a run. Add --resume to continue it, or choose another output_dir.")
-        if not has_config and not all(_is_unused(path) for path in found):
-            fault = f"no {CONFIG_FILE} found, so there is no run to resume in this folder"
-            raise InputError(f"{where}: {fault if config.resume else 'not empty. Choose an empty folder'}.")
-        if has_config:
+        if (run / CONFIG_FILE).is_file():
+            if not config.resume:
+                raise InputError(f"{where}: contains a run. Add --resume to continue it, or choose another output_dir.")
             changes = config_differences(read_config(run), asdict(config))
             refuse_changes(f"{where}: the settings of this run changed", changes, config.allow_changes)
+        elif run.is_dir() and not all(_is_unused(path) for path in run.iterdir()):
+            if config.resume:
+                raise InputError(f"{where}: no {CONFIG_FILE} found, so there is no run to resume in this folder.")
+            raise InputError(f"{where}: not empty. Choose an empty folder.")
         if is_main():
-            _remove_leftovers(run)
+            sweep(run)
+            sweep(run / "checkpoints")
+            if model.is_symlink():  # temporary files are next to the folder that the link points to
+                target = Path(os.path.realpath(model))
+                sweep(target.parent, target.name, shared=True)
         yield
 
 
@@ -84,17 +88,10 @@ def _is_unused(path: Path) -> bool:
 
     Allowed are a link to an empty folder, the lock, a temporary file, and the file of the macOS Finder.
     """
-    linked = path.is_symlink() and path.name in LINKS and not any(path.iterdir())
-    ours = path.name.startswith(LOCK_FILE) or is_leftover(path.name)  # filelock may leave LOCK_FILE.break.*
-    return linked or ours or path.name == ".DS_Store"
-
-
-def _remove_leftovers(run: Path) -> None:
-    sweep(run)
-    sweep(run / "checkpoints")
-    if (run / "model").is_symlink():  # temporary files are next to the folder that the link points to
-        model = Path(os.path.realpath(run / "model"))
-        sweep(model.parent, model.name, shared=True)
+    if path.is_symlink() and path.name in LINKS:
+        return not any(path.iterdir())
+    # filelock may leave LOCK_FILE.break.*
+    return path.name.startswith(LOCK_FILE) or is_leftover(path.name) or path.name == ".DS_Store"
 
 
 def require_lock(run: Path) -> None:
@@ -108,10 +105,12 @@ def require_lock(run: Path) -> None:
 
 def refuse_changes(where: str, changes: list[str], allowed: bool) -> None:
     """Raise InputError if there are ``changes`` since the run started. If ``allowed``, only print the changes."""
+    if not changes:
+        return
     listed = "; ".join(changes)
-    if changes and not allowed:
+    if not allowed:
         raise InputError(f"{where}: {listed}. Undo these changes, or allow them with --allow_changes true.")
-    if changes and is_main():
+    if is_main():
         print(f"{where} (allowed): {listed}", file=sys.stderr)
 
 
@@ -183,8 +182,11 @@ def config_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 def _changes(old: dict[str, Any], new: dict[str, Any], names: Iterable[str]) -> list[str]:
-    differing = (name for name in sorted(names) if old.get(name) != new.get(name))
-    return [f"{name} was {old.get(name)} and is {new.get(name)}" for name in differing]
+    changes = []
+    for name in sorted(names):
+        if old.get(name) != new.get(name):
+            changes.append(f"{name} was {old.get(name)} and is {new.get(name)}")
+    return changes
 
 
 def read_config(run: Path, name: str = CONFIG_FILE) -> dict[str, Any]:
@@ -197,10 +199,13 @@ def read_config(run: Path, name: str = CONFIG_FILE) -> dict[str, Any]:
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Convert nested mappings into one flat mapping. Its keys are names such as ``group.field``."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for key, value in values.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return found
+        if isinstance(value, dict):
+            settings |= flat(value, f"{prefix}{key}.")
+        else:
+            settings[prefix + key] = value
+    return settings
 
 
 @dataclass
@@ -235,9 +240,10 @@ class Checkpoint(NamedTuple):
 def newest_checkpoint(run: Path) -> Checkpoint | None:
     """Return the newest complete and undamaged checkpoint of a run, or None. Print which checkpoints are ignored, and why."""
     folders = all_checkpoints(run)
-    for path in sorted((run / "checkpoints").glob("*")) if is_main() else ():
-        if path not in folders:
-            print(f"{path}: ignored, because it is not the folder of a checkpoint", file=sys.stderr)
+    if is_main():
+        for path in sorted((run / "checkpoints").glob("*")):
+            if path not in folders:
+                print(f"{path}: ignored, because it is not the folder of a checkpoint", file=sys.stderr)
     for folder in folders:
         fault = _fault(folder)
         if fault is None:
@@ -249,8 +255,8 @@ def newest_checkpoint(run: Path) -> Checkpoint | None:
 
 def all_checkpoints(run: Path) -> list[Path]:
     """Return the folders of all checkpoints of a run, the newest first. Damaged checkpoints are included."""
-    found = (run / "checkpoints").glob("step-*")
-    folders = [path for path in found if re.fullmatch(r"step-\d{8,}", path.name) and path.is_dir()]
+    paths = (run / "checkpoints").glob("step-*")
+    folders = [path for path in paths if re.fullmatch(r"step-\d{8,}", path.name) and path.is_dir()]
     return sorted(folders, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
 
@@ -266,7 +272,8 @@ def _fault(folder: Path) -> str | None:
     if not (folder / MANIFEST).is_file():
         return f"{MANIFEST} is missing"
     try:
-        manifest, files = read_json(folder / MANIFEST, dict[str, WrittenFile]), files_in(folder)
+        manifest = read_json(folder / MANIFEST, dict[str, WrittenFile])
+        files = files_in(folder)
         for name, expected in manifest.items():
             path = files.pop(name, None)  # never open a name from the manifest: it could point outside the folder
             if path is None:
@@ -279,7 +286,10 @@ def _fault(folder: Path) -> str | None:
         return str(error)
     except OSError as error:  # for example a bad sector, or a file of another user
         return f"{error.filename or 'a file'} cannot be read ({error.strerror or error})"
-    return next((f"{MANIFEST} does not list {name}" for name in files if name != MANIFEST), None)
+    for name in files:  # what is left is not in the manifest
+        if name != MANIFEST:
+            return f"{MANIFEST} does not list {name}"
+    return None
 
 
 def next_steps(config: TrainConfig, model: Path) -> list[str]:
@@ -287,9 +297,13 @@ def next_steps(config: TrainConfig, model: Path) -> list[str]:
 
     model: folder of the trained model.
     """
-    lines, name, train = [], config.run.metric, config.data.train or "DATA"
+    lines = []
     scores = Path(config.output_dir) / DEV_METRICS_FILE
     if config.data.dev is not None and scores.is_file():
+        name = config.run.metric
         lines.append(f"best dev {name}: {read_json(scores)['mean'][name]:.4f}")
-    data = train if (Path(train) / "qrels" / "test.tsv").is_file() else "DATA"
-    return [*lines, f"next: contaccum evaluate --model {shlex.quote(str(model))} --data {shlex.quote(data)}"]
+    data = "DATA"
+    if config.data.train and (Path(config.data.train) / "qrels" / "test.tsv").is_file():
+        data = config.data.train
+    lines.append(f"next: contaccum evaluate --model {shlex.quote(str(model))} --data {shlex.quote(data)}")
+    return lines

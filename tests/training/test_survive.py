@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from contaccum.cli import main
 from contaccum.config import to_yaml
 from contaccum.errors import InputError
 from contaccum.runtime.locks import LOCK_FILE
-from contaccum.training import run_folder
 from contaccum.training.log import read_log
 from contaccum.training.loop import train
 from contaccum.training.run_folder import newest_checkpoint
@@ -163,7 +161,7 @@ def test_allow_changes_prints_and_accepts_changes(data, tmp_path, capsys):
     assert [line["step"] for line in read_log(run)] == [1, 2, 3, 4]
 
 
-def test_changed_encoder_folder_is_refused(data, tmp_path, monkeypatch):
+def test_changed_encoder_folder_is_refused(data, tmp_path):
     model = train(train_config(data, tmp_path / "first", **{"optim.max_steps": 1}))
     base = tmp_path / "base"
     shutil.copytree(model / "query_encoder", base)
@@ -176,17 +174,11 @@ def test_changed_encoder_folder_is_refused(data, tmp_path, monkeypatch):
             (folder / name).write_text("hidden")
     assert newest_checkpoint(run).folder.name == "step-00000002"
     train(train_config(data, run, resume=True, **changes))
-    with monkeypatch.context() as older:  # which hashed hidden files too
-        older.setattr(run_folder, "_encoder_hashes", partial(run_folder._encoder_hashes, hidden=True))
-        train(train_config(data, tmp_path / "older", **changes))
-    train(train_config(data, tmp_path / "older", resume=True, **changes))
     (base / "notes.txt").write_text("another version")
     with pytest.raises(
         InputError, match=r"step-00000002: the conditions of training changed: encoder was \['\w{64}'\] and is"
     ):
         train(train_config(data, run, resume=True, **changes))
-    with pytest.raises(InputError, match="the conditions of training changed: encoder was"):
-        train(train_config(data, tmp_path / "older", resume=True, **changes))
     shutil.rmtree(base)  # the weights are in the checkpoint, so the folder is no longer needed
     train(train_config(data, run, resume=True, **changes))
 
