@@ -123,7 +123,7 @@ def check_shrink(args: Any, scratch: Path) -> Findings:
     else:  # how much a step needs beyond the start depends on the C library
         for megabytes in (80, 110, 140, 180, 220, 260, 300, 350):
             shutil.rmtree(limited, ignore_errors=True)
-            done = in_new_process(str(megabytes), *call, starter=(str(ROOT / "tests" / "limited.py"),))
+            done = in_new_process(str(megabytes), *call, starter=(str(ROOT / "tests" / "processes.py"), "limited"))
             if done.returncode == 0:
                 break
     if done.returncode:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from forked import python
+from processes import python
 
 # one thread a process: tests run side by side, and threads that wait for a core cost more than they give
 os.environ["OMP_NUM_THREADS"] = "1"

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from helpers import gradients, train_config
-from opened import open_train_set
+from helpers import gradients, open_train_set, train_config
 from safetensors.torch import load_file, save_file
 
 from contaccum.batch import MicroBatch, RowIds

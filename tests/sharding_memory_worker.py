@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers import train_config
-from opened import open_train_set
+from helpers import open_train_set, train_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

@@ -10,8 +10,7 @@ import bitsandbytes  # noqa: F401  (once, before the processes are forked)
 import peft  # noqa: F401
 import torch
 from gradient_worker import REPLAYED
-from helpers import train_config
-from opened import open_train_set
+from helpers import open_train_set, train_config
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor

@@ -1,4 +1,4 @@
-"""Trains with SentenceTransformerTrainer and ContAccumLoss; run by itself, or by launched.py in several processes."""
+"""Trains with SentenceTransformerTrainer and ContAccumLoss; run by itself, or by processes.py in several processes."""
 
 import json
 import sys

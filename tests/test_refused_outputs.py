@@ -151,7 +151,7 @@ def test_text_that_is_not_utf8_is_refused_in_one_sentence(text, capsys):
     assert "must be valid UTF-8" in sentence
     with pytest.raises(InputError, match="must be valid UTF-8"):
         look("bm25", "d", text)
-    from opened import open_corpus
+    from helpers import open_corpus
 
     with pytest.raises(InputError, match=r"query 'q7': .*must be valid UTF-8"):
         Retriever.open("bm25", open_corpus("d")).search({"q1": "sound", "q7": text}, 1)

@@ -17,8 +17,8 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from forked import python
-from opened import open_retrieval_set, open_train_set
+from helpers import open_retrieval_set, open_train_set
+from processes import python
 
 from contaccum.catalog import download, fetch
 from contaccum.catalog.download import MD5, beir_folder, dpr_file, unpack

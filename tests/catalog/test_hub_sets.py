@@ -8,7 +8,7 @@ import datasets
 import huggingface_hub
 import pytest
 from datasets import Dataset
-from opened import open_retrieval_set, open_train_set
+from helpers import open_retrieval_set, open_train_set
 from tiny_data import lines, write, write_gzip
 
 from contaccum import catalog, evaluate

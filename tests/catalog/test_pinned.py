@@ -10,9 +10,9 @@ import datasets
 import huggingface_hub
 import pytest
 from datasets import Dataset, load_dataset
-from disks import small_disk
+from helpers import open_retrieval_set, open_train_set
 from hub_server import HubServer
-from opened import open_retrieval_set, open_train_set
+from processes import small_disk
 from tiny_data import lines, write, write_gzip
 
 from contaccum import evaluate

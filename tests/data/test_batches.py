@@ -6,7 +6,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 import torch
-from opened import open_train_set
+from helpers import open_train_set
 from tiny_data import beir
 
 from contaccum.batch import MISSING, NO_PASSAGE

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
-from forked import python
-from helpers import tiny_encoder, write_beir
-from opened import open_corpus, open_train_set
+from helpers import open_corpus, open_train_set, tiny_encoder, write_beir
+from processes import python
 
 from contaccum.cli import main
 from contaccum.data.tables import build_token_table

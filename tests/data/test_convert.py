@@ -5,7 +5,7 @@ import itertools
 import json
 
 import pytest
-from opened import open_corpus, open_retrieval_set, read_examples
+from helpers import open_corpus, open_retrieval_set, read_examples
 from tiny_data import beir, context, dpr, lines, write
 
 from contaccum.data.commands import convert

@@ -7,9 +7,9 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from helpers import open_train_set
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from opened import open_train_set
 from tiny_data import beir, context, dpr, lines, write
 
 from contaccum.batch import MISSING, NO_PASSAGE

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from demo_words import KINDS
+from helpers import open_retrieval_set
 from make_demo import demo_files
-from opened import open_retrieval_set
 
 from contaccum.data.commands import write_demo
 from contaccum.errors import InputError

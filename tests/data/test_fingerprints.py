@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import pytest
-from helpers import write_beir
-from opened import open_retrieval_set
+from helpers import open_retrieval_set, write_beir
 
 
 @pytest.fixture(autouse=True)

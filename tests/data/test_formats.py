@@ -6,9 +6,9 @@ import json
 import random
 
 import pytest
+from helpers import read_corpus, read_examples, read_queries
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from opened import read_corpus, read_examples, read_queries
 from tiny_data import context, dpr, lines, write, write_gzip
 
 from contaccum.errors import InputError

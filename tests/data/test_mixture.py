@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import yaml
 from helpers import train_config, weights, write_beir
-from launched import Job, run_jobs
+from processes import Job, run_jobs
 
 from contaccum.batch import NO_PASSAGE
 from contaccum.cli import main

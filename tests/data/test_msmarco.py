@@ -4,7 +4,7 @@ import gzip
 from pathlib import Path
 
 import pytest
-from opened import open_corpus, open_queries, open_retrieval_set
+from helpers import open_corpus, open_queries, open_retrieval_set
 
 from contaccum.cli import main
 from contaccum.data.commands import check

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import open_retrieval_set, read_corpus, read_examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from opened import open_retrieval_set, read_corpus, read_examples
 from tiny_data import lines, write
 
 from contaccum.data.commands import convert

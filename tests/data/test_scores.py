@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from opened import open_train_set, read_examples
+from helpers import open_train_set, read_examples
 from tiny_data import beir, context, dpr, lines, write
 
 from contaccum.config import DataConfig, MixtureConfig

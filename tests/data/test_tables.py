@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from forked import python
-from opened import judged_split, load_examples, open_corpus, open_queries, open_retrieval_set
+from helpers import judged_split, load_examples, open_corpus, open_queries, open_retrieval_set
+from processes import python
 from tiny_data import beir, context, dpr, lines, write, write_gzip
 
 from contaccum.config import DataPolicy

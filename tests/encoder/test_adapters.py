@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import gradients, largest_difference, micro_batches, run_steps, train_config, weights, write_beir
-from launched import Job, run_jobs
+from processes import Job, run_jobs
 from sentence_transformers import SentenceTransformer
 from tiny_families import FAMILIES, TEXTS, family_folder
 from transformers import AutoModel

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from beir.retrieval.evaluation import EvaluateRetrieval
 from datasets import Dataset
-from helpers import write_beir
-from opened import open_corpus, open_retrieval_set
+from helpers import open_corpus, open_retrieval_set, write_beir
 from transformers import AutoModel, AutoTokenizer
 from word_encoder import WordEncoder
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from opened import open_corpus, open_retrieval_set
+from helpers import open_corpus, open_retrieval_set
 
 from contaccum.config.commands import SearchConfig
 from contaccum.encoder import DualEncoder

@@ -2,7 +2,7 @@
 
 import pytest
 from datasets import Dataset
-from opened import judged_split, open_queries, read_corpus
+from helpers import judged_split, open_queries, read_corpus
 
 from contaccum.encoder import DualEncoder
 from contaccum.evaluation.metrics import evaluate_run

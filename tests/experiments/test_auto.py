@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from forked import python
 from helpers import train_config, write_beir
+from processes import python
 
 from contaccum.cli import main
 from contaccum.config.experiments import AutoConfig

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from forked import python
 from helpers import train_config, weights, write_beir
+from processes import python
 
 from contaccum.cli import main
 from contaccum.config import MixtureConfig, to_yaml

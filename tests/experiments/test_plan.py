@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from disks import small_disk
 from helpers import train_config, write_beir
+from processes import small_disk
 
 from contaccum.batch import RowIds
 from contaccum.cli import main

@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import train_config, write_beir
-from launched import Job, run_jobs
-from opened import open_train_set
+from helpers import open_train_set, train_config, write_beir
+from processes import Job, run_jobs
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
 from st_worker import make_trainer
 

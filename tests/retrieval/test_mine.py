@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from helpers import write_beir
-from opened import open_corpus, open_examples, read_examples
+from helpers import open_corpus, open_examples, read_examples, write_beir
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 from word_encoder import WordEncoder

@@ -3,9 +3,8 @@
 import json
 
 import pytest
-from helpers import train_config, write_beir
-from launched import Job, run_jobs
-from opened import open_train_set
+from helpers import open_train_set, train_config, write_beir
+from processes import Job, run_jobs
 
 from contaccum.retrieval.runs import read_run
 from contaccum.training import parts

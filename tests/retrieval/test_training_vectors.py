@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from helpers import write_beir
-from opened import open_train_set
+from helpers import open_train_set, write_beir
 from word_encoder import WordEncoder
 
 from contaccum.errors import InputError

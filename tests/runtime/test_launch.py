@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from forked import python
 from helpers import train_config, write_beir
+from processes import python
 
 from contaccum.config import to_yaml
 from contaccum.errors import InputError

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import train_config, weights, write_beir
-from opened import open_train_set
+from helpers import open_train_set, train_config, weights, write_beir
 
 from contaccum.experiments.run_records import load_run_record
 from contaccum.methods import METHODS

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import train_config, weights, write_beir
-from launched import Job, run_jobs
+from processes import Job, run_jobs
 from safetensors.torch import load_file
 
 from contaccum.cli import main

@@ -16,9 +16,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from forked import python
-from helpers import micro_batches, tiny_encoder, train_config, weights, write_beir
-from opened import open_retrieval_set
+from helpers import micro_batches, open_retrieval_set, tiny_encoder, train_config, weights, write_beir
+from processes import python
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 

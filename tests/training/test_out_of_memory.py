@@ -279,7 +279,7 @@ def test_run_fits_into_a_limited_address_space(data, tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(config))
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "CONTACCUM_CACHE": str(tmp_path / "cache")}
-    call = [sys.executable, str(HERE / "limited.py"), "120", "train", "--config", str(file)]
+    call = [sys.executable, str(HERE / "processes.py"), "limited", "120", "train", "--config", str(file)]
     done = subprocess.run(call, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "step 1: out of memory with micro-batches of 64 pairs; retrying the step with" in done.stderr

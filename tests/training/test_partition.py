@@ -13,6 +13,7 @@ from helpers import (
     SlowBank,
     gradients,
     largest_difference,
+    open_train_set,
     peak,
     slow_loss,
     tiny_encoder,
@@ -21,8 +22,7 @@ from helpers import (
     write_scored_lines,
     write_uneven_beir,
 )
-from launched import Job, run_jobs
-from opened import open_train_set
+from processes import Job, run_jobs
 from safetensors.torch import load_file
 
 from contaccum.batch import MicroBatch, RowIds

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import python
 from gradient_worker import LONELY, REPLAYED
 from helpers import train_config, weights, write_beir
-from launched import Job, run_jobs
+from processes import Job, python, run_jobs
 from safetensors.torch import load_file
 
 from contaccum.batch import RowIds
@@ -335,12 +334,12 @@ def test_stuck_process_ends_the_run_after_the_timeout(runs):
 SPOILED = """
 import os, signal, sys
 sys.path.insert(0, {tests!r})
-import faults
+import processes
 rank = int(os.environ["RANK"])
-faults.raises(rank)
+processes.raises(rank)
 if rank == 0:
     # torchrun compares times of whole seconds: process 0 must not fail within the same second.
-    faults.before_step(signal.pause)
+    processes.before_step(signal.pause)
 from contaccum.cli import main
 sys.exit(main())
 """

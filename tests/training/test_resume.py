@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from forked import python
 from helpers import train_config, weights, write_beir
+from processes import python
 from tiny_families import family_folder
 
 from contaccum.config import METHOD_SPECS, to_yaml

@@ -7,9 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from disks import small_disk
-from forked import python
 from helpers import train_config, weights, write_beir
+from processes import python, small_disk
 
 from contaccum.cli import main
 from contaccum.config import to_yaml

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from helpers import write_beir
-from launched import Job, run_jobs
+from processes import Job, run_jobs
 
 import contaccum
 from contaccum.runtime.files import read_json

@@ -7,7 +7,7 @@ import pytest
 import torch
 from gradient_worker import REPLAYED
 from helpers import train_config, weights, write_beir
-from launched import Job, run_jobs
+from processes import Job, run_jobs
 from safetensors.torch import load_file
 from sharding_memory_worker import LAYERS, WIDTH
 from sharding_worker import MEAN, NEED_A_FOLDER, VARIANTS

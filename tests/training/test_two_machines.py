@@ -60,8 +60,8 @@ def test_process_death_on_one_machine_ends_both(tmp_path):
     file, port = config_file(tmp_path, "run", 1), next(PORTS)
     script = tmp_path / "spoiled.py"
     script.write_text(
-        "import os, sys, faults; from contaccum.cli import main\n"
-        "faults.is_killed(int(os.environ['RANK'])); sys.exit(main())\n"
+        "import os, sys, processes; from contaccum.cli import main\n"
+        "processes.is_killed(int(os.environ['RANK'])); sys.exit(main())\n"
     )
     began = time.monotonic()
     machines = [start(m, port, tmp_path, str(script), "train", "--config", str(file)) for m in (0, 1)]
