@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, count, starmap
+from itertools import chain, starmap
 from pathlib import Path
 from typing import Any
 
@@ -156,47 +156,50 @@ def fetch_hub(text: str, split: str) -> Path:
 
     def write(folder: Path) -> None:
         with open(folder / "examples.jsonl", "w", encoding="utf-8", newline="\n") as file:
-            if not name.columns and (first := next(iter(name.rows(files)), None)):
-                kind_of_record(first[1], SourceLocation(Path(text), 1, field="name without ?query=COLUMN&pos=COLUMN"))
-            file.writelines(f"{line}\n" for _, line in example_lines(name, (row for _, row in name.rows(files))))
+            for number, (_, row) in enumerate(name.rows(files), 1):
+                if number == 1 and not name.columns:  # raises an error if no format has these fields
+                    kind_of_record(row, SourceLocation(Path(text), 1, field="name without ?query=COLUMN&pos=COLUMN"))
+                record = _mapped(name, row, number) if name.columns else known_fields(row)
+                try:
+                    line = json.dumps(record, ensure_ascii=False)
+                except TypeError as error:
+                    raise InputError(f"{text}, row {number}: {error}; only texts and numbers are allowed") from error
+                file.write(f"{line}\n")
 
     key = [READER_VERSION, name.repository, name.configuration, name.columns, _key(files)]
     return cached_folder("hub", key, write) / "examples.jsonl"
 
 
-def example_lines(name: HubName, rows: Iterable[Record]) -> Iterator[tuple[int, str]]:
-    """Convert rows to JSON lines; yield the row number (from 1) and the line. Drop columns that contaccum does not use."""
-    records = map(partial(_mapped, name), rows, count(1)) if name.columns else map(known_fields, rows)
-    for number, record in enumerate(records, 1):
-        try:
-            line = json.dumps(record, ensure_ascii=False)
-        except TypeError as error:
-            raise InputError(f"{name.text}, row {number}: {error}; only texts and numbers are allowed") from error
-        yield number, line
-
-
 def _mapped(name: HubName, row: Record, number: int) -> Record:
-    """Return a row as a record with our field names. A column has a text or a list of texts; empty texts are removed."""
+    """Return a row as a record with our field names. number: number of the row, for error messages.
+
+    A column has a text or a list of texts; empty texts are removed.
+    """
+    where = f"{name.text}, row {number}"
     record: Record = {"neg": []}
     for key, columns in name.columns.items():
-        texts = [text for column in columns for text in _texts(name, number, column, row)]
-        if key in ("query", "query_id") and len(texts) > 1:
-            raise InputError(f"{name.text}, row {number}: found {len(texts)} values for {key}; expected exactly one")
-        record[key] = "".join(texts) if key in ("query", "query_id") else texts  # the reader rejects an empty text
+        texts: list[str] = []
+        for column in columns:
+            if column not in row:
+                raise InputError(f"{where}: column {column!r} not found; available: {', '.join(row)}")
+            value = row[column]
+            for text in value if isinstance(value, list) else [value]:
+                if text is None or text == "":
+                    continue
+                if type(text) is int:  # not bool
+                    text = str(text)
+                if not isinstance(text, str):
+                    raise InputError(
+                        f"{where}: column {column!r} has a {type(text).__name__}; expected a text or a list of texts"
+                    )
+                texts.append(text)
+        if key in ("query", "query_id"):
+            if len(texts) > 1:
+                raise InputError(f"{where}: found {len(texts)} values for {key}; expected exactly one")
+            record[key] = "".join(texts)  # the reader rejects an empty text
+        else:
+            record[key] = texts
     return record
-
-
-def _texts(name: HubName, number: int, column: str, row: Record) -> list[str]:
-    if column not in row:
-        raise InputError(f"{name.text}, row {number}: column {column!r} not found; available: {', '.join(row)}")
-    value = row[column]
-    values = value if isinstance(value, list) else [value]
-    kept = [str(each) if type(each) is int else each for each in values if each not in (None, "")]
-    if wrong := [type(each).__name__ for each in kept if not isinstance(each, str)]:
-        raise InputError(
-            f"{name.text}, row {number}: column {column!r} has a {wrong[0]}; expected a text or a list of texts"
-        )
-    return kept
 
 
 def retrieval_parts(found: Collection[str], prefix: str = "") -> tuple[str, str, str]:
@@ -218,14 +221,16 @@ def _retrieval_folder(name: HubName, split: str) -> Path:
         raise InputError(
             f"{name.text}: has a corpus and queries, but no judgements; expected a configuration named default or qrels"
         )
-    splits = (name.split or "corpus", name.split or "queries", name.split or split)
-    parts = [split_files(name, name.builder(part), each, True) for part, each in zip(wanted, splits, strict=True)]
+    corpus = split_files(name, name.builder(wanted[0]), name.split or "corpus", True)
+    queries = split_files(name, name.builder(wanted[1]), name.split or "queries", True)
+    grades = split_files(name, name.builder(wanted[2]), name.split or split, True)
 
     def write(folder: Path) -> None:
-        corpus, queries, grades = (name.rows(files) for files in parts)
-        beir_from_rows(folder, name.text, corpus, queries, {split: grades})
+        beir_from_rows(folder, name.text, name.rows(corpus), name.rows(queries), {split: name.rows(grades)})
 
-    return cached_folder("hub", [READER_VERSION, name.repository, split, *map(_key, parts)], write)
+    return cached_folder(
+        "hub", [READER_VERSION, name.repository, split, _key(corpus), _key(queries), _key(grades)], write
+    )
 
 
 def file_rows(file: str) -> Rows:
