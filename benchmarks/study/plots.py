@@ -24,7 +24,7 @@ SECONDS = {
     "scifact": {"replay": 0.445, "cont_accum": 0.588, "grad_cache": 0.650},
     "xquad": {"replay": 0.569, "cont_accum": 0.720, "grad_cache": 0.828},
 }
-"""Measured seconds of an update of 16 pairs on one CPU core, as docs/results/study.md gives them."""
+"""Measured seconds of an update of 16 pairs on one CPU core, as docs/results/study_tables.md gives them."""
 LABELS = {
     "replay": "cont_cache with partial replay, bank of 64",
     "cont_accum": "cont_accum with age decay, bank of 64",

@@ -188,11 +188,13 @@ def test_run_name_consists_of_setting_rate_and_seed():
 @pytest.mark.acceptance
 def test_tables_of_the_page_equal_those_of_the_packed_runs():
     results = ROOT / "docs" / "results"
-    page = (results / "study.md").read_text()
     studies = tables.read_pack(results / "study.jsonl.gz")
-    named = tables.MARKED.findall(page)
-    assert len(named) > 5
-    for name, _, shown in named:
+    main_page, tables_page = (
+        tables.MARKED.findall((results / name).read_text()) for name in ("study.md", "study_tables.md")
+    )
+    assert len(main_page) == 1
+    assert len(tables_page) > 5
+    for name, _, shown in main_page + tables_page:
         make, study = tables.TABLES[name]
         assert make(studies, study).markdown() == shown.rstrip("\n"), name
 
@@ -200,7 +202,7 @@ def test_tables_of_the_page_equal_those_of_the_packed_runs():
 @pytest.mark.acceptance
 def test_plot_shows_the_scores_of_the_tables_over_the_measured_time(tmp_path, monkeypatch):
     results = ROOT / "docs" / "results"
-    page, studies = (results / "study.md").read_text(), tables.read_pack(results / "study.jsonl.gz")
+    page, studies = (results / "study_tables.md").read_text(), tables.read_pack(results / "study.jsonl.gz")
     for name in plots.SETS:
         for points in plots.points(studies, name).values():
             assert points == sorted(points)
@@ -237,15 +239,13 @@ def test_pack_contains_settings_log_and_scores_of_every_run():
 
 
 def test_the_quality_in_readme_is_that_of_the_study():
-    """README's table has one line per data set in each cell. Another test compares the study's tables with the runs."""
+    """README's table has one line per data set in each cell. Another test compares the study's table with the runs."""
     readme, page = ((ROOT / name).read_text() for name in ("README.md", "docs/results/study.md"))
     (row,) = re.findall(r"^\| \[quality\].*$", readme, re.M)
-    shown = [[line.split() for line in cell.split("<br>")] for cell in row.split("|")[2:6]]
-    for number, study in enumerate(("MedQuAD", "SciFact", "XQuAD")):
-        table = page.partition(f"<!-- table: {study.lower()}-7168f -->")[2].partition("<!-- table")[0]
-        scores = {
-            line.split("|")[1].split()[0]: line.split("|")[5] for line in table.splitlines() if line.startswith("| ")
-        }
-        methods = ("grad_accum", "cont_accum", "cont_cache", "grad_cache")
-        expected = [[study, f"{float(scores[name]):.3f}"] for name in methods]
-        assert [cells[number] for cells in shown] == expected, study
+    shown = [cell.strip().split("<br>") for cell in row.split("|")[2:5]]
+    table = page.partition("<!-- table: 7168f -->")[2].partition("!")[0]
+    rows = {line.split("|")[1].strip(): line.split("|")[2:5] for line in table.splitlines() if line.startswith("| ")}
+    sets = ("MedQuAD", "SciFact", "XQuAD")
+    for method, cells in zip(("grad_accum", "cont_accum", "cont_cache replay"), shown, strict=True):
+        differences = [re.search(r", (\S+ \(.*\))", cell)[1] for cell in rows[method]]
+        assert cells == [f"{name} {difference}" for name, difference in zip(sets, differences, strict=True)]
