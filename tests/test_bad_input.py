@@ -302,7 +302,7 @@ CASES: dict[str, Case] = {
     "dpr: more behind the list": Case(
         "data check dpr.json", ["dpr.json:2", "text follows the end of the list"], {"dpr.json": json.dumps(DPR) + "\n[]"}
     ),
-    "dpr: an empty list": Case("data check dpr.json", ["dpr.json", "no valid example"], {"dpr.json": "[]"}),
+    "dpr: an empty list": Case("data check dpr.json", ["dpr.json: is empty", "a DPR"], {"dpr.json": "[]"}),
     "dpr: numbers": Case("data check dpr.json", ["dpr.json", "number 1", "a DPR record"], {"dpr.json": "[1, 2]"}),
     "dpr: nested without end": Case(
         "data check dpr.json", ["dpr.json:1 (record 1)", "not usable JSON"], {"dpr.json": "[" * 90_000}
