@@ -18,6 +18,7 @@ CUTOFFS = (1, 3, 5, 10, 20, 100, 1000)
 SHOWN = ("ndcg@10", "recall@100", "mrr@10", "map@100")
 MEASURES = {"ndcg": "ndcg_cut", "map": "map_cut", "recall": "recall", "precision": "P"}
 """Name of each measure in contaccum -> its name in trec_eval."""
+FIRST_PASSAGES = 5  # number of passages of each ranking that files of metrics list, for reports
 
 
 class _Means(TypedDict):
@@ -29,6 +30,8 @@ class Metrics(_Means, total=False):
 
     per_query: dict[str, dict[str, float]]  # query id -> metric -> value
     queries: int  # number of queries
+    first_passages: dict[str, dict[str, int]]
+    """Query id -> id of each of the first passages found, best first -> grade (0: not relevant, or not judged)."""
 
 
 def evaluate_run(
@@ -80,7 +83,12 @@ def evaluate_run(
         | _reciprocal_ranks(grades, judged.get(query_id, []), cutoffs, relevance_level)
         for query_id, grades in qrels.items()
     }
-    return metrics_of(per_query)
+    metrics = metrics_of(per_query)
+    metrics["first_passages"] = {
+        query_id: {passage_id: grades.get(passage_id, 0) for passage_id, _ in judged.get(query_id, [])[:FIRST_PASSAGES]}
+        for query_id, grades in qrels.items()
+    }
+    return metrics
 
 
 def _reciprocal_ranks(

@@ -15,6 +15,7 @@ from jinja2 import Environment
 
 from contaccum.config import METHOD_SPECS
 from contaccum.errors import InputError, printable
+from contaccum.experiments.changed_queries import ChangedQueries
 from contaccum.experiments.run_records import AGES, RunGroup, mean_std
 
 if TYPE_CHECKING:
@@ -96,11 +97,17 @@ class Section(NamedTuple):
     footnotes: Sequence[str] = ()  # explain how the numbers are computed
 
 
-def html(title: str, sections: Sequence[Section], plots: Sequence[Plot], legend: Sequence[tuple[str, str]]) -> str:
+def html(
+    title: str,
+    sections: Sequence[Section],
+    plots: Sequence[Plot],
+    legend: Sequence[tuple[str, str]],
+    changed: ChangedQueries,
+) -> str:
     """Return a report as an HTML page that loads no other file. ``legend`` contains the label and color of each group."""
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     page = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    return page.render(title=title, sections=sections, plots=plots, legend=legend)
+    return page.render(title=title, sections=sections, plots=plots, legend=legend, changed=changed)
 
 
 def markdown(title: str, sections: Sequence[Section], plots: Sequence[Plot], folder: str) -> str:

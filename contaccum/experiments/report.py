@@ -6,12 +6,14 @@ from pathlib import Path
 
 from contaccum.config import METHOD_SPECS
 from contaccum.errors import InputError
+from contaccum.experiments.changed_queries import changed_queries
 from contaccum.experiments.page import MISSING, Section, Table, draw_all, html, legend, number, text
 from contaccum.experiments.run_records import (
     AGES,
     Difference,
     RunGroup,
     RunRecord,
+    best_first,
     by_global_batch,
     differences,
     for_order,
@@ -58,7 +60,8 @@ def console_report(
         parts.append(tests_table(found).markdown())
     if page:
         sections = sections_of(runs, groups, metric, found)
-        write_text(page, html("Report", sections, draw_all(groups, metric), legend(groups)))
+        changed = changed_queries(groups, found, metric)
+        write_text(page, html("Report", sections, draw_all(groups, metric), legend(groups), changed))
     return "\n\n".join(parts)
 
 
@@ -171,10 +174,6 @@ def quality(groups: list[RunGroup], metric: str) -> Table:
         for group in best_first(groups, metric)
     ]
     return Table(["setting", metric, "sd", "seeds", "train s", "peak MiB", "grad ratio", "negatives"], rows)
-
-
-def best_first(groups: list[RunGroup], metric: str) -> list[RunGroup]:
-    return sorted(groups, key=lambda group: for_order(group.score(metric)[0]), reverse=True)
 
 
 def tests_table(found: list[Difference]) -> Table:

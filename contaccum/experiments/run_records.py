@@ -180,6 +180,11 @@ def for_order(score: float | None) -> float:
     return float("-inf") if score is None else score
 
 
+def best_first(groups: Iterable["RunGroup"], metric: str) -> list["RunGroup"]:
+    """Sort groups by the metric, best first. Groups without the metric come last."""
+    return sorted(groups, key=lambda group: for_order(group.score(metric)[0]), reverse=True)
+
+
 def mean_std(values: Iterable[float | None]) -> tuple[float | None, float | None]:
     """Return the mean and the sample standard deviation of the values that are not None.
 

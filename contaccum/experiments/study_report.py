@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from contaccum.config import METHOD_SPECS
+from contaccum.experiments.changed_queries import changed_queries
 from contaccum.experiments.page import MISSING, Section, Table, draw_all, html, legend, markdown, number
-from contaccum.experiments.report import best_first, runs_csv, sections_of, tests_table
+from contaccum.experiments.report import runs_csv, sections_of, tests_table
 from contaccum.experiments.run_records import (
     Difference,
     RunGroup,
+    best_first,
     differences,
     group_runs,
     load_run_record,
@@ -65,7 +67,7 @@ def write_report(output: Path, folders: Sequence[Path], result: StudyResult) -> 
         write_text(output / name, lines.getvalue())
     write_text(output / "report.md", markdown("Comparison", sections, drawn, PLOTS))
     page = output / "report.html"
-    write_text(page, html("Comparison", sections, drawn, legend(groups)))
+    write_text(page, html("Comparison", sections, drawn, legend(groups), changed_queries(groups, found, metric)))
     return page
 
 

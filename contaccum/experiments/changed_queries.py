@@ -1,0 +1,141 @@
+"""Find the queries that differ most between two systems, with the passages that each system ranked first."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+from contaccum.config import DataPolicy
+from contaccum.data.corpus import find_rows
+from contaccum.data.dataset import open_dataset
+from contaccum.data.retrieval_set import RetrievalSet, same_content
+from contaccum.errors import InputError
+from contaccum.evaluation.significance import ROUNDING
+from contaccum.experiments.run_records import Difference, RunGroup, best_first, mean_std
+
+SHOWN_QUERIES = 20  # number of queries that gained most, and of queries that lost most
+SHOWN_CHARACTERS = 300  # longer texts are shortened
+
+
+class ShownPassage(NamedTuple):
+    """Passage in a ranking. Title and text are empty if the data set cannot be read."""
+
+    id: str
+    title: str
+    text: str
+    grade: int  # 0: not relevant, or not judged
+
+
+class Ranking(NamedTuple):
+    """First passages that a system found for a query."""
+
+    system: str
+    value: float  # metric of the query, mean over seeds
+    passages: list[ShownPassage]
+
+
+class ChangedQuery(NamedTuple):
+    """Query with different values of the metric."""
+
+    id: str
+    text: str  # empty if the data set cannot be read
+    difference: float  # first system minus second system
+    rankings: list[Ranking]  # of the two systems
+
+
+class ChangedPair(NamedTuple):
+    """Two compared systems, and the queries on which they differ most."""
+
+    system: str
+    reference: str
+    gained: list[ChangedQuery]  # the system is better; largest gain first
+    lost: list[ChangedQuery]  # the system is worse; largest loss first
+
+
+class ChangedQueries(NamedTuple):
+    """Content of the section "Queries that changed" of a report."""
+
+    notes: list[str]
+    pairs: list[ChangedPair]
+
+
+def changed_queries(groups: Sequence[RunGroup], found: Sequence[Difference], metric: str) -> ChangedQueries:
+    """Return the queries that gained and lost most, for each pair of compared systems.
+
+    The first passages come from the runs' files of metrics, their texts from the data sets that these files name.
+    If a data set cannot be read, or was changed, only ids are shown, and a note says why.
+
+    found: significance tests, whose pairs are used. Without tests, the best system is compared with each other one.
+    """
+    pairs = [(one.group, one.reference) for one in found]
+    if not pairs:
+        scored = [group for group in best_first(groups, metric) if group.per_query()]
+        pairs = [(scored[0], other) for other in scored[1:]]
+    repair = any(run.config.get("data.repair") for group in groups for run in group.runs)
+
+    @cache
+    def open_data(name: str, split: str) -> RetrievalSet:
+        return open_dataset(name, split, DataPolicy(repair=repair)).retrieval_set
+
+    notes = [
+        f"The {SHOWN_QUERIES} queries that gained most in {metric}, and the {SHOWN_QUERIES} that lost most. A value is "
+        "the mean over seeds. The passages are those that the model of the first seed ranked first."
+    ]
+    changed = []
+    for group, reference in pairs:
+        values, reference_values = query_values(group, metric), query_values(reference, metric)
+        differences = {key: values[key] - reference_values[key] for key in values if key in reference_values}
+        ordered = sorted(differences, key=lambda key: differences[key])
+        lost = [key for key in ordered[:SHOWN_QUERIES] if differences[key] < -ROUNDING]
+        gained = [key for key in ordered[::-1][:SHOWN_QUERIES] if differences[key] > ROUNDING]
+        query_texts: dict[str, str] = {}
+        rankings: dict[str, list[Ranking]] = {key: [] for key in [*gained, *lost]}
+        for system, system_values in ((group, values), (reference, reference_values)):
+            run = next(run for run in system.runs if run.per_query)
+            metrics: dict[str, Any] = run.metrics or {}
+            first_passages: dict[str, dict[str, int]] = metrics.get("first_passages", {})
+            if not first_passages:
+                notes.append(f"{system.label}: the file of metrics lists no passages.")
+            contents: dict[str, tuple[str, str]] = {}  # passage id -> title and text
+            try:
+                if first_passages and "data" not in metrics:
+                    raise InputError("the file of metrics names no data set")
+                if first_passages:
+                    data = open_data(metrics["data"], metrics.get("split", "test"))
+                    now = data.fingerprint()
+                    if not same_content(metrics.get("test_content", now), now):
+                        raise InputError(f"{metrics['data']}: the data changed after the evaluation")
+                    ids = {passage for key in rankings for passage in first_passages.get(key, {})}
+                    rows = find_rows(data.corpus, ids)
+                    table = data.corpus.select(list(rows.values()))
+                    contents = dict(zip(rows, zip(table["title"], table["text"], strict=True), strict=True))
+                    query_texts |= {key: data.queries[key] for key in rankings if key in data.queries}
+            except InputError as error:
+                notes.append(f"{system.label}: only ids are shown, without texts. {error}")
+            for key, shown in rankings.items():
+                passages = []
+                for passage, grade in first_passages.get(key, {}).items():
+                    title, text = contents.get(passage, ("", ""))
+                    passages.append(ShownPassage(passage, shortened(title), shortened(text), grade))
+                shown.append(Ranking(system.label, system_values[key], passages))
+        gains, losses = (
+            [ChangedQuery(key, shortened(query_texts.get(key, "")), differences[key], rankings[key]) for key in keys]
+            for keys in (gained, lost)
+        )
+        changed.append(ChangedPair(group.label, reference.label, gains, losses))
+    return ChangedQueries(list(dict.fromkeys(notes)), changed)
+
+
+def query_values(group: RunGroup, metric: str) -> dict[str, float]:
+    """Return the metric of each test query, as the mean over the seeds: query id -> value."""
+    runs = [run.per_query for run in group.runs if run.per_query]
+    values = {}
+    for query in runs[0]:
+        if all(metric in run.get(query, {}) for run in runs):
+            values[query] = mean_std(run[query][metric] for run in runs)[0] or 0.0
+    return values
+
+
+def shortened(text: str) -> str:
+    """Return a text as one line of at most SHOWN_CHARACTERS characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= SHOWN_CHARACTERS else line[: SHOWN_CHARACTERS - 1] + "…"
