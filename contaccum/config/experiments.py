@@ -52,9 +52,6 @@ class CompareConfig:
     keep_weights: bool = True
     """Keep the checkpoints and the model of each evaluated run. The weights of combinations that
     lost in tuning are always deleted."""
-    tune_learning_rate: str = ""
-    """Learning rates to try, separated by commas. Deprecated: use `--tune optim.learning_rate=v1,v2
-    --rungs 1`."""
     parallel: PositiveInt | None = None
     """Number of runs at the same time. Default: one for each GPU, or one on a CPU."""
 

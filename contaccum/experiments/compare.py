@@ -35,7 +35,6 @@ from contaccum.experiments.settings import (
     named,
     read_names,
     read_settings,
-    read_tune,
     read_values,
     variants,
 )  # fmt: skip
@@ -90,7 +89,7 @@ class Study:
         self.output = Path(self.base.output_dir)
         self.seeds = [self.base.seed + number for number in range(options.seeds)]
         self.budget = None if options.budget is None else parse_budget(options.budget)
-        self.rungs, tuned = read_tune(options)
+        tuned = read_values("--tune", options.tune)
         varied = read_values("--vary", options.vary)
         if both := varied.keys() & tuned.keys():
             raise InputError(f"{min(both)}: set by both --vary and --tune; use only one of these options")
@@ -142,7 +141,7 @@ class Study:
             left = replace(variant, candidates=tuple(valid))
             fixed.append(left)
             if len(variant.candidates) > 1:
-                self.tuned.append(Tuned(left, rung_shares(len(valid), self.rungs), invalid=invalid))
+                self.tuned.append(Tuned(left, rung_shares(len(valid), self.options.rungs), invalid=invalid))
         self.variants = fixed
         several_lengths = self.budget is not None or any(len(each.shares) > 1 for each in self.tuned)
         if self.base.optim.warmup_steps and several_lengths:
@@ -260,9 +259,13 @@ class Study:
         if key not in self.hashes:
             self.hashes[key] = {"test_content": self.test_content, **data_hashes(run.kind, run.config)}
         for file in (metrics, run.folder / TUNED_FILE):
-            found = read_json(file) if file.is_file() else {}  # older versions saved fewer hashes
+            if not file.is_file():
+                continue
+            found = read_json(file)
             for name, now in self.hashes[key].items():
-                if found.get(name, now) != now:
+                if name == "test_content" and file.name == TUNED_FILE:  # tuning does not use the test data
+                    continue
+                if found.get(name) != now:
                     again = "this file" if name == "test_content" else "the run's folder"
                     raise InputError(
                         f"{file}: {content_of(name, run.config)} changed after this result was computed. Undo the change, or "

@@ -207,10 +207,10 @@ def data_hashes(kind: str, config: TrainConfig) -> dict[str, str]:
 def refuse_changed(folder: Path, saved: Mapping[str, str], hashes: Mapping[str, str], config: TrainConfig) -> None:
     """Raise InputError if one of the ``hashes`` differs from the hash that an earlier call saved in ``folder``.
 
-    Older versions saved fewer hashes.
+    saved: the hashes of the earlier call. Empty for the first call.
     """
-    for name, now in hashes.items():
-        if saved.get(name, now) != now:
+    for name, now in hashes.items() if saved else ():
+        if saved.get(name) != now:
             raise InputError(
                 f"{folder}: contains results of an earlier call, but {content_of(name, config)} changed since then. Undo the "
                 "change, or use another output_dir."

@@ -118,15 +118,19 @@ def verdict(groups: list[RunGroup], metric: str, found: list[Difference]) -> lis
     words = [f"{scored[0].label} has the highest {metric}: {number(scored[0].score(metric)[0])}."]
     if not found:
         return [f"{words[0]} No significance test was run, so this may be due to chance."] if len(scored) > 1 else words
-    for name, both in dict.fromkeys((one.reference.label, one.p_both is not None) for one in found):
-        sides: dict[str, list[str]] = {"better": [], "worse": [], "not significantly different": []}
-        for one in (one for one in found if (one.reference.label, one.p_both is not None) == (name, both)):
-            p = one.p_permutation if one.p_both is None else one.p_both
-            side = "better" if one.found.difference > 0 else "worse"
-            sides[side if p < SIGNIFICANT else "not significantly different"].append(one.group.label)
-        parts = [f"{side}: {', '.join(labels)}" for side, labels in sides.items() if labels]
-        over = "queries and seeds" if both else "queries"
-        words.append(f"Compared with {name} over {over} (corrected p below {SIGNIFICANT}): {'; '.join(parts)}.")
+    # one sentence for each reference and kind of test
+    sentences: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for one in found:
+        over = "queries" if one.p_both is None else "queries and seeds"
+        p = one.p_permutation if one.p_both is None else one.p_both
+        kind = "better" if one.found.difference > 0 else "worse"
+        if p >= SIGNIFICANT:
+            kind = "not significantly different"
+        empty: dict[str, list[str]] = {"better": [], "worse": [], "not significantly different": []}
+        sentences.setdefault((one.reference.label, over), empty)[kind].append(one.group.label)
+    for (reference, over), kinds in sentences.items():
+        parts = "; ".join(f"{kind}: {', '.join(labels)}" for kind, labels in kinds.items() if labels)
+        words.append(f"Compared with {reference} over {over} (corrected p below {SIGNIFICANT}): {parts}.")
     return words
 
 
@@ -179,10 +183,20 @@ def quality(groups: list[RunGroup], metric: str) -> Table:
 def tests_table(found: list[Difference]) -> Table:
     """Return a table of significance tests: difference, 95 % interval, effect size and corrected p values."""
     rows = []
-    for group, reference, one, *p in found:
-        sizes = [f"{one.difference:+.4f}", f"{one.low:+.4f} to {one.high:+.4f}", f"{one.effect:+.2f}"]
-        p_values = ["< 0.0001" if value is not None and value < 0.0001 else number(value) for value in p]
-        rows.append([group.label, reference.label, *sizes, f"{one.wins} / {one.losses}", *p_values])
+    for test in found:
+        one = test.found
+        p_values = []
+        for p in (test.p_permutation, test.p_t, test.p_both):
+            p_values.append("< 0.0001" if p is not None and p < 0.0001 else number(p))
+        row = [
+            test.group.label,
+            test.reference.label,
+            f"{one.difference:+.4f}",
+            f"{one.low:+.4f} to {one.high:+.4f}",
+            f"{one.effect:+.2f}",
+            f"{one.wins} / {one.losses}",
+        ]
+        rows.append([*row, *p_values])
     heads = ["setting", "against", "difference", "95 % interval", "effect d", "better / worse queries"]
     return Table([*heads, "p permutation", "p t", "p seeds and queries"], rows)
 

@@ -2,14 +2,12 @@
 
 import json
 import re
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 from contaccum.config import METHOD_SPECS, affects, train_settings
-from contaccum.config.experiments import CompareConfig
 from contaccum.config.load import config_path, read_yaml
 from contaccum.errors import InputError
 
@@ -71,21 +69,6 @@ def _check_name(where: str, name: str) -> None:
         raise InputError(
             f"{where}: {name!r} is not a setting that changes the trained model; use one such as bank.size"
         )
-
-
-def read_tune(options: CompareConfig) -> tuple[int | None, dict[str, list[str]]]:
-    """Return the number of tuning rounds (None: default), and the values to try: setting -> values.
-
-    The deprecated option ``tune_learning_rate`` adds values for the learning rate.
-    """
-    tuned = read_values("--tune", options.tune)
-    if not options.tune_learning_rate:
-        return options.rungs, tuned
-    rate = "optim.learning_rate"
-    warnings.warn(f"--tune_learning_rate is deprecated; use --tune {rate}=v1,v2 --rungs 1", stacklevel=2)
-    if rate in tuned:
-        raise InputError(f"{rate}: set by both --tune and --tune_learning_rate; use only --tune")
-    return options.rungs or 1, tuned | read_values("--tune", (f"{rate}={options.tune_learning_rate}",))
 
 
 def variants(methods: list[str], varied: Mapping[str, list[str]], tuned: Mapping[str, list[str]]) -> list[Variant]:

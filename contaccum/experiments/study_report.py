@@ -24,7 +24,6 @@ from contaccum.experiments.tuning import Budget, Tuned
 from contaccum.runtime.files import whole_file, write_json, write_text
 
 PLOTS = "plots"
-P_VALUES = ("p_permutation", "p_t", "p_both")
 
 
 class StudyResult(NamedTuple):
@@ -126,7 +125,7 @@ def as_json(groups: list[RunGroup], found: list[Difference], result: StudyResult
             row |= {"seeds": [run.seed for run in group.runs], "runs": [run.name for run in group.runs]}
             row |= cost_of(group) | {name: group.mean(name) for name in ("train_seconds", "peak_mib")}
         if one := tests.get(group.label):
-            holm = dict(zip(P_VALUES, one[3:], strict=True))
+            holm = {"p_permutation": one.p_permutation, "p_t": one.p_t, "p_both": one.p_both}
             values = {name: value if isfinite(value or 0.0) else None for name, value in asdict(one.found).items()}
             row["test"] = {"against": one.reference.label, **values, "holm": holm}
         rows.append(row)

@@ -20,9 +20,8 @@ from processes import python
 
 from contaccum.cli import main
 from contaccum.config import MixtureConfig, to_yaml
-from contaccum.config.experiments import CompareConfig
 from contaccum.experiments.jobs import RunJob, Worker, baseline_identity, run_jobs
-from contaccum.experiments.settings import read_tune, read_values, variants
+from contaccum.experiments.settings import read_values, variants
 from contaccum.runtime.files import read_json
 from contaccum.runtime.launch import StopSignals
 from contaccum.training.log import read_log
@@ -141,21 +140,6 @@ def test_changed_encoder_is_noticed(study_folder, tmp_path, capsys):
         code, said = call(capsys, tmp_path, *arguments, *more)
         assert code == 2
         assert f"metrics.json: the folder {base} (model.name) changed after this result was computed" in said
-
-
-@pytest.mark.parametrize(
-    ("run", "hashes"),
-    [("bm25", {"test_content"}), ("grad_accum-seed0", {"test_content", "train_content", "dev_content"})],
-)
-def test_metrics_of_earlier_versions_are_used_without_hashes(run, hashes, study_folder, capsys):
-    study = study_folder / "study"
-    metrics = study / "runs" / run / "metrics.json"
-    content = read_json(metrics)
-    assert {name for name in content if name.endswith("_content")} == hashes
-    metrics.write_text(json.dumps({name: content[name] for name in content if name not in hashes}))
-    arguments = ["--methods", "grad_accum,cont_accum", "--seeds", 1, "--vary", "bank.size=16,24", "--output_dir", study]
-    assert call(capsys, study_folder, *arguments)[0] == 0
-    metrics.write_text(json.dumps(content))
 
 
 def test_folder_with_other_settings_is_refused(study_folder, capsys):
@@ -423,7 +407,7 @@ def test_killed_tuning_continues_with_the_same_choice(study_folder, tuned_study,
     loser = next(
         each for each in study.glob("runs/*/tuned.json") if each.parent.name not in found["results"][0]["runs"]
     )
-    loser.write_text('{"metric": "ndcg@10", "score": 2.0}')
+    loser.write_text(json.dumps({**read_json(loser), "score": 2.0}))
     done = subprocess.run([*command(study_folder, study), *BUDGET, *TUNED], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert read_json(study / "compare.json")["tuned"][0]["chosen"] != expected["tuned"][0]["chosen"]
@@ -451,13 +435,6 @@ def test_budget_in_seconds_is_measured_once(study_folder, tmp_path, capsys):
     before = stamps(tmp_path)
     assert call(capsys, study_folder, *arguments, "--budget", "1s", "--run.eval_steps", 0)[0] == 0
     assert stamps(tmp_path) == before
-
-
-def test_old_spelling_of_a_tuned_learning_rate_works_with_a_warning():
-    options = CompareConfig(tune_learning_rate="1e-4,1e-3")
-    with pytest.warns(UserWarning, match=r"deprecated; use --tune optim.learning_rate=v1,v2 --rungs 1"):
-        assert read_tune(options) == (1, {"optim.learning_rate": ["1e-4", "1e-3"]})
-    assert read_tune(CompareConfig(tune=("optim.learning_rate=1",), rungs=2)) == (2, {"optim.learning_rate": ["1"]})
 
 
 def test_launch_in_several_processes_is_refused(study_folder, tmp_path, capsys, monkeypatch):

@@ -185,15 +185,6 @@ def test_a_baseline_whose_folder_has_the_name_of_a_method_is_its_own_group(tmp_p
         assert groups == {"grad_cache": ["run1", "run2"], f"grad_cache ({file})": ["grad_cache"]}
 
 
-def test_a_log_with_one_step_twice_is_refused(tmp_path):
-    run = folder(tmp_path / "run", "grad_cache", [1.0])
-    line = json.loads((run / "log.jsonl").read_text().splitlines()[0])
-    line["step"] = 0
-    (run / "log.jsonl").write_text(json.dumps(line) + "\n")
-    with pytest.raises(InputError, match=r"log\.jsonl: unexpected content"):
-        load_run_record(run)
-
-
 def test_the_current_folder_is_shown_with_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(folder(tmp_path / "run", "grad_cache", [1.0]))
     assert cells(console_report(["."], "ndcg@10", None, None))[2][0] == "run"
@@ -354,9 +345,6 @@ def test_missing_files_and_metrics_are_named(tmp_path):
         console_report([str(file)], "ndcg@7", None, None)
 
 
-LINE = {"step": 1, "loss": 1.0, "bank_fill": 0, "seconds": 1.0, "waited": 0.0, "peak_memory": 1}
-
-
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
@@ -367,16 +355,7 @@ LINE = {"step": 1, "loss": 1.0, "bank_fill": 0, "seconds": 1.0, "waited": 0.0, "
         ("metrics.json", '{"mean": {"ndcg@10": 1}, "per_query": [1]}', "per_query: found array; object is expected"),
         ("metrics.json", '{"mean": {"ndcg@10": 1}, "per_query": {"q": 5}}', "found int; object is expected"),
         ("metrics.json", '{"mean"', "line 1"),
-        ("log.jsonl", {**LINE, "seconds": "long"}, "TypeError"),
-        ("log.jsonl", {**LINE, "seconds": 0}, "ZeroDivisionError"),
-        ("log.jsonl", {"step": 1, "loss": 1.0}, "KeyError: 'waited'"),
-        ("log.jsonl", {**LINE, "negatives": [7]}, "TypeError"),
-        ("log.jsonl", {**LINE, "drift": [{"age": 1}]}, "KeyError: 'passage'"),
-        ("log.jsonl", {**LINE, "drift": 5}, "TypeError"),
-        ("log.jsonl", {**LINE, "drift": [{"age": 1, "query": None, "passage": None}]}, "TypeError"),
-        ("log.jsonl", {"step": 1, "dev": [0.5]}, "AttributeError"),
-        ("config.yaml", "method: best", "KeyError: 'best'"),
-        ("config.yaml", "method: grad_accum", "KeyError: 'bank.size'"),
+        ("config.yaml", "method: best", "method is 'best'; expected one of in_batch, "),
         ("config.yaml", "[1]", "found a list"),
         ("environment.json", "[1]", "found array; object is expected"),
         ("environment.json", "{", "line 1"),
@@ -389,16 +368,6 @@ def test_unusable_run_file_is_named_in_one_sentence(tmp_path, file, content, wor
     with pytest.raises(InputError, match=words) as caught:
         load_run_record(run)
     assert str(caught.value).startswith(str(run / file))
-
-
-@pytest.mark.parametrize("file", ["metrics.json", "log.jsonl", "environment.json", "config.yaml"])
-@pytest.mark.parametrize("target", ["/dev/zero", "missing"])
-def test_file_of_a_run_that_is_no_regular_file_is_refused(tmp_path, file, target):
-    run = folder(tmp_path / "run", "cont_accum", [1.0])
-    (run / file).unlink(missing_ok=True)
-    (run / file).symlink_to(target)
-    with pytest.raises(InputError, match=f"^{re.escape(str(run / file))}: not a regular file"):
-        load_run_record(run)
 
 
 def test_link_to_a_regular_file_is_read(tmp_path):
