@@ -1,11 +1,12 @@
 """Reduce a BEIR folder so that evaluation takes seconds: judged passages of a split and a fixed random sample of the others.
 
-    python benchmarks/study/cut.py DIR OUT [--held_out Q] [--sample P]
+    python benchmarks/study/cut.py DIR OUT [--held_out Q] [--sample P] [--disjoint]
 
 DIR is a BEIR folder, or one in DPR's format with psgs_w100.tsv, NAME-train.json and NAME-dev.json, which becomes the test split.
 The script writes OUT/train (all passages, the train split), and OUT/dev and OUT/test (their judged passages and P others).
---held_out moves Q random queries from the train split to dev, for a folder without a dev split. A smaller corpus makes retrieval
-easier: compare scores on the same cut only, not with published ones. Of repeated ids the last text counts.
+--held_out moves Q random queries from the train split to dev, for a folder without a dev split. --disjoint divides the queries
+again, so that no judged passage, and no title, is in two splits. A smaller corpus makes retrieval easier: compare scores on the
+same cut only, not with published ones. Of repeated ids the last text counts.
 """
 
 import argparse
@@ -52,6 +53,40 @@ def read_dpr(source: Path) -> tuple[Rows, Rows, dict[str, Qrels]]:
     return corpus, queries, splits
 
 
+def divide(corpus: Rows, splits: dict[str, Qrels], dice: random.Random) -> dict[str, Qrels]:
+    """Return new splits that share no judged passage and no title of one. Each split has at most as many queries as before,
+    but train gets all that are left.
+
+    Queries are connected if they have a judged passage or its title in common. Connected queries stay together.
+    """
+    rows = [row for split in ("train", "dev", "test") for row in splits[split]]
+    parent: dict[str, str] = {}
+
+    def root(node: str) -> str:
+        while parent.setdefault(node, node) != node:
+            node = parent[node]
+        return node
+
+    for query, passage, _ in rows:
+        parent[root(f"query {query}")] = root(f"passage {corpus[passage].get('title') or passage}")
+    connected: dict[str, list[str]] = {}
+    for query in sorted({query for query, _, _ in rows}):
+        connected.setdefault(root(f"query {query}"), []).append(query)
+    components = list(connected.values())
+    dice.shuffle(components)
+    split_of: dict[str, str] = {}
+    for split in ("test", "dev"):
+        room = len({query for query, _, _ in splits[split]})
+        for component in components:
+            if component[0] not in split_of and len(component) <= room:
+                room -= len(component)
+                split_of |= dict.fromkeys(component, split)
+    new: dict[str, Qrels] = {"train": [], "dev": [], "test": []}
+    for row in rows:
+        new[split_of.get(row[0], "train")].append(row)
+    return new
+
+
 def write(folder: Path, split: str, corpus: list[dict], queries: list[dict], qrels: Qrels) -> None:
     (folder / "qrels").mkdir(parents=True, exist_ok=True)
     for name, rows in (("corpus", corpus), ("queries", queries)):
@@ -67,6 +102,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="folder to write; nothing is done if it exists")
     parser.add_argument("--held_out", type=int, default=0, help="train queries to make dev of")
     parser.add_argument("--sample", type=int, default=400, help="passages without a judgement in the split; -1: all")
+    parser.add_argument("--disjoint", action="store_true", help="divide the queries again; splits share no passage")
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
     if chosen.out.exists():
@@ -84,6 +120,8 @@ def main() -> None:
         held = set(dice.sample(names, chosen.held_out))
         splits["dev"] = [row for row in splits["train"] if row[0] in held]
         splits["train"] = [row for row in splits["train"] if row[0] not in held]
+    if chosen.disjoint:
+        splits = divide(corpus, splits, dice)
     part = chosen.out.with_name(f"{chosen.out.name}.part")
     for split in ("train", "dev", "test"):
         qrels = splits[split]

@@ -112,6 +112,37 @@ def test_reduced_set_has_the_judged_passages_and_the_sample(data, tmp_path, monk
     assert len(lines(tmp_path / "held" / "dev" / "corpus.jsonl")) == 40
 
 
+def test_disjoint_splits_share_no_passage_and_no_title(tmp_path, monkeypatch):
+    whole = tmp_path / "whole"
+    (whole / "qrels").mkdir(parents=True)
+    # passages 2k and 2k + 1 have the same title; query i is about passage i % 12
+    passages = [{"_id": f"p{i}", "title": f"article {i // 2}", "text": f"text {i}"} for i in range(12)]
+    queries = [{"_id": f"q{i}", "text": f"question {i}"} for i in range(40)]
+    for name, rows in (("corpus", passages), ("queries", queries)):
+        (whole / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for split, first, last in (("train", 0, 24), ("dev", 24, 31), ("test", 31, 40)):
+        judged = [f"q{i}\tp{i % 12}\t1" for i in range(first, last)]
+        (whole / "qrels" / f"{split}.tsv").write_text("\n".join(["query-id\tcorpus-id\tscore", *judged]) + "\n")
+
+    def titles_and_queries(out: str, *options: str) -> tuple[dict[str, set[int]], dict[str, set[str]]]:
+        call(monkeypatch, cut.main, whole, tmp_path / out, *options)
+        rows = {
+            split: [line.split("\t") for line in lines(tmp_path / out / split / "qrels" / f"{split}.tsv")[1:]]
+            for split in ("train", "dev", "test")
+        }
+        titles = {split: {int(passage[1:]) // 2 for _, passage, _ in found} for split, found in rows.items()}
+        return titles, {split: {query for query, *_ in found} for split, found in rows.items()}
+
+    titles, asked = titles_and_queries("disjoint", "--disjoint")
+    assert not titles["train"] & (titles["dev"] | titles["test"]) | titles["dev"] & titles["test"]
+    assert sum(map(len, asked.values())) == len(set().union(*asked.values())) == 40
+    assert 0 < len(asked["dev"]) <= 7
+    assert 0 < len(asked["test"]) <= 9
+    # negative control: the splits as they are share titles
+    titles, _ = titles_and_queries("plain")
+    assert titles["train"] & titles["test"]
+
+
 def test_reduced_set_of_dpr_files_has_their_questions(tmp_path, monkeypatch):
     rows = [f"{n}\tthe text of {n}\ttitle {n}" for n in range(1, 9)]
     (tmp_path / "psgs_w100.tsv").write_text("\n".join(["id\ttext\ttitle", *rows]) + "\n")
