@@ -387,6 +387,5 @@ def fill(bank: Bank, pointer: int = 0) -> Bank:
     tensors["positives"].copy_(tensors["column_ids"][:, :1].expand_as(tensors["positives"]))
     if "sums" in tensors:
         tensors["sums"].zero_()
-        numbers["open"] = [pointer // width % bank.sums.fan for width in bank.sums.widths[:-1]]
     bank.load_state(tensors, {**numbers, "stored": bank.size, "pointer": pointer})
     return bank

@@ -4,8 +4,8 @@
 
 An operation is a call of an ATen operator on device tensors, except views and allocations. It may launch several kernels. A
 micro-step consists of the loss, its backward pass and the push of one micro-batch, without masked pairs. For in_batch, grad_cache
-and cont_cache, it is a step of 8 micro-batches, divided by 8. Some pushes open blocks of log-sum-exps ("fine", "coarse"); the
-mean is over one turn of the ring.
+and cont_cache, it is a step of 8 micro-batches, divided by 8. Some pushes open a block of log-sum-exps; the mean is over
+one turn of the ring.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,6 @@ from contaccum.methods.loss import InfoNCE
 DIM, MICRO_STEPS, META = 768, 8, torch.device("meta")
 WHOLE_STEP = ("in_batch", "grad_cache", "cont_cache")
 BANKLESS = ("grad_accum", "in_batch", "grad_cache")
-LEVELS = {"none": 2, "fine": 1, "coarse": 0}  # opened level of blocks
 NO_LAUNCH = ("aten::empty", "aten::new_empty", "aten::lift_fresh", "aten::detach")
 
 
@@ -75,24 +74,24 @@ def operations(method: str, pairs: int, bank: Bank, first_id: int = 0) -> int:
 
 
 def count(method: str, size: int, pairs: int, decay: float) -> dict[str, Any]:
-    """Return the operations per micro-step for each kind of push (no, fine, coarse opening), and their mean."""
+    """Return the operations per micro-step of a push that opens no block, of one that opens a block, and their mean."""
     share = MICRO_STEPS if method in WHOLE_STEP else 1
     push = pairs * share
     options = BankOptions(age_decay=decay, columns_only=method == "passage_bank")
     bank = Bank(size, DIM, InfoNCE(TEMPERATURE).similarity, options, push=push, device=META)
-    turn: dict[int, list[int]] = {}  # level -> pointers of the push before each push
-    for slot in range(0, size, push):
-        before, own = ([at // width % bank.sums.fan for width in bank.sums.widths[:-1]] if bank.sums else [0, 0]
-                       for at in ((slot - push) % size, slot))  # fmt: skip
-        turn.setdefault(0 if before[0] != own[0] else 1 if before != own else 2, []).append((slot - push) % size)
-    found = {}
-    for level, pointers in (turn or {2: [0]}).items():
-        fill(bank, pointers[0])
-        operations(method, pairs, bank)  # the push before the one that opens the block
-        found[level] = operations(method, pairs, bank, first_id=10**6) / share
-    mean = sum(found[level] * len(turn[level]) for level in turn) * push / size if size else found[2]
-    case = {"method": method, "size": size, "pairs": pairs, "age_decay": decay, "mean": mean}
-    return case | {name: found.get(level) for name, level in LEVELS.items()}
+    found: dict[str, float | None] = {"plain": None, "opening": None}
+    pushes = {"plain": 1, "opening": 0}  # number of pushes of each kind in one turn of the ring
+    if bank.sums is not None:
+        slots = range(0, size, push)
+        pushes["opening"] = sum(slot % bank.sums.width == 0 for slot in slots)
+        pushes["plain"] = len(slots) - pushes["opening"]
+    for kind, number in pushes.items():
+        if number:
+            fill(bank, 0 if kind == "opening" else push)
+            found[kind] = operations(method, pairs, bank) / share
+            bank.end_step()
+    mean = sum((found[kind] or 0) * number for kind, number in pushes.items()) / sum(pushes.values())
+    return {"method": method, "size": size, "pairs": pairs, "age_decay": decay, "mean": mean, **found}
 
 
 def main() -> None:
@@ -104,9 +103,9 @@ def main() -> None:
     results = [count(*case) for case in cases]
     base = {row["pairs"]: row["mean"] for row in results[: len(micro)]}  # grad_accum
     rows = [[row["method"], f"{row['size']:,}", str(row["pairs"]), f"{row['age_decay']:g}",
-             *("-" if row[name] is None else f"{row[name]:,.0f}" for name in (*LEVELS, "mean")),
+             *("-" if row[name] is None else f"{row[name]:,.0f}" for name in ("plain", "opening", "mean")),
              f"{row['mean'] - base[row['pairs']]:+,.0f}"] for row in results]  # fmt: skip
-    heads = ["method", "M", "B", "age decay", "no opening", "fine opening", "coarse opening", "mean", "over grad_accum"]
+    heads = ["method", "M", "B", "age decay", "no opening", "opening", "mean", "over grad_accum"]
     publish(args, "Device operations of a micro-step outside the encoder", [table(heads, rows)], {"rows": results})
 
 

@@ -44,9 +44,9 @@ class Case:
         self.ids = RowIds(ids, ids)
 
     def incremental(self) -> None:
-        found = self.loss(self.queries, self.passages, self.ids, columns=self.bank, rows=self.bank)
+        found = self.loss(self.queries, self.passages, self.ids, self.bank)
         torch.autograd.grad(found.value, (self.queries, self.passages))
-        self.bank.push(self.queries, self.passages, self.ids, found.partials)
+        self.bank.push(self.queries, self.passages, self.ids, found.computed)
 
     def full(self) -> None:
         rows = torch.cat([self.queries, self.bank.queries])
@@ -60,7 +60,7 @@ def peak(case: Case, kind: str) -> int:
     """Return the peak bytes of one call, cached log-sum-exps included, the bank's embeddings excluded."""
     with PeakMemory(case.queries.device) as memory:
         getattr(case, kind)()
-    return memory.bytes + (case.bank.sums.values.nbytes if kind == "incremental" else 0)
+    return memory.bytes + (case.bank.sums.table.nbytes if kind == "incremental" else 0)
 
 
 def arguments() -> argparse.Namespace:

@@ -46,27 +46,20 @@ def openings(bank: Bank, push: int) -> float:
     if bank.sums is None:
         return 0.0
     loss = InfoNCE(bank.similarity.temperature)
-    coarse, fine = bank.sums.widths[0], bank.sums.widths[1]
-    seconds = {}
-    for name, pointer in {"none": push, "fine": fine, "coarse": coarse}.items():
-        if pointer + push > bank.size or pointer % push:
-            seconds[name] = seconds["none"]
-            continue
-        fill(bank, pointer - push)
-        for _ in range(2):  # the second push is the first of the block that begins at ``pointer``
-            ids = RowIds(torch.arange(push).unsqueeze(1), torch.arange(push).unsqueeze(1))
-            vectors = torch.nn.functional.normalize(torch.randn(push, bank.passages.shape[-1]), dim=-1)
-            vectors = vectors.to(bank.passages.device)
-            rows = (vectors, vectors.unsqueeze(1), ids)
-            partials = loss(*rows, columns=bank, rows=bank).partials
-            settle()  # otherwise the push is charged for the loss too
-            began = time.perf_counter()
-            bank.push(*rows, partials)
-            settle()
-            seconds[name] = time.perf_counter() - began
-    fan = bank.sums.fan
-    plain = seconds["none"]
-    return max(0.0, seconds["fine"] - plain) / fan + max(0.0, seconds["coarse"] - plain) / fan**2
+    width, seconds = bank.sums.width, {}
+    for slot in (0, push):
+        fill(bank, slot % bank.size)
+        ids = RowIds(torch.arange(push).unsqueeze(1), torch.arange(push).unsqueeze(1))
+        vectors = torch.nn.functional.normalize(torch.randn(push, bank.passages.shape[-1]), dim=-1)
+        vectors = vectors.to(bank.passages.device)
+        rows = (vectors, vectors.unsqueeze(1), ids)
+        computed = loss(*rows, bank).computed
+        settle()  # otherwise the push is charged for the loss too
+        began = time.perf_counter()
+        bank.push(*rows, computed)
+        settle()
+        seconds[slot] = time.perf_counter() - began
+    return max(0.0, seconds[0] - seconds[push]) * push / width  # slot 0 opens a block
 
 
 def peak(trainee: Trainee, method: str, size: int) -> int:

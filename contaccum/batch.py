@@ -85,7 +85,11 @@ class RowIds:
     columns: Tensor  # (b, 1 + H) int64: the positive of each query, then its hard negatives, padded with MISSING
     positives: Tensor  # (b, P) int64: all passages known to be relevant for each query, padded with NO_PASSAGE
     teacher: Tensor | None = None  # (b, 1 + H) float32: scores of the passages by a teacher, NaN for a missing score
-    queries: Tensor | None = None  # (b,) int64: row number of each query in the training set; None for a stream
+    queries: Tensor | None = None  # (b,) int64: row number of each query in the training set
+
+    def __getitem__(self, rows: slice | Tensor) -> "RowIds":
+        """Return the ids of some of the b queries. rows: a slice, or row numbers on the CPU."""
+        return RowIds.merge([self], lambda tensors: tensors[0][rows])
 
     @staticmethod
     def merge(parts: "list[RowIds]", how: Callable[[list[Tensor]], Tensor]) -> "RowIds":

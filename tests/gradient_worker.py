@@ -75,7 +75,7 @@ def three_steps(
         for name, gradient in gradients(encoder).items():
             found[f"{label}/{step}/gradient/{name}"] = gradient
         found[f"{label}/{step}/loss"] = torch.stack([value.value for value in values]).mean()
-        found[f"{label}/{step}/masked"] = torch.stack([value.masked.float() for value in values]).sum()
+        found[f"{label}/{step}/masked"] = torch.tensor(sum(value.statistics["masked"] for value in values))
         engine.update()
         bank.end_step()
     tensors, numbers = bank.state()

@@ -109,7 +109,14 @@ def run_steps(
     loss = loss or InfoNCE(0.1)
     first = steps[0][0]
     hard = first.ids.columns.shape[1] - 1
-    bank_options = {"hard_negatives": hard, "push": len(first.ids.columns), "device": engine.device, **bank_options}
+    only = method == "passage_bank"
+    bank_options = {
+        "hard_negatives": hard,
+        "columns_only": only,
+        "push": len(first.ids.columns),
+        "device": engine.device,
+        **bank_options,
+    }
     bank = make_bank(bank_size, encoder.dim, loss, **bank_options)
     found, losses = [], []
     for number, batches in enumerate(steps):

@@ -89,8 +89,7 @@ class Variant:
                 kept = tuple(part.detach() for part in engine.encode_with(self.copies, batch))
             self.rows.append(Stored(engine.step, number, batch, *kept, age=self.clock))
             self.rows = self.rows[-(self.size // len(queries)) :]
-            zero = value.new_zeros(())
-            values.append(LossValue(value.detach(), zero + sum(len(r.queries) for r in self.rows), zero, zero))
+            values.append(LossValue(value.detach()))
         self.clock += self.share if self.idea.rate_clock else 1.0
         return values
 

@@ -184,10 +184,10 @@ class Probe:
             tensors["positives"].copy_(ids[:, :1].expand_as(tensors["positives"]))
             if each.sums is not None:
                 tensors["sums"].zero_()
-            if each.sums is not None and self.engine.device.type != "cpu":
-                # Opening blocks (methods/logsumexp.py) needs much memory on a GPU. Start at the
-                # last slot, so that the first push opens a block at each level.
-                numbers["open"] = [(each.size - 1) // width % each.sums.fan for width in each.sums.widths[:-1]]
+                if self.engine.device.type == "cpu":
+                    # The push into slot 0 opens a block (methods/logsumexp.py). This is rare, and would distort the few
+                    # steps that are timed. On a GPU it is included, because it needs memory.
+                    numbers["pointer"] = each.push_rows % each.size
             each.load_state(tensors, {**numbers, "stored": each.size, "step": self.config.bank.warmup_steps})
         return bank
 

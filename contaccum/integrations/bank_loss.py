@@ -19,7 +19,7 @@ from torch import Tensor
 
 from contaccum.batch import NO_PASSAGE, RowIds
 from contaccum.errors import InputError, NotFiniteError
-from contaccum.methods.bank import Bank, BankOptions
+from contaccum.methods.bank import Bank, BankLogits, BankOptions
 from contaccum.methods.loss import InfoNCE
 from contaccum.runtime.files import whole_file
 from contaccum.runtime.processes import started_elsewhere, tensor_defaults
@@ -55,10 +55,6 @@ class BankLoss:
             raise InputError(f"similarity is {similarity!r}; expected cosine or dot")
         self.bank_size, self.similarity, self.hard_negatives = bank_size, similarity, hard_negatives
         self.size = bank_size or 0
-        if "visibility" in bank_options:
-            raise InputError(
-                "the option visibility was removed, because training collapsed with visibility='on_step'. Do not pass it."
-            )
         self.bank_options = dict(bank_options)
         self.options = BankOptions(columns_only=not bank_options.pop("queries", True), **bank_options)
         if self.options.row_weight not in ("all", "current"):
@@ -66,6 +62,7 @@ class BankLoss:
         self.loss = InfoNCE(temperature, mask_false_negatives)
         self.begun = False
         self.bank: Bank | None = None
+        self._waiting: tuple[Tensor, Tensor, RowIds, tuple[BankLogits | None, ...]] | None = None  # for the next push
         self._state: State | None = None
 
     def begin(self, checkpoint: str | Path | None = None, step_pairs: int | None = None) -> None:
@@ -77,16 +74,24 @@ class BankLoss:
         size = self.bank_size if self.bank_size is not None else step_pairs
         if size is None:
             raise InputError("bank_size and step_pairs are both None; set one of them to a number")
-        self.size, self.begun, self.bank = size, True, None
+        self.size, self.begun, self.bank, self._waiting = size, True, None, None
         self._state = None if checkpoint is None else read_bank(Path(checkpoint))
 
     def end_step(self) -> None:
         """Tell the bank that an optimizer step has ended."""
+        self._push()
         if self.bank is not None:
             self.bank.end_step()
 
+    def _push(self) -> None:
+        """Add the vectors of the last training batch to the bank."""
+        if self.bank is not None and self._waiting is not None:
+            self.bank.push(*self._waiting)
+        self._waiting = None
+
     def state(self) -> State | None:
         """Return the state of the bank, for a checkpoint. Return None before the first batch of a new run."""
+        self._push()
         if self.bank is None:
             return self._state
         tensors, numbers = self.bank.state()
@@ -94,7 +99,7 @@ class BankLoss:
 
     def load_state(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
         """Keep a saved state. The next training batch restores the bank from it. tensors, numbers: the result of ``state``."""
-        self.bank, self._state = None, (tensors, numbers)
+        self.bank, self._state, self._waiting = None, (tensors, numbers), None
 
     @tensor_defaults()
     def __call__(self, queries: Tensor, passages: Tensor, ids: Tensor | None = None, *, training: bool) -> Tensor:
@@ -126,15 +131,17 @@ class BankLoss:
             raise InputError(
                 f"bank_size is {self.size}; expected 0 or at least {pairs} (pairs in one micro-batch, summed over processes)"
             )
+        self._push()
         rows = _row_ids(ids)
         bank = self.bank = self.bank or self._make_bank(queries, passages)
         if bank.size:
             self._refuse_other_shapes(bank, passages)
-        found = self.loss(queries, passages, rows, columns=bank, rows=bank)
+        found = self.loss(queries, passages, rows, bank)
         value = found.value
         if not torch.isfinite(value):
             raise NotFiniteError(f"the loss is {value.item()}; it must be a finite number. The bank is unchanged.")
-        bank.push(queries, passages, rows, found.partials)
+        # The backward pass of the other library still needs the bank as it is, so the vectors are pushed later.
+        self._waiting = (queries.detach(), passages.detach(), rows, found.computed)
         # DistributedDataParallel averages the gradients over processes, but the loss needs the sum of the gradients
         return value if group.world == 1 else value.detach() + (value - value.detach()) * group.world
 
@@ -157,7 +164,7 @@ class BankLoss:
         similarity = self.loss.similarity
         bank = Bank(self.size, queries.shape[1], similarity, options, push=len(queries), device=queries.device)
         if self._state is not None:
-            saved = self._state[1].get("similarity", self.similarity)  # older checkpoints do not store the similarity
+            saved = self._state[1]["similarity"]
             if saved != self.similarity:
                 raise InputError(f"similarity is {self.similarity}, but the checkpoint has {saved}. Use {saved} again.")
             bank.load_state(*self._state)

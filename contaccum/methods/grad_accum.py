@@ -14,7 +14,7 @@ def grad_accum(engine: StepEngine, micro_batches: list[MicroBatch], bank: Bank, 
     values = []
     for batch, weight in zip(engine.micro_steps(micro_batches), row_weights(micro_batches), strict=True):
         queries, passages = engine.encode(batch)  # (b, d), (b, 1 + H, d)
-        value = loss(queries, passages, batch.ids).weighted(weight)
+        value = loss(queries, passages, batch.ids).weighted(weight, weight)
         engine.backward(value.value / len(micro_batches))
         values.append(value.detach())
     return values

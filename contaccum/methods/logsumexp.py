@@ -1,230 +1,189 @@
-"""Log-sum-exp of each bank row over all bank columns, kept up to date while pushes overwrite columns.
+"""Log-sum-exp of each stored query over its negatives in the bank, kept up to date while pushes overwrite slots.
 
-Subtracting an overwritten column from a sum would add a rounding error in every push. Therefore the columns are divided into
-blocks, the table stores one log-sum-exp per row and block, and a push recomputes changed blocks. Small blocks make a push cheap
-but the table large, so there are several levels of blocks. Level 0 divides the bank into ``fan`` blocks. At each level except the
-last, one block is open: the block that the pushes overwrite now. The next level divides the open block into ``fan`` smaller
-blocks. To open a block, the log-sum-exps of its smaller blocks are computed from the stored embeddings. To close a block, the
-log-sum-exps of its smaller blocks are combined into one.
+A push replaces b slots, and so b (1 + H) terms in the sum of every row. Subtracting the old terms would add a rounding
+error in every push. But pushes overwrite the slots in order, so it is known which terms leave the sums next. The ring
+is divided into blocks of slots. One block is open: the one that pushes overwrite now. The sum of a row has three parts:
 
-In one pass of the pushes over all slots, the logits between each column and all rows are computed LEVELS times: once when a push
-overwrites the column, and once at each level except the last, when the block that contains the column is opened.
-With M rows and pushes of b rows, one push costs O(M * b) on average, and the table has LEVELS * fan = O((M / b)^(1 / LEVELS))
-numbers per row.
+    closed     all other blocks
+    new        the slots of the open block that pushes have overwritten since they entered it
+    old[k]     the slots of the open block that remain after its first k groups of b slots are overwritten
+
+A push adds its columns to ``new`` and moves from old[k] to old[k + 1]. When pushes enter the next block, ``new`` is the
+log-sum-exp of the block that they leave, and ``old`` is computed from the embeddings in the block that they enter. So
+the logits of a column are computed twice in one turn of the ring: when the column is pushed, and when its block is
+opened. With M rows and sqrt(M / b) groups in a block, a push costs O(M b) on average, and the table has
+about 2 sqrt(M / b) + 3 numbers for each row.
 """
 
+import math
 from collections.abc import Callable
-from itertools import accumulate, count
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LEVELS = 3
-"""Number of levels of blocks.
-
-With 3 levels, M = 131,072 and b = 8, the table has 79 numbers per row, few compared with the 768 or more of a usual embedding.
-"""
+from contaccum.methods.similarity import chunks
 
 Logits = Callable[[slice, slice], Tensor]
-"""Function that returns the logits between some bank rows and some bank columns.
-
-The first slice selects the rows. The second slice selects slots, and the columns are all columns in these slots. The shape of the
-result is (slots * columns per slot, rows). Logits of masked pairs are minus infinity.
-"""
+"""Function that returns the logits of the queries in r slots and the passages in s slots, (r, s, 1 + H)."""
 
 
-class RollbackJournal:
-    """Old contents of the tensor regions that an optimizer step overwrote. They are written back to undo a failed step."""
+class CachedLogSumExp:
+    """Log-sum-exp of every row over all columns. A slot holds one row (a query) and 1 + H columns (its passages)."""
 
-    def __init__(self) -> None:
-        self._copies: dict[tuple[int, str], tuple[Tensor, Any, Tensor]] = {}
-
-    def record(self, tensor: Tensor, region: Any) -> None:
-        """Copy ``tensor[region]`` before it is overwritten, unless the journal already has a copy of it from this step."""
-        key = (id(tensor), repr(region))  # slices cannot be hashed before Python 3.12
-        if key not in self._copies:
-            self._copies[key] = (tensor, region, tensor[region].clone())
-
-    def restore(self) -> None:
-        """Write all copies back, newest first: where regions overlap, the oldest copy, from before the step, is written last."""
-        for tensor, region, old in reversed(self._copies.values()):
-            tensor[region] = old
-        self.clear()
-
-    def clear(self) -> None:
-        self._copies = {}
-
-
-class PartialLogSumExp:
-    """Log-sum-exps of the logits between b current rows and the bank.
-
-    The loss computes these log-sum-exps, and the push of the same b rows writes them to the table of ``NestedLogSumExp``.
-    """
-
-    def __init__(self, slot: int, fill: int, rows: int, per_slot: int, sums: "NestedLogSumExp") -> None:
-        """Create the tensors ``self.columns`` and ``self.rows``. The loss fills them later.
-
-        slot: first bank slot that the next push will overwrite. fill: number of filled bank slots. Each filled slot stores one
-        row (a query) and its columns (passages). rows: number of current rows, b. per_slot: number of columns in a slot. sums:
-        the bank's table of log-sum-exps.
-        """
-        self.slot = slot
-        self.columns = sums.values.new_empty((fill,))
-        """Log-sum-exp of each stored row over the current columns, (fill,)."""
-        self.rows = sums.values.new_full((LEVELS, sums.fan, rows), -torch.inf)
-        """Log-sum-exp of each current row over each block of stored columns, (LEVELS, fan, b)."""
-        self.open = list(sums.open)
-        self._widths = [width * per_slot for width in sums.widths]  # number of columns of a block at each level
-        self._starts = [first * per_slot for first in sums.first_slots()]
-
-    def add(self, rows: slice, first: int, logits: Tensor) -> None:
-        """Include logits (r, c) in the log-sum-exps.
-
-        They are the logits between the r current rows ``rows`` and the stored columns ``first`` to ``first`` + c - 1. All calls
-        together must include the logit of each pair (current row, stored column) exactly once.
-        """
-        for level, (width, start) in enumerate(zip(self._widths, self._starts, strict=True)):
-            begin, end = max(start, first), min(start + self.rows.shape[1] * width, first + logits.shape[1])
-            while begin < end:  # first the rest of a block, then all whole blocks, then the beginning of the last block
-                block, before = divmod(begin - start, width)
-                stop = min(end, begin - before + width)
-                if not before and end > stop:
-                    stop = end - (end - begin) % width
-                part = logits.T[begin - first : stop - first]
-                sums = self.rows[level, block : block + -(-len(part) // width), rows]
-                if before or len(part) % width:
-                    torch.logaddexp(sums, part.logsumexp(0, keepdim=True), out=sums)
-                else:
-                    _block_sums(part, width, sums)
-                begin = stop
-
-
-class NestedLogSumExp:
-    """Table of the log-sum-exp of each row over each block of columns.
-
-    Each level has blocks of one size. The table is ``values``, (LEVELS, fan, M): one entry for each level, block and bank row.
-    At each level except the last, one block is open: the block that the pushes overwrite now. The entries of a block are minus
-    infinity if the block is open or contains no column. The columns of an open block are included in the
-    entries of the smaller blocks at the next level. The rows are the last dimension, so that a sum over blocks reads contiguous
-    memory.
-    """
-
-    def __init__(
-        self, logits: Logits, size: int, push: int, tile: int, journal: RollbackJournal, device: Any = None
-    ) -> None:
+    def __init__(self, logits: Logits, size: int, push: int, chunk: int, device: torch.device | None) -> None:
         """Create the table of an empty bank.
 
-        logits: function for the logits between bank rows and bank columns. size: number of slots of the bank. push: number of
-        slots that a push usually overwrites. The smallest blocks have this number of slots. tile: number of (row, slot) pairs to
-        compute at once. journal: receives a copy of every region of ``values`` and ``closed`` before it is overwritten.
+        logits: function for the logits of stored vectors. size: number of slots, M. push: number of slots that a push
+        usually overwrites, b. chunk: number of (row, slot) to compute at once.
         """
-        self.fan = fan = next(fan for fan in count(1) if fan**LEVELS * push >= size)
-        # number of slots in a block at each level
-        self.widths = [push * fan ** (LEVELS - 1 - level) for level in range(LEVELS)]
-        self.values = torch.full((LEVELS, fan, size), -torch.inf, device=device)
-        # log-sum-exp of each row over all levels except the last
-        self.closed = torch.full((size,), -torch.inf, device=device)
-        self.open = [0] * (LEVELS - 1)  # index of the open block at each level except the last
-        self.logits, self.tile, self.journal = logits, tile, journal
+        self.logits, self.push, self.chunk = logits, push, chunk
+        groups = math.ceil(math.sqrt(size / push))
+        self.width = groups * push  # number of slots in a block; the last block may have fewer
+        blocks = math.ceil(size / self.width)
+        # one tensor, so that one operation reads or writes all numbers of some rows
+        self.table = torch.full((2 + groups + 1 + blocks, size), -torch.inf, device=device)
+        self.closed, self.new = self.table[0], self.table[1]  # (M,)
+        self.old = self.table[2 : 3 + groups]  # (groups + 1, M)
+        self.blocks = self.table[3 + groups :]  # (blocks, M); minus infinity for the open block
+        self.groups_overwritten = 0  # k, the number of groups of the open block that pushes have overwritten
+        self._before: list[tuple[Tensor, Tensor]] = []  # (part of the table, its content before it was overwritten)
+        self._groups_before = 0
 
     def total(self, fill: int) -> Tensor:
-        """Return the log-sum-exp over all columns for each of the first ``fill`` rows, (fill,)."""
-        return torch.logaddexp(self.closed[:fill], self.values[-1, :, :fill].logsumexp(0))
+        """Return the log-sum-exp of each of the first ``fill`` rows over all columns, (fill,)."""
+        old = self.old[self.groups_overwritten]
+        return torch.stack([self.closed[:fill], self.new[:fill], old[:fill]]).logsumexp(0)
 
-    def first_slots(self) -> list[int]:
-        """Return one slot per level: the slot where the first block of the level starts.
+    def overwrite(
+        self, pieces: list[slice], fill: int, over_columns: Tensor | None = None, row_logits: Tensor | None = None
+    ) -> None:
+        """Update the table after a push overwrote the slots in ``pieces``, in this order. Each piece is in one block.
 
-        At level 0, this is slot 0. The blocks of any other level divide the open block of the previous level, so they start where
-        the open block starts.
+        fill: number of filled slots after the push. over_columns: log-sum-exp of each row that was filled before the
+        push over the columns of the push; only if there is one piece. row_logits: logits of the b pushed queries and
+        all stored passages, (b, fill, 1 + H). None: compute them.
         """
-        steps = zip(self.open, self.widths, strict=False)
-        return [0, *accumulate(block * width for block, width in steps)]
+        for slots in pieces:
+            if slots.start % self.width == 0:
+                self._open(slots.start // self.width, fill)
+            self._save(self.new)
+            added = self._over(slots, fill) if over_columns is None else over_columns
+            new = self.new[: len(added)]
+            torch.logaddexp(new, added, out=new)
+        stop, row = pieces[-1].stop, 0
+        for slots in pieces:
+            count = slots.stop - slots.start
+            self._save(self.table[:, slots])
+            self._write_rows(slots, stop, fill, None if row_logits is None else row_logits[row : row + count])
+            row += count
+        self._find_old(stop, fill)
 
-    def overwrite(self, start: int, stop: int, fill: int, partial: PartialLogSumExp | None = None) -> None:
-        """Update the table after a push overwrote slots [start, stop).
+    def load(self, table: Tensor, stop: int) -> None:
+        """Restore a saved ``table``. stop: end of the last push before it was saved."""
+        self.table.copy_(table)
+        self.groups_overwritten = (stop - self._begin(stop)) // self.push
 
-        fill: number of filled slots of the bank after the push. partial: log-sum-exps that the loss computed for the pushed rows
-        just before the push. This function does not compute these log-sum-exps again.
+    def compute(self, stop: int, fill: int) -> None:
+        """Compute the whole table from the stored vectors. stop: end of the last push. fill: number of filled slots."""
+        self._write_rows(slice(0, fill), stop, fill)
+        self._find_old(stop, fill)
+
+    def begin_step(self) -> None:
+        """Begin an optimizer step: ``rollback`` will restore the table as it is now."""
+        self._before = []
+        self._groups_before = self.groups_overwritten
+
+    def rollback(self) -> None:
+        """Restore exactly the table that ``begin_step`` found."""
+        for part, before in reversed(self._before):
+            part.copy_(before)
+        self._before = []
+        self.groups_overwritten = self._groups_before
+
+    def _save(self, part: Tensor) -> None:
+        """Keep a copy of a part of the table that is about to be overwritten."""
+        self._before.append((part, part.clone()))
+
+    def _open(self, block: int, fill: int) -> None:
+        """Close the open block, and open ``block``."""
+        self._save(self.table[: 2 + len(self.old)])  # closed, new, old
+        self._save(self.blocks[block - 1])
+        self._save(self.blocks[block])
+        self.blocks[block - 1] = self.new
+        self.blocks[block].fill_(-torch.inf)
+        torch.logsumexp(self.blocks, 0, out=self.closed)
+        self.new.fill_(-torch.inf)
+        remaining = self._after_first_group(block, fill)
+        if remaining.start == remaining.stop:
+            self.old.fill_(-torch.inf)
+            return
+        for rows in chunks(fill, self.chunk // (remaining.stop - remaining.start)):
+            self._write_old(rows, self.logits(rows, remaining))
+
+    def _write_rows(self, rows: slice, stop: int, fill: int, logits: Tensor | None = None) -> None:
+        """Compute all numbers of ``rows``.
+
+        stop: end of the last push. fill: number of filled slots. logits: logits of the rows and all stored passages,
+        (r, fill, 1 + H). None: compute them.
         """
-        assert partial is None or partial.slot == start, "the partial log-sum-exps belong to other slots"
-        width = self.widths[-1]
-        for slot in range(start - start % width, stop, width):
-            path = [slot // width % self.fan for width in self.widths[:-1]]
-            if path != self.open:
-                self._open_blocks(slot, path, fill)
-            block = slot // width % self.fan
-            self.journal.record(self.values, (-1, block))
-            if partial is not None:  # _write_rows computes the rows of the overwritten slots
-                self.values[-1, block, : len(partial.columns)] = partial.columns
-            else:
-                self._compute(self.values[-1, block : block + 1, :fill], 0, slot, width, fill)
-        self._write_rows(start, stop, fill, partial)
+        block = (stop - 1) // self.width  # the open block
+        count = rows.stop - rows.start
+        for part in chunks(count, self.chunk // fill if logits is None else count):
+            of_part = slice(rows.start + part.start, rows.start + part.stop)
+            values = self.logits(of_part, slice(0, fill)) if logits is None else logits[part]  # (r, fill, 1 + H)
+            sums = _sums(values, self.width)  # (blocks with a filled slot, r)
+            self.blocks[: len(sums), of_part] = sums
+            self.blocks[block, of_part].fill_(-torch.inf)
+            self.closed[of_part] = self.blocks[:, of_part].logsumexp(0)
+            self.new[of_part] = values[:, block * self.width : stop].logsumexp((1, 2))
+            self._write_old(of_part, values[:, self._after_first_group(block, fill)])
 
-    def _open_blocks(self, slot: int, path: list[int], fill: int) -> None:
-        """Close each open block that does not contain ``slot``. At the same level, open the block that contains ``slot``.
+    def _begin(self, stop: int) -> int:
+        """Return the first slot of the block that a push up to ``stop`` has opened."""
+        return (stop - 1) // self.width * self.width
 
-        path: for each level except the last, the number of the block that contains ``slot``. fill: see ``overwrite``.
+    def _after_first_group(self, block: int, fill: int) -> slice:
+        """Return the filled slots of a block except its first group."""
+        begin, end = block * self.width, min((block + 1) * self.width, fill)
+        return slice(min(begin + self.push, end), end)
+
+    def _write_old(self, rows: slice, logits: Tensor) -> None:
+        """Compute ``old`` for r rows.
+
+        logits: logits of the rows and the open block except its first group, (r, s, 1 + H).
         """
-        first = next(level for level, block in enumerate(path) if block != self.open[level])
-        for level in reversed(range(first, LEVELS - 1)):
-            self.journal.record(self.values, (level, self.open[level]))
-            torch.logsumexp(self.values[level + 1], 0, out=self.values[level, self.open[level]])
-        for level in range(first, LEVELS - 1):
-            self.journal.record(self.values, (level, path[level]))
-            self.journal.record(self.values, level + 1)
-            self.values[level, path[level]].fill_(-torch.inf)
-            start = slot - slot % self.widths[level]
-            self._compute(self.values[level + 1, :, :fill], 0, start, self.widths[level + 1], fill)
-        self.open = path
-        self.journal.record(self.closed, slice(None))
-        torch.logsumexp(self.values[:-1], (0, 1), out=self.closed)
+        self.old[:, rows].fill_(-torch.inf)
+        if logits.shape[1]:
+            sums = _sums(logits, self.push)  # (groups, r)
+            # old[k] is the sum over the groups k, k + 1 and so on, so the sums are added up from the last group on
+            self.old[1 : 1 + len(sums), rows] = sums.flip(0).logcumsumexp(0).flip(0)
 
-    def _write_rows(self, start: int, stop: int, fill: int, partial: PartialLogSumExp | None) -> None:
-        """Write the log-sum-exps of bank rows [start, stop) over the blocks of all levels. Arguments: see ``overwrite``."""
-        firsts = self.first_slots()
-        rows = self.values[:, :, start:stop]
-        self.journal.record(self.values, (slice(None), slice(None), slice(start, stop)))
-        if partial is not None and partial.open == self.open:
-            rows.copy_(partial.rows)
-            # recompute the block of these slots: the loss used the columns that this push replaced
-            own = (start - firsts[-1]) // self.widths[-1]
-            self._compute(rows[-1, own : own + 1], start, start, self.widths[-1], fill)
-        else:
-            for sums, first, width in zip(rows, firsts, self.widths, strict=True):
-                self._compute(sums, start, first, width, fill)
-        for sums, block in zip(rows, self.open, strict=False):
-            sums[block].fill_(-torch.inf)
-        self.journal.record(self.closed, slice(start, stop))
-        torch.logsumexp(rows[:-1], (0, 1), out=self.closed[start:stop])
+    def _find_old(self, stop: int, fill: int) -> None:
+        """Set k for an open block that is overwritten up to ``stop``. If ``stop`` is inside a group, compute old[k]."""
+        begin = self._begin(stop)
+        k, overwritten = divmod(stop - begin, self.push)
+        self.groups_overwritten = k
+        if overwritten:  # the rest of the group remains, in addition to the groups after it
+            self._save(self.old[k])
+            self.old[k] = self.old[k + 1]
+            end = min(begin + (k + 1) * self.push, begin + self.width, fill)
+            if stop < end:
+                old = self.old[k, :fill]
+                torch.logaddexp(old, self._over(slice(stop, end), fill), out=old)
 
-    def _compute(self, sums: Tensor, top: int, slot: int, width: int, fill: int) -> None:
-        """Compute the log-sum-exps of bank rows over blocks of columns, and write them to ``sums`` (blocks, rows).
-
-        The rows are consecutive, and so are the blocks. The shape of ``sums`` gives the number of rows and the number of blocks.
-        top: first row. slot: first slot of the first block. width: number of slots in a block. fill: number of slots that
-        contain a row.
-        """
-        count, rows = sums.shape
-        end = min(slot + count * width, fill)
-        if end < slot + count * width:
-            sums.fill_(-torch.inf)  # blocks that contain no row keep minus infinity
-        # a tile contains all rows and as many blocks as fit, or one block and as many rows as fit
-        step = width * max(1, min(count, self.tile // (width * rows)))
-        height = max(1, self.tile // step)
-        for left in range(slot, end, step):
-            used = min(left + step, end)
-            block, blocks = (left - slot) // width, -(-(used - left) // width)
-            for row in range(0, rows, height):
-                below = min(row + height, rows)
-                part = self.logits(slice(top + row, top + below), slice(left, used))  # (columns, rows)
-                _block_sums(part, width * len(part) // (used - left), sums[block : block + blocks, row:below])
+    def _over(self, slots: slice, fill: int) -> Tensor:
+        """Return the log-sum-exp of all filled rows over the columns in ``slots``, (fill,)."""
+        parts = chunks(fill, self.chunk // (slots.stop - slots.start))
+        return torch.cat([self.logits(rows, slots).logsumexp((1, 2)) for rows in parts])
 
 
-def _block_sums(logits: Tensor, width: int, sums: Tensor) -> None:
-    """Compute log-sum-exps over blocks of ``width`` columns. Write them to ``sums`` (blocks, rows). logits: (columns, rows)."""
-    missing = -len(logits) % width
+def _sums(logits: Tensor, width: int) -> Tensor:
+    """Return the log-sum-exps over each ``width`` slots, (blocks, r). logits: (r, slots, 1 + H).
+
+    The last block may be shorter.
+    """
+    missing = -logits.shape[1] % width
     if missing:
         logits = F.pad(logits, (0, 0, 0, missing), value=-torch.inf)
-    torch.logsumexp(logits.unflatten(0, (-1, width)), 1, out=sums)
+    return logits.unflatten(1, (-1, width)).logsumexp((2, 3)).T

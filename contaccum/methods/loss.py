@@ -1,100 +1,92 @@
-"""InfoNCE loss and its gradients. The rows and columns come from the current micro-batch and from the bank.
+"""InfoNCE loss with an optional bank of past pairs.
 
-A row is a query, and a column is a candidate passage. Current rows and columns belong to the micro-batch; the bank contains past
-rows and columns. The loss of a row is
+A row is a query, a column is a passage. The loss of a row, with similarities s, temperature t and its own positive s+,
+is
 
-    -log( exp(s+/t) / sum over columns of exp(s/t) )
+    -log( exp(s+/t) / (exp(s+/t) + sum over negatives of exp(s/t)) )  =  -log sigmoid( s+/t - logsumexp of negatives s/t )
 
-where t is the temperature, s is the inner product of row and column, and s+ is the inner product of the row and its own positive.
-With hardness a, the term of each negative is multiplied by exp(a * s), whose gradient is stopped. The similarity matrix has
-four blocks:
+The right-hand form subtracts no nearly equal numbers, so float32 gradients stay exact when the loss is small. The rows
+and columns are those of the current micro-batch and those of the bank, so the matrix of similarities has four blocks:
 
                       current columns       bank columns
     current rows      gradient for both     gradient for rows
-    bank rows         gradient for columns  no gradient
+    bank rows         gradient for columns  no gradient: the bank caches the log-sum-exp of each row
 
-The bank stores the log-sum-exps of the last block, so that the loss does not compute this block. Therefore the cost of a bank is
-linear in its size. The matrix is computed in tiles, and the gradients are computed together with the loss. Only one tile is in
-memory at a time, and no similarity is computed twice.
-Sources: van den Oord et al. 2018 (arXiv 1807.03748); Karpukhin et al. 2020 (arXiv 2004.04906), eq. 2; Kim et al. 2024 (arXiv
-2406.12356), eq. 5-9; the running maximum over tiles: Milakov and Gimelshein 2018 (arXiv 1805.02867); hardness: Lan et al. 2025
-(arXiv 2503.04812), eq. 5, here for all negatives.
+Therefore the cost of a bank is linear in its size.
+Sources: van den Oord et al. 2018 (arXiv 1807.03748); Karpukhin et al. 2020 (arXiv 2004.04906), eq. 2; Kim et al. 2024
+(arXiv 2406.12356), eq. 5-9.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from contaccum.batch import MicroBatch, RowIds
-from contaccum.methods.bank import Bank
-from contaccum.methods.directions import PassageToQuery, QueryToPassage
-from contaccum.methods.logsumexp import PartialLogSumExp
-from contaccum.methods.masking import NO_RULES, PairRules
+from contaccum.methods.bank import Bank, BankLogits
+from contaccum.methods.pairs import IdIndex, Pairs
+from contaccum.methods.rules import NO_RULES, PairRules
 from contaccum.methods.similarity import Similarity, full_precision
 
 
-class LossValue(NamedTuple):
-    """Loss of one micro-batch or step, with statistics for the log. With Matryoshka, the statistics are of the full vectors."""
+@dataclass(frozen=True)
+class LossValue:
+    """Loss of one micro-batch or step, with statistics for the log. With Matryoshka, they are of the full vectors."""
 
     contrast: Tensor
-    """InfoNCE loss: the mean over the rows. Scalar with gradient."""
-    negatives: Tensor
-    """Mean number of unmasked negatives per query of the current batch. Scalar."""
-    masked: Tensor
-    """Number of (current row, column) pairs that are masked because the column is a known positive of the row. Scalar."""
-    row_weight: Tensor
-    """Weight of one row in ``contrast``. Scalar, because all current rows and bank rows have the same weight."""
-    filtered: Tensor | None = None
-    """Number of (current row, column) pairs that only the similarity rule masks. Scalar; None without a similarity rule."""
-    distilled: Tensor | None = None
-    """Distillation loss (see ``contaccum.methods.objective.Distillation``). Scalar with gradient; None without distillation."""
-    partials: tuple[PartialLogSumExp | None, ...] = ()
-    """Log-sum-exps that are reused when the current rows are pushed into the bank: one element per width, full width first."""
-    replayed: tuple[float, float] | None = None
-    """Partial replay: ratio of encoded texts to all texts, and relative variance (see ``replay_sample``). Otherwise None."""
+    """InfoNCE loss: the sum over the rows, divided by the number of rows that count. Scalar with gradient."""
     counted_share: float = 1.0
-    """Ratio d / s: ``contrast`` is the sum of the losses of s rows, divided by d.
+    """Number of rows that count, divided by the number of rows in the sum.
 
-    The ratio is below 1 only if ``bank.row_weight`` is ``current``: d counts only current rows, and s also counts bank rows.
+    The ratio is below 1 only if ``bank.row_weight`` is ``current``: then bank rows are in the sum, but do not count.
     """
+    distilled: Tensor | None = None
+    """Distillation loss (see ``contaccum.methods.objective.Distillation``). Scalar with gradient; None without."""
+    statistics: dict[str, float | Tensor] = field(default_factory=dict)
+    """Values for log.jsonl, by their names there. Means over the queries of the micro-batch or step."""
+    computed: tuple[BankLogits | None, ...] = ()
+    """Logits for ``Bank.push``: one element per embedding width, the full width first."""
 
     @property
     def value(self) -> Tensor:
         """InfoNCE loss plus distillation loss. Training differentiates this scalar."""
         return self.contrast if self.distilled is None else self.contrast + self.distilled
 
-    @property
-    def mean(self) -> Tensor:
-        """Loss for the log: InfoNCE loss as a mean over all current and bank rows, plus distillation loss."""
-        return self.value - self.contrast * (1 - self.counted_share)
+    def log(self) -> dict[str, float | Tensor]:
+        """Return all values for log.jsonl, by their names there."""
+        values = {"loss": self.contrast * self.counted_share, "differentiated_loss": self.value}
+        if self.distilled is not None:
+            values["loss"] = values["loss"] + self.distilled
+            values["distillation"] = self.distilled
+        return {**values, **self.statistics}
 
     def detach(self) -> "LossValue":
-        """Return a copy for the log, without graph and without ``partials``."""
+        """Return a copy for the log, without graph and without ``computed``."""
         distilled = None if self.distilled is None else self.distilled.detach()
-        return self._replace(contrast=self.contrast.detach(), distilled=distilled, partials=())
+        return replace(self, contrast=self.contrast.detach(), distilled=distilled, computed=())
 
-    def weighted(self, rows: float, pairs: float | None = None) -> "LossValue":
-        """Return a copy with the InfoNCE loss times ``rows``, and the distillation loss times ``pairs`` (default: ``rows``)."""
-        distilled = None if self.distilled is None else self.distilled * (rows if pairs is None else pairs)
-        return self._replace(contrast=self.contrast * rows, distilled=distilled)
+    def weighted(self, rows: float, pairs: float) -> "LossValue":
+        """Return a copy with the weight of a micro-batch in the mean over the micro-batches of a step.
 
-    def plus(self, other: "LossValue", weight: float) -> "LossValue":
-        """Return the sum of this loss and ``weight`` times ``other``. The result has the ``partials`` of both."""
-        pairs = zip((self.contrast, self.distilled), (other.contrast, other.distilled), strict=True)
-        contrast, distilled = (None if one is None or two is None else one + weight * two for one, two in pairs)
-        assert contrast is not None
-        return self._replace(contrast=contrast, distilled=distilled, partials=self.partials + other.partials)
+        rows: factor of the InfoNCE loss, a mean over rows. pairs: factor of the means over queries.
+        """
+        return replace(
+            self,
+            contrast=self.contrast * rows,
+            distilled=None if self.distilled is None else self.distilled * pairs,
+            statistics={name: value * pairs for name, value in self.statistics.items()},
+        )
 
 
 def row_weights(micro_batches: Sequence[MicroBatch], bank: Bank | None = None) -> list[float]:
     """Return the weight of each micro-batch in the mean loss of the step.
 
-    The loss of a micro-batch is a mean over its rows, so its weight is proportional to its number of rows. This number is the
-    number of pairs plus the value of ``bank.weighted_rows`` at the beginning of the step. With these weights, all rows of the
-    step count equally, unless the bank grows during the step. If all micro-batches have the same size, all weights are 1.
+    The loss of a micro-batch is a mean over its rows, so its weight is proportional to its number of rows. This number
+    is the number of pairs plus the value of ``bank.weighted_rows`` at the beginning of the step. With these weights,
+    all rows of the step count equally, unless the bank grows during the step. If all micro-batches have the same size,
+    all weights are 1.
     """
     rows = [len(batch.ids.columns) + (bank.weighted_rows if bank else 0) for batch in micro_batches]
     return [len(rows) * count / sum(rows) for count in rows]
@@ -107,66 +99,73 @@ class InfoNCE:
         self,
         temperature: float,
         mask_false_negatives: bool = True,
-        tile: int | None = None,
         rules: PairRules = NO_RULES,
-        hardness: float = 0.0,
-        symmetric: bool = False,
+        chunk: int | None = None,
     ) -> None:
-        self.similarity = Similarity(temperature, mask_false_negatives, tile, rules, hardness)
-        self.symmetric = symmetric
+        """Set the options of the loss: see ``Similarity``."""
+        self.similarity = Similarity(temperature, mask_false_negatives, rules, chunk)
 
-    def __call__(
-        self,
-        queries: Tensor,
-        passages: Tensor,
-        ids: RowIds,
-        *,
-        columns: Bank | None = None,
-        rows: Bank | None = None,
-    ) -> LossValue:
+    def __call__(self, queries: Tensor, passages: Tensor, ids: RowIds, bank: Bank | None = None) -> LossValue:
         """Return the mean loss over the current rows and the bank rows.
 
-        queries: (b, d). passages: (b, 1 + H, d), where the first passage of each query is its positive. ids: passage ids of the
-        b rows, on the CPU. The b rows come from all processes, but only the rows of this process have a gradient. columns: bank
-        whose passages are additional columns. rows: bank whose queries are additional rows. If ``rows`` is set, ``columns``
-        must be the same bank.
+        queries: (b, d). passages: (b, 1 + H, d), where the first passage of each query is its positive. ids: passage
+        ids of the b pairs, on the CPU. The b pairs come from all processes, but only those of this process have a
+        gradient. bank: M pairs. Its passages are additional columns. Its queries, if it stores queries, are
+        additional rows.
         """
-        current = passages.flatten(0, 1)  # (b * (1 + H), d)
         b = len(queries)
-        with torch.no_grad(), full_precision(queries.device):
-            partial = rows.partial(*passages.shape[:2]) if rows is not None and rows is columns else None
-            bank = columns if columns is not None and columns.fill else None
-            stored = rows if rows is not None and rows.queries is not None and rows.fill else None
-            sums = QueryToPassage(self.similarity, queries.detach(), current.detach(), bank, partial)
-            sums.add_current_rows(ids, bank)
+        with full_precision(queries.device):
+            # The queries and passages of the micro-batch, and those of the bank, which have no gradient.
+            current = self._pairs(queries, passages, ids, bank)
+            stored = bank.pairs(slice(0, bank.fill)) if bank is not None and bank.fill else None
+
+            # The current rows. Their negatives are current columns and bank columns.
+            blocks = [self.similarity.logsumexp(current, current)]  # (b, b (1 + H)) -> (b,)
             if stored is not None:
-                sums.add_bank_queries(ids, stored)
-            if self.symmetric:
-                positives = passages[:, 0].detach()
-                sums.average(PassageToQuery(self.similarity, queries.detach(), positives, ids, stored))
-        # rows in the denominator, and rows in the sum
-        n_counted, n_summed = (b, b) if stored is None else (b + stored.weighted_rows, b + stored.fill)
-        value = _WithGradients.apply(queries, current, sums.total, sums.for_rows, sums.for_columns) / n_counted
-        found = (sums.n_columns - 1 - sums.n_masked / b, sums.n_masked, 1 / n_counted)
-        negatives, masked, weight = (value.new_full((), number) for number in found)
-        kept, by_similarity = sums.counts.unbind()
-        if self.similarity.rules:
-            negatives = kept / b - 1  # a row's own positive is always kept
-        filtered = None if self.similarity.rules.margin is None else by_similarity
-        share = n_counted / n_summed
-        return LossValue(value, negatives, masked, weight, filtered, partials=(partial,), counted_share=share)
+                blocks.append(self.similarity.logsumexp(current, stored))  # (b, M (1 + H)) -> (b,)
+            negatives = torch.stack([block.values for block in blocks]).logsumexp(0)  # (b,)
+            total = -F.logsigmoid(current.positive_logits - negatives).sum()
+            rows_in_sum = rows_that_count = b
 
+            # The bank rows. Their negatives are current columns and, from the cache, bank columns.
+            computed = None
+            if bank is not None and stored is not None and stored.queries is not None:
+                over_current = self.similarity.logsumexp(stored, current).values  # (M, b (1 + H)) -> (M,)
+                negatives = torch.stack([over_current, bank.logsumexp()]).logsumexp(0)  # (M,)
+                total = total - F.logsigmoid(stored.positive_logits - negatives).sum()
+                rows_in_sum += bank.fill
+                rows_that_count += bank.weighted_rows
+                with_current, with_stored = blocks[0].logits, blocks[1].logits
+                if with_current is not None and with_stored is not None:
+                    computed = BankLogits(bank.pointer, over_current.detach(), with_current, with_stored)
 
-class _WithGradients(torch.autograd.Function):
-    """Autograd function for a loss whose value and gradients are already computed. Its backward pass uses these gradients."""
+            # The mean over the rows. Its gradient reaches the current queries and passages, through three blocks.
+            contrast = total / rows_that_count
 
-    @staticmethod
-    def forward(ctx: Any, queries: Tensor, columns: Tensor, total: Tensor, *gradients: Tensor) -> Tensor:
-        ctx.save_for_backward(*gradients)
-        return total.clone()
+        statistics: dict[str, float | Tensor] = {
+            "negatives": sum(block.negatives for block in blocks) / b,
+            "masked": sum(block.positives for block in blocks) / b - 1,  # without the own positive of each query
+            "weight_per_row": 1 / rows_that_count,
+        }
+        if self.similarity.rules.margin is not None:
+            statistics["filtered"] = sum(block.filtered for block in blocks) / b
+        return LossValue(contrast, rows_that_count / rows_in_sum, statistics=statistics, computed=(computed,))
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        for_queries, for_columns = ctx.saved_tensors
-        return upstream * for_queries, upstream * for_columns, None, None, None
+    def _pairs(self, queries: Tensor, passages: Tensor, ids: RowIds, bank: Bank | None) -> Pairs:
+        """Return the micro-batch as pairs."""
+        b, per_pair = ids.columns.shape
+        columns_by_id = IdIndex()
+        if self.similarity.mask_false_negatives:
+            columns_by_id.add(-b * per_pair, ids.columns.reshape(-1, 1))
+        age_penalty = None
+        if bank is not None and bank.options.age_decay:
+            age_penalty = queries.new_full((1,), bank.options.age_decay * bank.step)
+        return Pairs(
+            queries,
+            passages,
+            self.similarity.positive_logits(queries, passages),
+            ids,
+            first=-b,
+            columns_by_id=columns_by_id,
+            age_penalty=age_penalty,
+        )

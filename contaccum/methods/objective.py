@@ -1,7 +1,7 @@
 """Training objective: InfoNCE, with optional losses of truncated embeddings (Matryoshka) and distillation from a teacher."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contaccum.batch import MicroBatch, RowIds, Tokens
-from contaccum.methods.bank import Bank, BankOptions
-from contaccum.methods.logsumexp import PartialLogSumExp
+from contaccum.methods.bank import Bank, BankLogits, BankOptions
 from contaccum.methods.loss import InfoNCE, LossValue
 from contaccum.methods.similarity import Similarity, full_precision
 
@@ -101,25 +100,33 @@ class Objective:
         self.info_nce, self.matryoshka, self.distillation = info_nce, matryoshka, distillation
         self.similarity = info_nce.similarity
 
-    def __call__(
-        self, queries: Tensor, passages: Tensor, ids: RowIds, *, columns: Bank | None = None, rows: Bank | None = None
-    ) -> LossValue:
-        """Return the loss. Arguments: see InfoNCE. With Matryoshka, a bank must be a MatryoshkaBank with the loss's widths."""
-        value = self._at_one_width(queries, passages, ids, columns, rows)
+    def __call__(self, queries: Tensor, passages: Tensor, ids: RowIds, bank: Bank | None = None) -> LossValue:
+        """Return the loss. Arguments: see InfoNCE. With Matryoshka, a bank must be a MatryoshkaBank of equal widths."""
+        value = self._at_one_width(queries, passages, ids, bank)
         for index, (width, weight) in enumerate(zip(self.matryoshka.widths, self.matryoshka.weights, strict=True)):
-            own_columns, own_rows = (None if bank is None else bank.truncated[index] for bank in (columns, rows))
-            vectors, candidates = (self.matryoshka.truncate(each, width) for each in (queries, passages))
-            value = value.plus(self._at_one_width(vectors, candidates, ids, own_columns, own_rows), weight)
+            truncated = self._at_one_width(
+                self.matryoshka.truncate(queries, width),
+                self.matryoshka.truncate(passages, width),
+                ids,
+                None if bank is None else bank.truncated[index],
+            )
+            distilled = value.distilled
+            if distilled is not None and truncated.distilled is not None:
+                distilled = distilled + weight * truncated.distilled
+            value = replace(
+                value,
+                contrast=value.contrast + weight * truncated.contrast,
+                distilled=distilled,
+                computed=value.computed + truncated.computed,
+            )
         return value
 
-    def _at_one_width(
-        self, queries: Tensor, passages: Tensor, ids: RowIds, columns: Bank | None, rows: Bank | None
-    ) -> LossValue:
-        value = self.info_nce(queries, passages, ids, columns=columns, rows=rows)
+    def _at_one_width(self, queries: Tensor, passages: Tensor, ids: RowIds, bank: Bank | None) -> LossValue:
+        value = self.info_nce(queries, passages, ids, bank)
         if self.distillation is None:
             return value
         assert ids.teacher is not None
-        return value._replace(distilled=self.distillation(queries, passages, ids.teacher))
+        return replace(value, distilled=self.distillation(queries, passages, ids.teacher))
 
 
 Loss = InfoNCE | Objective
@@ -148,31 +155,60 @@ class MatryoshkaBank(Bank):
     """Bank of embeddings of the full width, with another bank for each truncated width."""
 
     def __init__(
-        self, size: int, dim: int, similarity: Similarity, options: BankOptions, matryoshka: Matryoshka, **rest: Any
+        self,
+        size: int,
+        dim: int,
+        similarity: Similarity,
+        options: BankOptions,
+        matryoshka: Matryoshka,
+        *,
+        push: int,
+        device: torch.device | None = None,
     ) -> None:
-        """Create empty banks. rest: keyword arguments ``push`` and ``device`` of ``Bank``. Other arguments: see ``Bank``."""
-        super().__init__(size, dim, similarity, options, **rest)
+        """Create empty banks. matryoshka: the widths. Other arguments: see ``Bank``."""
+        super().__init__(size, dim, similarity, options, push=push, device=device)
         self.matryoshka = matryoshka
-        self.truncated = [Bank(size, width, similarity, options, **rest) for width in matryoshka.widths]
+        self.truncated = tuple(
+            Bank(size, width, similarity, options, push=push, device=device) for width in matryoshka.widths
+        )
 
     def push(
-        self, queries: Tensor, passages: Tensor, ids: RowIds, partials: Sequence[PartialLogSumExp | None] = ()
+        self, queries: Tensor, passages: Tensor, ids: RowIds, computed: tuple[BankLogits | None, ...] = ()
     ) -> None:
-        super().push(queries, passages, ids, partials)
+        super().push(queries, passages, ids, computed)
         for index, bank in enumerate(self.truncated, 1):
-            vectors, candidates = (self.matryoshka.truncate(each.detach(), bank.dim) for each in (queries, passages))
-            bank.push(vectors, candidates, ids, partials[index : index + 1])
+            truncated_queries = self.matryoshka.truncate(queries.detach(), bank.dim)
+            truncated_passages = self.matryoshka.truncate(passages.detach(), bank.dim)
+            bank.push(truncated_queries, truncated_passages, ids, computed[index : index + 1])
+
+    def end_step(self) -> None:
+        super().end_step()
+        for bank in self.truncated:
+            bank.end_step()
+
+    def empty(self) -> None:
+        super().empty()
+        for bank in self.truncated:
+            bank.empty()
+
+    def rollback(self) -> None:
+        super().rollback()
+        for bank in self.truncated:
+            bank.rollback()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, numbers = super().state()
         for bank in self.truncated:
-            own, numbers[str(bank.dim)] = bank.state()
-            tensors |= {f"{bank.dim}/{name}": tensor for name, tensor in own.items()}
+            bank_tensors, bank_numbers = bank.state()
+            tensors |= {f"{bank.dim}/{name}": tensor for name, tensor in bank_tensors.items()}
+            numbers[str(bank.dim)] = bank_numbers
         return tensors, numbers
 
     def load_state(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+        super().load_state({name: tensor for name, tensor in tensors.items() if "/" not in name}, numbers)
         for bank in self.truncated:
             prefix = f"{bank.dim}/"
-            own = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
-            bank.load_state(own, numbers.get(str(bank.dim), {}))
-        super().load_state({name: each for name, each in tensors.items() if "/" not in name}, numbers)
+            bank_tensors = {
+                name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)
+            }
+            bank.load_state(bank_tensors, numbers.get(str(bank.dim), {}))

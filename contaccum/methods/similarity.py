@@ -1,88 +1,19 @@
-"""Compute logits: similarities of rows and columns, divided by the temperature, with known positives masked.
-
-A row is a query, and a column is a passage. The pairs to mask are found by passage id. They are stored as a list, because a
-matrix of flags would be as large as the matrix of logits. Ids are always on the CPU, so that masking never waits for a device.
-"""
+"""Logits of queries and passages, with everything that is no negative masked, and their log-sum-exp over the passages."""
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from contaccum.batch import MISSING, NO_PASSAGE
-from contaccum.methods.masking import NO_RULES, PairRules
+from contaccum.methods.pairs import Pairs, as_index, positive_columns
+from contaccum.methods.rules import NO_RULES, PairRules
 
-CPU_TILE = 1 << 20  # number of similarities to compute at once; this many fit in the cache of a CPU
-TILE = 1 << 27  # number of similarities at once on other devices, where large operations are fastest; 0.5 GiB
-NO_IDS = {NO_PASSAGE, MISSING}  # padding values in tensors of passage ids
-
-
-class MaskedPairs(NamedTuple):
-    """Indices (row, column) of the masked elements of a matrix of logits, in any order, without duplicates."""
-
-    rows: Tensor  # (pairs,) int64, on the CPU
-    columns: Tensor  # (pairs,) int64, on the CPU
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def transposed(self) -> "MaskedPairs":
-        return MaskedPairs(self.columns, self.rows)
-
-    def without(self, rows: Tensor, columns: Tensor) -> "MaskedPairs":
-        """Return all pairs except (rows[i], columns[i]) for every i. ``rows`` must be ascending, without duplicates."""
-        index = torch.searchsorted(rows, self.rows).clamp(max=len(rows) - 1)
-        other = (rows[index] != self.rows) | (columns[index] != self.columns)
-        return MaskedPairs(self.rows[other], self.columns[other])
-
-    def block(self, rows: slice, columns: slice) -> "MaskedPairs":
-        """Return the pairs inside a block of the matrix. Their indices count from the first row and column of the block."""
-        if not self.rows.numel():
-            return self
-        inside = (self.rows >= rows.start) & (self.rows < rows.stop)
-        inside &= (self.columns >= columns.start) & (self.columns < columns.stop)
-        return MaskedPairs(self.rows[inside] - rows.start, self.columns[inside] - columns.start)
-
-
-class EntriesById:
-    """Map from each passage id to the entries that contain the id.
-
-    An entry is a numbered set of passage ids, for example the known positives of a bank row. The map is on the CPU. The
-    time of a lookup does not depend on the number of entries.
-    """
-
-    def __init__(self) -> None:
-        self._entries: dict[int, list[int]] = {}
-
-    def add(self, first: int, ids: Tensor) -> None:
-        """Add n entries, which get the numbers ``first``, ``first + 1`` and so on. ids: (n, P), the passage ids of each entry."""
-        for entry, own in enumerate(ids.tolist(), first):
-            for passage in {*own} - NO_IDS:
-                self._entries.setdefault(passage, []).append(entry)
-
-    def remove(self, first: int, ids: Tensor) -> None:
-        """Remove the n entries ``first``, ``first + 1`` and so on. ids: (n, P), the ids with which they were added."""
-        for entry, own in enumerate(ids.tolist(), first):
-            for passage in {*own} - NO_IDS:
-                # fast, because the bank removes the oldest entry first, and that entry is at the front of the list
-                self._entries[passage].remove(entry)
-                if not self._entries[passage]:
-                    del self._entries[passage]
-
-    def find(self, ids: Tensor, entries: slice) -> MaskedPairs:
-        """Return all pairs (i, j) for which row i of ``ids`` and entry number ``entries.start + j`` share a passage id.
-
-        ids: (r, P), P passage ids for each row. entries: numbers of the entries to search.
-        """
-        pairs = [
-            (row, entry - entries.start)
-            for row, own in enumerate(ids.tolist())
-            for entry in {entry for passage in own for entry in self._entries.get(passage, ())}
-            if entries.start <= entry < entries.stop
-        ]
-        return MaskedPairs(*(torch.tensor([pair[side] for pair in pairs], dtype=torch.long) for side in (0, 1)))
+CPU_CHUNK = 1 << 21  # number of logits to compute at once on a CPU, where small matrices stay in the cache; 8 MiB
+CHUNK = 1 << 24  # number of logits to compute at once on other devices, where large operations are faster; 64 MiB
 
 
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -91,10 +22,45 @@ def full_precision(device: torch.device) -> contextlib.AbstractContextManager[An
     return torch.autocast(device.type, enabled=False) if available else contextlib.nullcontext()
 
 
-def tiles(count: int, height: int) -> list[slice]:
-    """Divide ``count`` rows into slices of ``height`` rows. The last slice may be shorter. A ``height`` below 1 counts as 1."""
+def chunks(count: int, height: int) -> Iterator[slice]:
+    """Divide ``count`` rows into slices of ``height`` rows, at least 1. The last slice may be shorter."""
     height = max(1, height)
-    return [slice(start, min(start + height, count)) for start in range(0, count, height)]
+    for start in range(0, count, height):
+        yield slice(start, min(start + height, count))
+
+
+def masked(dtype: torch.dtype) -> float:
+    """Return the logit of a query and a passage that is no negative: the lowest finite number.
+
+    Its exponential is 0, as that of minus infinity. But if a query had only logits of minus infinity, the gradient of
+    its log-sum-exp would be NaN.
+    """
+    return torch.finfo(dtype).min
+
+
+class Logits(NamedTuple):
+    """Logits of r queries and c passages, and how many of them are negatives."""
+
+    values: Tensor
+    """Logits, (r, c). Where the passage is no negative of the query, the logit is ``masked(dtype)``."""
+    positives: int
+    """Number of (query, passage) that are positives: the query's own, and its other known positives."""
+    negatives: Tensor | int
+    """Number of (query, passage) that are negatives. A scalar on the device if there are rules."""
+    filtered: Tensor | int = 0
+    """Number of (query, passage) that only the similarity rule removes. A scalar on the device if there is one."""
+
+
+class LogSumExp(NamedTuple):
+    """Log-sum-exp of r queries over their negatives among c passages, with the counts of ``Logits``."""
+
+    values: Tensor
+    """Log-sum-exps, (r,)."""
+    positives: int
+    negatives: Tensor | int
+    filtered: Tensor | int
+    logits: Tensor | None
+    """Logits, (r, c), without graph. None if they were computed in chunks."""
 
 
 @dataclass(frozen=True)
@@ -104,60 +70,94 @@ class Similarity:
     temperature: float
     """Number that divides every similarity."""
     mask_false_negatives: bool = True
-    """Whether to mask the known positives of a query, except the positive of its own pair."""
-    tile: int | None = None
-    """Number of similarities to compute at once. Default: 2^20 on a CPU, 2^27 on other devices."""
+    """Whether the known positives of a query are no negatives."""
     rules: PairRules = NO_RULES
-    """Rules that mask pairs in addition to the known positives."""
-    hardness: float = 0.0
-    """A negative with similarity s has the weight exp(hardness * s), which has no gradient. With 0, all weights are 1."""
+    """Rules that remove more negatives."""
+    chunk: int | None = None
+    """Number of logits to compute at once. Default: CPU_CHUNK or CHUNK."""
 
-    @property
-    def positive_share(self) -> float:
-        """Factor that turns ``scale * s`` into ``s / temperature``, where s is the similarity of a row and its own positive."""
-        return 1 / (1 + self.hardness * self.temperature)
+    def chunk_on(self, device: torch.device) -> int:
+        """Return the number of logits to compute at once on ``device``."""
+        return self.chunk or (CPU_CHUNK if device.type == "cpu" else CHUNK)
 
-    @property
-    def scale(self) -> float:
-        """Factor that turns a similarity into a logit: 1 / temperature + hardness."""
-        return 1 / self.temperature + self.hardness
+    def positive_logits(self, queries: Tensor, passages: Tensor) -> Tensor:
+        """Return the logit of each query (n, d) and its positive, the first of its passages (n, 1 + H, d): (n,)."""
+        return (queries * passages[:, 0]).sum(1) / self.temperature
 
-    def tile_on(self, device: torch.device) -> int:
-        return self.tile or (CPU_TILE if device.type == "cpu" else TILE)
+    def logits(self, rows: Pairs, columns: Pairs) -> Logits:
+        """Return the logits of the queries of ``rows`` and the passages of ``columns``.
+
+        A logit is similarity / temperature - age penalty. It is ``masked(dtype)`` where the passage is no negative of
+        the query: it is the query's own positive or another known positive, or a rule removes it.
+        """
+        assert rows.queries is not None
+        queries, passages = rows.queries, columns.passages.flatten(0, 1)  # (r, d), (c, d)
+        # addmm multiplies and scales in one operation. On a CPU it is faster if the longer matrix comes first.
+        passages_first = len(queries) < len(passages)
+        left, right = (passages, queries) if passages_first else (queries, passages)
+        scale = 1 / self.temperature
+        product = torch.addmm(queries.new_empty(()), left, right.T, beta=0, alpha=scale)  # (c, r) or (r, c)
+        # Autograd need not see the rest: subtracting a constant does not change a gradient, and the gradient of a
+        # log-sum-exp is zero for masked logits.
+        with torch.no_grad():
+            logits = product.T if passages_first else product  # (r, c)
+            mask = masked(logits.dtype)
+            positives = positive_columns(rows, columns)
+            if positives:
+                logits.index_put_(as_index(positives, logits.device), logits.new_full((), mask))
+            negatives: Tensor | int = logits.numel() - len(positives)
+            filtered: Tensor | int = 0
+            if self.rules:
+                removed = self.rules.removed_by_id(rows, columns).to(logits.device, non_blocking=True)
+                if self.rules.margin is not None:
+                    similar = self.rules.removed_by_score(logits, rows, columns, scale)
+                    filtered = (similar & ~removed & (logits > mask)).sum()
+                    removed = removed | similar
+                logits.masked_fill_(removed, mask)
+                negatives = (logits > mask).sum()
+            ages, other_ages = rows.age_penalty, columns.age_penalty
+            if ages is not None and other_ages is not None and ages is not other_ages:  # else all of one step
+                penalty = (ages.unsqueeze(1) - other_ages).abs()  # (r or 1, pairs or 1)
+                logits.unflatten(1, columns.passages.shape[:2]).sub_(penalty.unsqueeze(2))
+        return Logits(product.T if passages_first else product, len(positives), negatives, filtered)
+
+    def logsumexp(self, rows: Pairs, columns: Pairs) -> LogSumExp:
+        """Return the log-sum-exp of each query of ``rows`` over its negatives in ``columns``.
+
+        A large matrix is computed in chunks of its longer side. The backward pass computes each chunk again, so that
+        only one chunk is in memory at a time.
+        """
+
+        def of_chunk(rows: Pairs, columns: Pairs) -> Logits:
+            logits = self.logits(rows, columns)
+            return logits._replace(values=logits.values.logsumexp(1))
+
+        per_pair, chunk = columns.passages.shape[1], self.chunk_on(columns.passages.device)
+        if len(rows) * len(columns) * per_pair <= chunk:
+            logits = self.logits(rows, columns)
+            values = logits.values.logsumexp(1)  # (r,)
+            return LogSumExp(values, *logits[1:], logits=logits.values.detach())
+        parts: list[Logits] = []
+        if len(rows) >= len(columns):
+            for part in chunks(len(rows), chunk // (len(columns) * per_pair)):
+                parts.append(checkpoint(of_chunk, rows[part], columns, use_reentrant=False, preserve_rng_state=False))
+            values = torch.cat([part.values for part in parts])  # (r,)
+        else:
+            for part in chunks(len(columns), chunk // (len(rows) * per_pair)):
+                parts.append(checkpoint(of_chunk, rows, columns[part], use_reentrant=False, preserve_rng_state=False))
+            values = torch.stack([part.values for part in parts]).logsumexp(0)  # (r,)
+        return LogSumExp(
+            values,
+            positives=sum(part.positives for part in parts),
+            negatives=sum(part.negatives for part in parts),
+            filtered=sum(part.filtered for part in parts),
+            logits=None,
+        )
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings on which stored log-sum-exps depend.
-
-        Old checkpoints do not have ``hardness`` and ``rules``. So the result has them only if they differ from the default.
-        """
-        newer = {name: value for name, value in (("hardness", self.hardness), ("rules", self.rules.key)) if value}
-        return {"temperature": self.temperature, "mask_false_negatives": self.mask_false_negatives, **newer}
-
-    def masked_pairs(self, positives: Tensor, column_ids: Tensor) -> MaskedPairs:
-        """Return all pairs (row, column) where the column is a known positive of the row. The row's own positive is included.
-
-        If masking is off, there are no pairs. positives: (r, P), the ids of the known positives of each row, padded with
-        NO_PASSAGE. column_ids: (c,), the passage id of each column. The time is O(r * P + c + number of pairs).
-        """
-        columns = EntriesById()
-        if self.mask_false_negatives:
-            columns.add(0, column_ids.unsqueeze(1))
-        return columns.find(positives, slice(0, len(column_ids)))
-
-    def logits(self, rows: Tensor, columns: Tensor, masked: MaskedPairs) -> Tensor:
-        """Return the logits of rows and columns: similarity / temperature + hardness * similarity, (r, c) float32.
-
-        The caller must remove the second term from the logit of a row's own positive, with ``positive_share``. rows:
-        (r, d). columns: (c, d). masked: the pairs whose logit is minus infinity.
-        """
-        with full_precision(rows.device):
-            # on a CPU, a short matrix times a long one takes 1.5 times as long as the reverse
-            swap = len(rows) < len(columns) and rows.device.type == "cpu"
-            left, right = (columns, rows) if swap else (rows, columns)
-            logits = torch.addmm(left.new_empty(()), left, right.T, beta=0, alpha=self.scale)
-            if swap:
-                logits = logits.T.contiguous()
-            if masked.rows.numel():
-                where = masked.rows * len(columns) + masked.columns
-                logits.view(-1).index_fill_(0, where.to(logits.device, non_blocking=True), -torch.inf)
-            return logits
+        """Return the settings on which stored log-sum-exps depend."""
+        return {
+            "temperature": self.temperature,
+            "mask_false_negatives": self.mask_false_negatives,
+            "rules": self.rules.key,
+        }

@@ -122,37 +122,29 @@ class RunLog:
 
 
 def mean_losses(losses: list[LossValue], micro_batches: list[MicroBatch], step: int) -> dict[str, float]:
-    """Return the values to log for the losses of one optimizer step.
+    """Return the values to log for one optimizer step: the mean of ``LossValue.log`` over the losses.
 
-    losses: one loss per micro-batch, or one loss for the whole step. step: number of the step for the error message. Raises
-    NotFiniteError if a loss is NaN or infinite.
+    losses: one loss per micro-batch, or one loss for the whole step. Each already contains the weight of its
+    micro-batch. step: number of the step for the error message. Raises NotFiniteError if a loss is NaN or infinite.
     """
-    optional = [name for name in ("filtered", "distilled") if getattr(losses[0], name) is not None]
-    names = ["value", "mean", "negatives", "masked", "row_weight", *optional]
-    # one row of numbers per loss
-    table = torch.stack([torch.stack([getattr(value, name).float() for name in names]) for value in losses]).tolist()
-    for number, (loss, *_) in enumerate(table):
+    logged = [loss.log() for loss in losses]
+    on_device = [value.float() for values in logged for value in values.values() if isinstance(value, torch.Tensor)]
+    numbers = iter(torch.stack(on_device).tolist())  # one copy, because each copy waits for the device
+    for values in logged:
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                values[name] = next(numbers)
+    for number, values in enumerate(logged):
+        loss = values["differentiated_loss"]
         if not math.isfinite(loss):
-            batches = micro_batches if len(table) == 1 else [micro_batches[number]]
+            batches = micro_batches if len(logged) == 1 else [micro_batches[number]]
             queries = named_queries([name for batch in batches for name in batch.query_ids])
-            raise NotFiniteError(
-                f"step {step}, micro-batch {number + 1} of {len(table)} ({queries}): the loss is {loss}, not a finite number"
-            )
-    pairs = [len(batch.ids.columns) for batch in micro_batches] if len(table) > 1 else [1]
-    shares = [count / sum(pairs) for count in pairs]
-    columns = dict(zip(names, zip(*table, strict=True), strict=True))
-    loss, mean, negatives, weight = (columns[name] for name in ("value", "mean", "negatives", "row_weight"))
-    replayed = losses[0].replayed  # only two-pass methods set this field, and they return one loss
-    return {
-        "loss": sum(mean) / len(table),  # each loss already contains the weight of its micro-batch
-        **({"differentiated_loss": sum(loss) / len(table)} if loss != mean else {}),
-        **({"distillation": sum(columns["distilled"]) / len(table)} if "distilled" in columns else {}),
-        "negatives": sum(share * number for share, number in zip(shares, negatives, strict=True)),
-        "masked": sum(columns["masked"]),
-        **({"filtered": sum(columns["filtered"])} if "filtered" in columns else {}),
-        "weight_per_row": sum(share * number for share, number in zip(shares, weight, strict=True)),
-        **({"replay_share": replayed[0], "replay_variance": replayed[1]} if replayed else {}),
-    }
+            place = f"step {step}, micro-batch {number + 1} of {len(logged)} ({queries})"
+            raise NotFiniteError(f"{place}: the loss is {loss}, not a finite number")
+    means = {name: float(sum(values[name] for values in logged)) / len(logged) for name in logged[0]}
+    if means["differentiated_loss"] == means["loss"]:
+        del means["differentiated_loss"]
+    return means
 
 
 def named_queries(ids: list[str]) -> str:

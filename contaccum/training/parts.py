@@ -29,8 +29,8 @@ from contaccum.encoder import (
 from contaccum.errors import InputError
 from contaccum.methods.bank import Bank, BankOptions
 from contaccum.methods.loss import InfoNCE
-from contaccum.methods.masking import Guide, PairRules
 from contaccum.methods.objective import Distillation, Matryoshka, MatryoshkaBank, Objective
+from contaccum.methods.rules import Guide, PairRules
 from contaccum.retrieval.encode import training_vectors
 from contaccum.runtime.engine import Engine
 from contaccum.runtime.files import read_json
@@ -164,36 +164,38 @@ def check_guide(config: TrainConfig) -> None:
 
 
 def build_rules(config: TrainConfig, engine: Engine, train_set: TrainSet) -> PairRules:
-    """Build the rules that mask pairs of the loss. All processes must call this function.
+    """Build the rules that remove negatives of the loss. All processes must call this function.
 
-    If ``loss.guide`` names an encoder, it encodes the training queries and passages whose vectors are not in the cache.
+    If ``loss.guide`` names an encoder, it encodes the training queries and passages whose vectors are not in the
+    cache.
     """
-    rules, loss = _rules_without_data(config), config.loss
+    loss = config.loss
+    rules = _rules_without_data(config)
     if loss.guide is not None:
         if loss.guide == config.model.name:
             encoder = _untrained_encoder(config, engine)
         else:
-            trusted = config.model.trust_remote_code
-            encoder = DualEncoder.load(loss.guide, device=engine.device, trust_remote_code=trusted)
+            trust = config.model.trust_remote_code
+            encoder = DualEncoder.load(loss.guide, device=engine.device, trust_remote_code=trust)
         tokens = config.run.eval_batch_tokens
-        guide = Guide(*(training_vectors(encoder, train_set, kind, engine, tokens) for kind in ("query", "passage")))
-        names = f"{guide.queries.name} {guide.passages.name}"
-        key = f"margin {loss.guide_margin} {loss.margin_strategy} guide {names}"
+        guide = Guide(
+            queries=training_vectors(encoder, train_set, "query", engine, tokens),
+            passages=training_vectors(encoder, train_set, "passage", engine, tokens),
+        )
+        vectors = f"guide {guide.queries.name} {guide.passages.name}"
+        key = f"margin {loss.guide_margin} {loss.margin_strategy} {vectors}"
         rules = replace(rules, margin=loss.guide_margin, guide=guide, key=key)
-    members = train_set.members
-    separate = [not each.in_batch_negatives for each in members]
+    separate = [not member.in_batch_negatives for member in train_set.members]
     if any(separate):
-        flags = np.repeat(separate, [len(each.set.queries) for each in members])
+        flags = np.repeat(separate, [len(member.set.queries) for member in train_set.members])  # (queries,)
         rules = replace(rules, separate=torch.from_numpy(flags), key=f"{rules.key} separate {separate}".strip())
     return rules
 
 
 def _rules_without_data(config: TrainConfig) -> PairRules:
-    """Return the masking rules that need no training data.
-
-    One rule masks the columns of missing hard negatives. The other masks false negatives, recognized by the model's own scores.
-    """
-    margin, strategy = config.loss.false_negative_margin, config.loss.margin_strategy
+    """Return the rules that need no training data: missing hard negatives, and the model's own scores."""
+    margin = config.loss.false_negative_margin
+    strategy = config.loss.margin_strategy
     return PairRules(
         # a bank of a resumed run may still have missing passages, although the config now fills them
         missing=bool(config.data.hard_negatives) and (config.data.fill_negatives == "none" or config.allow_changes),
@@ -224,22 +226,28 @@ def build_loss(config: TrainConfig, encoder: DualEncoder, rules: PairRules | Non
 
     rules: result of ``build_rules``. Default: only the rules that need no training data.
     """
-    loss, temperature = config.loss, config.model.temperature
+    loss = config.loss
+    temperature = config.model.temperature
     width = max(loss.matryoshka_dims, default=0)
     if width >= encoder.dim:
         raise InputError(f"loss.matryoshka_dims: {width} is not below the width of the embeddings, {encoder.dim}")
-    weights = loss.matryoshka_weights or [1.0] * len(loss.matryoshka_dims)
-    matryoshka = Matryoshka(tuple(loss.matryoshka_dims), tuple(weights), encoder.settings.similarity == "cosine")
+    matryoshka = Matryoshka(
+        widths=tuple(loss.matryoshka_dims),
+        weights=tuple(loss.matryoshka_weights or [1.0] * len(loss.matryoshka_dims)),
+        unit=encoder.settings.similarity == "cosine",
+    )
     distillation = None
     if loss.distillation != "none":  # not config.distils: the type checker needs the comparison
         distillation = Distillation(loss.distillation, temperature, loss.teacher_temperature, loss.distillation_weight)
-    rules = _rules_without_data(config) if rules is None else rules
-    return Objective(InfoNCE(temperature, loss.mask_false_negatives, rules=rules), matryoshka, distillation)
+    if rules is None:
+        rules = _rules_without_data(config)
+    return Objective(InfoNCE(temperature, loss.mask_false_negatives, rules), matryoshka, distillation)
 
 
 def build_bank(config: TrainConfig, engine: Engine, encoder: DualEncoder, loss: Objective) -> Bank:
     """Build the bank. If the method has no bank, build one of size 0."""
-    longest = encoder.settings.max_query_length + (1 + config.data.hard_negatives) * encoder.settings.max_passage_length
+    settings = encoder.settings
+    longest_pair = settings.max_query_length + (1 + config.data.hard_negatives) * settings.max_passage_length
     options = BankOptions(
         hard_negatives=config.data.hard_negatives if config.bank.hard_negatives else 0,
         columns_only=config.spec.bank != "pairs",
@@ -248,8 +256,15 @@ def build_bank(config: TrainConfig, engine: Engine, encoder: DualEncoder, loss: 
         warmup_steps=config.bank.warmup_steps,
         age_decay=config.bank.age_decay,
     )
-    settings = config.bank_size(), encoder.dim, loss.similarity, options, loss.matryoshka
-    return MatryoshkaBank(*settings, push=config.usual_push(engine.world, longest), device=engine.device)
+    return MatryoshkaBank(
+        config.bank_size(),
+        encoder.dim,
+        loss.similarity,
+        options,
+        loss.matryoshka,
+        push=config.usual_push(engine.world, longest_pair),
+        device=engine.device,
+    )
 
 
 def trained_parameters(encoder: DualEncoder) -> dict[str, torch.nn.Parameter]:

@@ -137,8 +137,6 @@ def test_steps_without_the_bank_differ(plain, tmp_path):
     assert abs(without.losses[0, 0] - whole.losses[0, 0]) < 1e-6  # nothing is banked yet
     assert np.abs(without.losses - whole.losses)[1:].min() > 0.01
     assert weights_apart(without.encoder, whole.encoder) > 1e-3
-    with pytest.raises(InputError, match="option visibility was removed"):
-        take(model, rows, tmp_path / "late", steps=8, loss={"visibility": "on_step"})
 
 
 def test_default_bank_size_is_one_step(plain, tmp_path):

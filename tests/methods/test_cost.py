@@ -38,7 +38,9 @@ def passes_of_a_pair(method: str, size: int, share: float = 1.0, hard_negatives:
     engine = Engine(device="cpu", replay_share=share)
     engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1))
     loss = InfoNCE(0.1)
-    bank = make_bank(PAIRS, encoder.dim, loss, push=PAIRS, hard_negatives=hard_negatives)
+    bank = make_bank(
+        PAIRS, encoder.dim, loss, push=PAIRS, hard_negatives=hard_negatives, columns_only=method == "passage_bank"
+    )
     METHODS[method](engine, micro_batches(PAIRS // size, size, hard_negatives), bank, loss)
     return count_query() / PAIRS, count_passage() / (PAIRS * (1 + hard_negatives))
 

@@ -131,7 +131,7 @@ def test_every_pair_of_a_step_weighs_the_same_however_it_is_cut(kind, method):
         engine, encoder = Engine(device="cpu"), copy.deepcopy(start).train()
         engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.0))
         loss = objective(kind, weight)
-        bank = make_bank(24, encoder.dim, loss, push=4, hard_negatives=2)
+        bank = make_bank(24, encoder.dim, loss, push=4, hard_negatives=2, columns_only=method == "passage_bank")
         METHODS[method](engine, batches, bank, loss)
         engine.update()
         bank.end_step()

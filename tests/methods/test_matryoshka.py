@@ -77,7 +77,7 @@ def through_a_bank(size=10, hard=1, mask=True, unit=True, row_weight="all", wron
     slow, largest = {width: SlowBank(size) for width in widths}, 0.0
     for number, batch in enumerate(micro_batches(pushes, 4, hard, passages=12)):
         queries, passages = vectors(4, 1 + hard, number, unit)
-        value = loss(queries, passages, batch.ids, columns=bank, rows=bank)
+        value = loss(queries, passages, batch.ids, bank)
         fast = value.value
         plain = torch.zeros(())
         for width, weight in widths.items():
@@ -88,7 +88,7 @@ def through_a_bank(size=10, hard=1, mask=True, unit=True, row_weight="all", wron
             plain = plain + weight * at
         found = [(value, *torch.autograd.grad(value, (queries, passages))) for value in (fast, plain)]
         largest = max([largest, *((one - other).abs().max().item() for one, other in zip(*found, strict=True))])
-        bank.push(queries, passages, batch.ids, value.partials)
+        bank.push(queries, passages, batch.ids, value.computed)
         for width in widths:
             slow[width].push(*(slow_cut(each, wrong(width), unit) for each in (queries, passages)), batch.ids)
         if number % 3 == 2:

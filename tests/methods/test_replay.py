@@ -255,9 +255,8 @@ def test_second_pass_encodes_the_share_within_one_micro_batch_of_tokens(monkeypa
     (value,) = METHODS["grad_cache"](engine, batches, make_bank(0, engine.encoder.dim, loss, push=1), loss)
     assert [sum(texts for side, texts, _ in calls if side == each) for each in (0, 1)] == [8, 24]
     assert all(texts * length <= budget for _, texts, length in calls)
-    share, variance = value.replayed
-    assert float(share) == 0.5
-    assert 0 < float(variance) < 1
+    assert value.statistics["replay_share"] == 0.5
+    assert 0 < value.statistics["replay_variance"] < 1
 
 
 def test_first_pass_of_partial_replay_has_no_dropout():

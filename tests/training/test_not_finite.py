@@ -1,6 +1,7 @@
 """A step with NaN or infinity stops the run before it changes weights or bank."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from helpers import train_config, weights, write_beir
 from contaccum.config import METHOD_SPECS
 from contaccum.encoder import DualEncoder
 from contaccum.errors import InputError
-from contaccum.methods.loss import InfoNCE, LossValue
+from contaccum.methods.loss import InfoNCE
 from contaccum.runtime.engine import Engine
 from contaccum.training.loop import Training, train
 from contaccum.training.run_folder import newest_checkpoint
@@ -53,9 +54,9 @@ def spoil_loss(patch, step: int) -> None:
         running["step"] = self.done + 1
         return take(self, micro_batches)
 
-    def call(self, *parts, **banks):
-        value = plain(self, *parts, **banks)
-        return LossValue(value.value * math.inf, *value[1:]) if running["step"] == step else value
+    def call(self, *parts):
+        value = plain(self, *parts)
+        return replace(value, contrast=value.contrast * math.inf) if running["step"] == step else value
 
     patch.setattr(InfoNCE, "__call__", call)
     patch.setattr(Training, "take_step", take_step)
