@@ -104,7 +104,7 @@ def test_finished_comparison_runs_nothing_again(study_folder, capsys):
     ("file", "before", "after", "kind"),
     [
         ("qrels/test.tsv", "\t1\n", "\t2\n", "test"),
-        ("corpus.jsonl", '"text": "', '"text": "other ', "test"),
+        ("corpus.jsonl", 'lives in valley 1"', 'slept in valley 1"', "test"),
         ("qrels/train.tsv", "\t1\n", "\t1\nq0\tp9\t1\n", "train"),
         ("qrels/dev.tsv", "\t1\n", "\t2\n", "dev"),
     ],
