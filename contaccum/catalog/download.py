@@ -4,7 +4,7 @@ import hashlib
 import os
 import zipfile
 import zlib
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import requests
@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from contaccum.catalog import table
 from contaccum.errors import InputError, library_errors
-from contaccum.runtime.files import cache_folder, sweep, whole_file, whole_folder
+from contaccum.runtime.files import cache_folder, created_folder, sweep, whole_folder, write_errors
 from contaccum.runtime.locks import waiting_lock
 
 BASE_URL = "https://public.ukp.informatik.tu-darmstadt.de/thakur/BEIR/datasets"
@@ -52,11 +52,15 @@ def beir_folder(
         if not folder.is_dir():  # another process may have downloaded it during the wait
             sweep(folder.parent)
             try:
-                found = _download(f"{base_url}/{name}.zip", archive, folder)
+                _download(f"{base_url}/{name}.zip", archive, folder)
+                digest = hashlib.md5(usedforsecurity=False)  # BEIR publishes no other checksum
+                with open(archive, "rb") as file:
+                    while chunk := file.read(_CHUNK):
+                        digest.update(chunk)
                 expected = md5 or MD5[name]
-                if expected and found != expected:
+                if expected and digest.hexdigest() != expected:
                     raise InputError(
-                        f"{base_url}/{name}.zip: the archive has MD5 {found}; expected {expected}. Try the "
+                        f"{base_url}/{name}.zip: the archive has MD5 {digest.hexdigest()}; expected {expected}. Try the "
                         "download again."
                     )
                 unpack(archive, folder.name, folder)
@@ -130,24 +134,51 @@ def _one_download(folder: Path, kind: str) -> AbstractContextManager[None]:
     return waiting_lock(cache_folder() / "locks" / f"{kind}-{digest}.lock")
 
 
-def _download(url: str, path: Path, target: Path) -> str:
-    """Download ``url`` to the file ``path``, which appears whole or not at all. Return its MD5.
+def _download(url: str, path: Path, target: Path) -> None:
+    """Download ``url`` to the file ``path``, which appears whole or not at all.
+
+    If the connection breaks, the received bytes stay in a hidden file, and the next call asks the server
+    for the rest. It starts again if the server does not send the rest of the file with the same ETag.
 
     target: path where the error message tells users to put a copy of the data.
     """
-    digest = hashlib.md5(usedforsecurity=False)  # BEIR publishes no other checksum
     headers = {"Accept-Encoding": "identity"}  # so that Content-Length counts the bytes of the file
-    with whole_file(path) as file:
+    with created_folder(path.parent), write_errors(path), ExitStack() as responses:
         try:
-            with requests.get(url, stream=True, timeout=_TIMEOUT, headers=headers) as response:
-                response.raise_for_status()
-                length = response.headers.get("Content-Length", "")
-                total = int(length) if length.isdecimal() else None
-                with tqdm(total=total, desc=target.name, unit="B", unit_scale=True, disable=None) as bar:
-                    for chunk in response.iter_content(_CHUNK):
-                        file.write(chunk)
-                        digest.update(chunk)
-                        bar.update(len(chunk))
+            response = responses.enter_context(requests.get(url, stream=True, timeout=_TIMEOUT, headers=headers))
+            response.raise_for_status()
+            etag = response.headers.get("ETag", "")
+            length = response.headers.get("Content-Length", "")
+            total = int(length) if length.isdecimal() else 0  # 0: unknown
+            version = hashlib.sha256(f"{etag} {length}".encode()).hexdigest()[:16]
+            part = path.with_name(f".{path.name}.{version}.unfinished")
+            for old in path.parent.glob(f".{path.name}.*.unfinished"):
+                if old != part or not (etag and total):  # of another version, or its version is unknown
+                    old.unlink()
+            start = part.stat().st_size if part.exists() else 0
+            if start:
+                headers |= {"Range": f"bytes={start}-", "If-Range": etag}
+                rest = responses.enter_context(requests.get(url, stream=True, timeout=_TIMEOUT, headers=headers))
+                span = (rest.headers.get("ETag"), rest.headers.get("Content-Range"))
+                if rest.status_code == 206 and span == (etag, f"bytes {start}-{total - 1}/{total}"):
+                    response.close()
+                    response = rest
+                else:
+                    start = 0
+            with (
+                open(part, "ab" if start else "wb") as file,
+                tqdm(
+                    total=total or None, initial=start, desc=target.name, unit="B", unit_scale=True, disable=None
+                ) as bar,
+            ):
+                for chunk in response.iter_content(_CHUNK):
+                    file.write(chunk)
+                    bar.update(len(chunk))
+                if total and file.tell() != total:
+                    raise requests.ConnectionError(f"received {file.tell()} of {total} bytes")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, path)
         except (requests.RequestException, ValueError) as error:  # ValueError: a broken redirect
             reason = type(error).__name__
             if isinstance(error, requests.HTTPError) and error.response is not None:
@@ -157,4 +188,3 @@ def _download(url: str, path: Path, target: Path) -> str:
                 f"{target.name}: not found in {target.parent}, and {url} cannot be downloaded ({reason}). "
                 f"Put {copy} at {target}, or give the path of a local copy."
             ) from error
-    return digest.hexdigest()

@@ -170,17 +170,59 @@ def scripted(*answers: bytes) -> Iterator[tuple[str, list[bytes]]]:
         thread.join()
 
 
-def test_a_broken_download_is_refused_and_leaves_nothing(tmp_path, monkeypatch):
+NO_RANGES = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n"
+WHOLE = b'HTTP/1.1 200 OK\r\nETag: "one"\r\nContent-Length: %d\r\nConnection: close\r\n\r\n'
+REST = (
+    b'HTTP/1.1 206 Partial Content\r\nETag: "%s"\r\nContent-Length: %d\r\n'
+    b"Content-Range: bytes %d-%d/%d\r\nConnection: close\r\n\r\n"
+)
+
+
+def test_a_broken_download_without_etag_starts_again(tmp_path, monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(download, "_CHUNK", 16)
     md5 = beir_archive(tmp_path / "nq.zip", "nq")
     data = (tmp_path / "nq.zip").read_bytes()
-    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(data)
-    cache = tmp_path / "cache"
-    with scripted(head + data[: len(data) // 2], head + data) as (url, _):
+    whole, cache = NO_RANGES % len(data), tmp_path / "cache"
+    with scripted(whole + data[: len(data) // 2], whole + data) as (url, seen):
         with pytest.raises(InputError, match="cannot be downloaded"):
             beir_folder("nq", cache, base_url=url, md5=md5)
-        assert left(cache) == []
+        assert not (cache / "nq.zip").exists()
         assert beir_folder("nq", cache, base_url=url, md5=md5).is_dir()
+    assert b"Range" not in b"".join(seen)
+    assert left(cache) == ["corpus.jsonl", "nq", "qrels", "queries.jsonl", "test.tsv"]
+
+
+@pytest.mark.parametrize("answer", ["rest", "other file", "other place", "whole file", "error", "cut rest"])
+def test_a_broken_download_is_resumed_only_with_the_rest_of_the_same_file(answer, tmp_path, monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(download, "_CHUNK", 16)  # a chunk that the connection cuts is lost
+    data = bytes(range(256)) * 4
+    half = len(data) // 2
+    whole, cache = WHOLE % len(data) + data, tmp_path / "files"
+    rest = REST % (b"one", len(data) - half, half, len(data) - 1, len(data))
+    second = {
+        "rest": rest + data[half:],
+        "other file": REST % (b"two", len(data) - half, half, len(data) - 1, len(data)) + bytes(len(data) - half),
+        "other place": REST % (b"one", len(data) - 16, 16, len(data) - 1, len(data)) + data[16:],
+        "whole file": whole,
+        "error": b"HTTP/1.1 416 Range Not Satisfiable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n",
+        "cut rest": rest + data[half:-16],
+    }[answer]
+    with scripted(WHOLE % len(data) + data[:half], whole, second) as (url, seen):
+        with pytest.raises(InputError, match="cannot be downloaded"):
+            dpr_file("nq-train", cache, base_url=url)
+        (part,) = cache.iterdir()
+        assert (part.suffix, part.read_bytes()) == (".unfinished", data[:half])
+        if answer == "cut rest":
+            with pytest.raises(InputError, match="cannot be downloaded"):
+                dpr_file("nq-train", cache, base_url=url)
+            assert part.read_bytes() == data[:-16]
+            assert list(cache.iterdir()) == [part]
+        else:
+            assert dpr_file("nq-train", cache, base_url=url).read_bytes() == data
+            assert left(cache) == ["biencoder-nq-train.json.gz"]
+    assert [b"Range: bytes=%d-" % half in request for request in seen] == [False, False, True]
 
 
 def test_what_a_process_killed_while_unpacking_left_is_swept(server, tmp_path):
