@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from contaccum.encoder import DualEncoder, merge
     from contaccum.errors import InputError
     from contaccum.evaluation.answers import evaluate_questions
-    from contaccum.evaluation.evaluate import evaluate, evaluate_benchmark, evaluate_run_file
+    from contaccum.evaluation.benchmark import evaluate_benchmark
+    from contaccum.evaluation.evaluate import evaluate, evaluate_run_file
     from contaccum.retrieval.encode import encode
     from contaccum.retrieval.mine import mine
     from contaccum.retrieval.retriever import Retriever, look, search
@@ -43,7 +44,7 @@ _HOMES = {
     "Retriever": "contaccum.retrieval.retriever",
     "encode": "contaccum.retrieval.encode",
     "evaluate": "contaccum.evaluation.evaluate",
-    "evaluate_benchmark": "contaccum.evaluation.evaluate",
+    "evaluate_benchmark": "contaccum.evaluation.benchmark",
     "evaluate_questions": "contaccum.evaluation.answers",
     "evaluate_run_file": "contaccum.evaluation.evaluate",
     "look": "contaccum.retrieval.retriever",

@@ -24,7 +24,7 @@ HOMES = {
     "faiss": {"retrieval/faiss_library.py"},
     "torch.distributed": {"runtime/processes.py", "runtime/sharding.py"},
     "bm25s": {"retrieval/retriever.py"},
-    "beir": {"evaluation/evaluate.py"},
+    "beir": {"evaluation/beir.py"},
     "pytrec_eval": {"evaluation/metrics.py"},
     "bitsandbytes": {"training/parts.py"},
     "peft": {"encoder/adapters.py"},

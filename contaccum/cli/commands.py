@@ -67,36 +67,38 @@ def _search(task: options.QueryConfig, encoder: EncoderConfig, settings: SearchC
 
 
 def _evaluate(task: options.EvaluateConfig, encoder: EncoderConfig, settings: SearchConfig, policy: DataPolicy) -> str:
-    from contaccum.evaluation import evaluate
     from contaccum.evaluation.answers import evaluate_questions
+    from contaccum.evaluation.benchmark import benchmark_sets, evaluate_benchmark
+    from contaccum.evaluation.evaluate import evaluate, evaluate_run_file
     from contaccum.evaluation.metrics import render_benchmark, render_metrics, save_metrics
     from contaccum.evaluation.significance import compare, render_comparison
     from contaccum.runtime.processes import joined
 
     task.check()
     _warn(unused_in_evaluate(task, encoder, settings, policy))
-    level = task.relevance_level
-    output = task.output if is_main() or evaluate.is_benchmark(task.data or "") else None
-    with joined(encoder.timeout_minutes) as group:
-        how: dict[str, Any] = {"k": task.k, "output": output, "policy": policy, "settings": settings, "group": group}
-        if task.data is not None:
-            how |= {"split": task.split, "relevance_level": level, "evaluator": task.evaluator}
-            if evaluate.is_benchmark(task.data):
-                return render_benchmark(evaluate.evaluate_benchmark(encoder, task.data, **how))
-            only = next((each.data for each in evaluate.benchmark_sets(task.data, task.split)), task.data)
-            return render_metrics(evaluate.evaluate(encoder, only, **how))
-        if task.questions is not None:
-            how |= {"match": task.match}
-            return render_metrics(evaluate_questions(encoder, task.questions, str(task.passages), **how))
-        run, qrels = str(task.run), str(task.qrels)
-        how = {"relevance_level": level, "policy": policy}
+    if task.run is not None:
+        run, qrels = task.run, str(task.qrels)
+        output = task.output if is_main() else None
         if task.against is None:
-            return render_metrics(evaluate.evaluate_run_file(run, qrels, output, **how))
+            return render_metrics(evaluate_run_file(run, qrels, output, task.relevance_level, policy))
         refuse_input_as_output(output, run, qrels, task.against)
-        metrics, other = (evaluate.evaluate_run_file(path, qrels, **how) for path in (run, task.against))
-    tested = compare({0: metrics["per_query"]}, {0: other["per_query"]}, task.metric)
-    save_metrics(metrics, output, {"run": run, "data": qrels})  # only after the second run was found to be valid
-    return render_metrics(metrics) + "\n" + render_comparison(tested, task.metric, task.against)
+        metrics = evaluate_run_file(run, qrels, None, task.relevance_level, policy)
+        other = evaluate_run_file(task.against, qrels, None, task.relevance_level, policy)
+        tested = compare({0: metrics["per_query"]}, {0: other["per_query"]}, task.metric)
+        save_metrics(metrics, output, {"run": run, "data": qrels})  # only after the second run was found to be valid
+        return render_metrics(metrics) + "\n" + render_comparison(tested, task.metric, task.against)
+
+    with joined(encoder.timeout_minutes) as group:
+        how: dict[str, Any] = {"k": task.k, "settings": settings, "policy": policy, "output": task.output, "group": group}
+        if task.questions is not None:
+            passages = str(task.passages)
+            return render_metrics(evaluate_questions(encoder, task.questions, passages, match=task.match, **how))
+        how |= {"split": task.split, "relevance_level": task.relevance_level, "evaluator": task.evaluator}
+        sets = benchmark_sets(str(task.data), task.split)
+        if len(sets) > 1:
+            return render_benchmark(evaluate_benchmark(encoder, str(task.data), **how))
+        # "scifact," names one data set
+        return render_metrics(evaluate(encoder, sets[0].data if sets else str(task.data), **how))
 
 
 def _mine(

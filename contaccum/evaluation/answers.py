@@ -122,13 +122,13 @@ def answer_accuracy(
 
 
 def evaluate_questions(
-    choice: EncoderConfig | str | Path,
+    model: EncoderConfig | str | Path,
     questions: str | Path,
     passages: str | Path,
     *,
     k: int = 100,
-    settings: SearchConfig = DEFAULTS,
     match: str = "string",
+    settings: SearchConfig = DEFAULTS,
     policy: DataPolicy = DEFAULT_POLICY,
     output: str | Path | None = None,
     group: Processes = ALONE,
@@ -136,16 +136,17 @@ def evaluate_questions(
     """Search the passages for each question of a DPR file, and compute the answer accuracy.
 
     questions, passages: names or paths of the two files. k: number of passages per question. Of the cutoffs 1, 5, 20 and
-    100, those above k are skipped. match: see ``answer_accuracy``. output: file to write the metrics to. choice,
-    group, policy: see ``contaccum.search``.
+    100, those above k are skipped. match: see ``answer_accuracy``. output: file to write the metrics to. model, group,
+    policy: see ``contaccum.search``.
     """
     cutoffs = cutoffs_within(CUTOFFS, k)
-    choice = EncoderConfig.of(choice)
-    refuse_input_as_output(output, questions, passages, choice.model, settings.embeddings, settings.index_dir)
+    model = EncoderConfig.of(model)
+    refuse_input_as_output(output, questions, passages, model.model, settings.embeddings, settings.index_dir)
     with group.main_first():
-        sources = {questions: open_dataset(questions, policy=policy), passages: open_dataset(passages, policy=policy)}
-        read, corpus = sources[questions].questions, sources[passages].corpus
+        read = open_dataset(questions, policy=policy).questions
+        corpus = open_dataset(passages, policy=policy).corpus
     queries = {str(number): question.text for number, question in enumerate(read)}
-    run = Retriever.open(choice, corpus, settings, group).search(queries, k)
+    run = Retriever.open(model, corpus, settings, group).search(queries, k)
     metrics = answer_accuracy(read, run, corpus, match=match, cutoffs=cutoffs)
-    return save_metrics(metrics, output, {"model": choice.model, "data": questions, "passages": passages})
+    about = {"model": model.model, "data": questions, "passages": passages}
+    return save_metrics(metrics, output if group.is_main else None, about)

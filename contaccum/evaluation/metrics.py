@@ -42,61 +42,73 @@ def evaluate_run(
     ignore_identical_ids: bool = True,
     relevance_level: int = 1,
 ) -> Metrics:
-    """Compute ndcg, map, recall, precision and mrr at every cutoff, for each query of ``qrels`` and as means over these queries.
+    """Compute ndcg, map, recall, precision and mrr at every cutoff k, for each query and as means over the queries.
 
-    A query of ``qrels`` without passages in the run scores 0 in every metric, and a warning gives the number of these
-    queries. Queries of the run that are not in ``qrels`` are ignored.
+    A passage is relevant if its grade is at least ``relevance_level``. R is the number of relevant passages of the query,
+    rel_r is 1 if the passage at rank r is relevant, else 0. A passage without a judgement has grade 0.
 
-    qrels: query id -> passage id -> grade.
-    ignore_identical_ids: before scoring, remove a passage that has the same id as the query, as BEIR does.
-    relevance_level: lowest relevant grade in map, recall, precision and mrr. TREC Deep Learning uses 2. ndcg uses all grades.
+    - ndcg@k: DCG@k / (DCG@k of the best possible ranking), where DCG@k is the sum of grade_r / log2(r + 1) over r = 1 to k.
+      Source: Järvelin and Kekäläinen 2002, with the linear gain of trec_eval.
+    - map@k: mean of precision@r over all relevant passages, (1 / R) times the sum of rel_r * precision@r over r = 1 to k.
+    - recall@k: number of relevant passages up to rank k, divided by R.
+    - precision@k: number of relevant passages up to rank k, divided by k.
+    - mrr@k: 1 / rank of the first relevant passage, or 0 if its rank is above k. Source: Voorhees 1999 (TREC-8 QA).
 
-    mrr uses the order of passages in the run, as BEIR does. The other metrics sort the passages as trec_eval does: by float32
-    score, highest first, and equal scores by id, greatest first. Raises InputError if ``qrels`` is empty, or if ``run`` and
-    ``qrels`` have no query in common.
+    pytrec_eval computes all but mrr. It sorts the passages as trec_eval does: by float32 score, highest first, and equal
+    scores by id, greatest first. mrr uses the order of the passages in the run, as BEIR does.
+
+    Args:
+        qrels: query id -> passage id -> grade. The means are over these queries. A query without passages in the run scores 0
+            in every metric, and a warning gives the number of these queries.
+        run: query id -> (passage id, score), best first. Queries that are not in ``qrels`` are ignored.
+        cutoffs: values of k.
+        ignore_identical_ids: remove a passage that has the same id as the query before scoring, as BEIR does.
+        relevance_level: lowest relevant grade in map, recall, precision and mrr. TREC Deep Learning uses 2. ndcg uses all
+            grades.
+
+    Raises InputError if ``qrels`` is empty, or if ``run`` and ``qrels`` have no query in common.
     """
     if relevance_level < 1:
         raise InputError(f"relevance_level is {relevance_level}; expected at least 1")
     if not qrels:
         raise InputError("the qrels have no judged query; expected at least one")
-    judged = {
-        key: [hit for hit in run[key] if not ignore_identical_ids or hit[0] != key] for key in qrels if key in run
-    }
-    if run and not judged:
+    judged_run = {}
+    for query_id in qrels:
+        if query_id in run:
+            hits = run[query_id]
+            judged_run[query_id] = [hit for hit in hits if not ignore_identical_ids or hit[0] != query_id]
+    if run and not judged_run:
         raise InputError(
             f"run and qrels have no query in common; for example, {next(iter(run))!r} is only in the run, and "
             f"{next(iter(qrels))!r} only in the qrels"
         )
-    if missing := sum(not judged.get(query_id) for query_id in qrels):
+    if missing := sum(not judged_run.get(query_id) for query_id in qrels):
         warnings.warn(f"{missing} of {len(qrels)} judged queries have no result; their metrics are 0", stacklevel=2)
     names = {f"{measure}.{','.join(map(str, cutoffs))}" for measure in MEASURES.values()}
     evaluator = pytrec_eval.RelevanceEvaluator(
         {query_id: dict(grades) for query_id, grades in qrels.items()}, names, relevance_level=relevance_level
     )
-    scores = evaluator.evaluate({query_id: dict(hits) for query_id, hits in judged.items()})
-    per_query = {
-        query_id: {
-            f"{name}@{cutoff}": scores.get(query_id, {}).get(f"{measure}_{cutoff}", 0.0)
-            for name, measure in MEASURES.items()
-            for cutoff in cutoffs
-        }
-        | _reciprocal_ranks(grades, judged.get(query_id, []), cutoffs, relevance_level)
-        for query_id, grades in qrels.items()
-    }
+    scores = evaluator.evaluate({query_id: dict(hits) for query_id, hits in judged_run.items()})
+    per_query: dict[str, dict[str, float]] = {}
+    first_passages: dict[str, dict[str, int]] = {}
+    for query_id, grades in qrels.items():
+        values = {}
+        for name, measure in MEASURES.items():
+            for cutoff in cutoffs:
+                values[f"{name}@{cutoff}"] = scores.get(query_id, {}).get(f"{measure}_{cutoff}", 0.0)
+        first_rank = None
+        for rank, (passage_id, _) in enumerate(judged_run.get(query_id, []), start=1):
+            if grades.get(passage_id, 0) >= relevance_level:
+                first_rank = rank
+                break
+        for cutoff in cutoffs:
+            values[f"mrr@{cutoff}"] = 1 / first_rank if first_rank is not None and first_rank <= cutoff else 0.0
+        per_query[query_id] = values
+        first = judged_run.get(query_id, [])[:FIRST_PASSAGES]
+        first_passages[query_id] = {passage_id: grades.get(passage_id, 0) for passage_id, _ in first}
     metrics = metrics_of(per_query)
-    metrics["first_passages"] = {
-        query_id: {passage_id: grades.get(passage_id, 0) for passage_id, _ in judged.get(query_id, [])[:FIRST_PASSAGES]}
-        for query_id, grades in qrels.items()
-    }
+    metrics["first_passages"] = first_passages
     return metrics
-
-
-def _reciprocal_ranks(
-    grades: Mapping[str, int], hits: list[tuple[str, float]], cutoffs: Sequence[int], least: int
-) -> dict[str, float]:
-    """Return mrr at each cutoff: 1 / rank of the first relevant passage, or 0 if no passage up to the cutoff is relevant."""
-    rank = next((rank for rank, (passage_id, _) in enumerate(hits, 1) if grades.get(passage_id, 0) >= least), None)
-    return {f"mrr@{cutoff}": 1 / rank if rank is not None and rank <= cutoff else 0.0 for cutoff in cutoffs}
 
 
 def metrics_of(per_query: dict[str, dict[str, float]]) -> Metrics:
@@ -125,34 +137,36 @@ def save_metrics(metrics: Metrics, output: str | Path | None, about: Mapping[str
 
 def read_metrics(path: Path) -> dict[str, Any]:
     """Read a file of metrics. Raise InputError if a mean or the value of a query is not a finite number."""
-    found: Metrics = read_json(path, Metrics)
-    for where, values in {"mean": found["mean"], **found.get("per_query", {})}.items():
+    metrics: Metrics = read_json(path, Metrics)
+    for where, values in {"mean": metrics["mean"], **metrics.get("per_query", {})}.items():
         if not all(map(isfinite, values.values())):
             raise InputError(f"{path}: {where}: a value is NaN or infinite; expected finite numbers")
-    return {**read_json(path), **found}
+    return {**read_json(path), **metrics}
 
 
 def render_metrics(metrics: Metrics) -> str:
     """Return the means as text: a table with a row for each measure and a column for each cutoff."""
     mean = metrics["mean"]
-    if not all("@" in name for name in mean):
+    if not all("@" in name for name in mean):  # answer accuracy: top1, top5, ...
         return "\n".join(f"{name:8s} {value:.4f}" for name, value in mean.items())
     measures = list(dict.fromkeys(name.split("@")[0] for name in mean))
     cutoffs = list(dict.fromkeys(name.split("@")[1] for name in mean))
     header = " " * 10 + "".join(f"{'@' + cutoff:>9s}" for cutoff in cutoffs)
-    rows = [f"{measure:10s}" + "".join(f"{mean[f'{measure}@{c}']:9.4f}" for c in cutoffs) for measure in measures]
+    rows = []
+    for measure in measures:
+        rows.append(f"{measure:10s}" + "".join(f"{mean[f'{measure}@{cutoff}']:9.4f}" for cutoff in cutoffs))
     return "\n".join([header, *rows, f"{metrics['queries']} queries"])
 
 
 def render_benchmark(result: Mapping[str, Any]) -> str:
     """Return the benchmark table as text. The last rows show the means over the other rows."""
     names = [name for name in SHOWN if name in result["mean"]]
-    means = [("mean", result["mean"]), ("without msmarco", result.get("mean_without_msmarco"))]
-    rows = [*result["rows"].items(), *means]
-    width = max(len(row) for row, _ in rows)
+    rows = {**result["rows"], "mean": result["mean"]}
+    if "mean_without_msmarco" in result:
+        rows["without msmarco"] = result["mean_without_msmarco"]
+    width = max(map(len, rows))
     lines = [f"{'':{width}s}" + "".join(f"{name:>12s}" for name in names) + f"{'queries':>9s}"]
-    for row, values in rows:
-        if values:
-            queries = f"{values['queries']:9d}" if "queries" in values else ""
-            lines.append(f"{row:{width}s}" + "".join(f"{values[name]:12.4f}" for name in names) + queries)
+    for row, values in rows.items():
+        queries = f"{values['queries']:9d}" if "queries" in values else ""
+        lines.append(f"{row:{width}s}" + "".join(f"{values[name]:12.4f}" for name in names) + queries)
     return "\n".join(lines)

@@ -115,36 +115,45 @@ def compare(
     ours, theirs: training seed -> values of every query. A system without seeds has one key: None. Raises InputError if the
     systems were scored on different queries, or if the values lack the measure.
     """
-    first = {number: _values(scores, measure) for number, scores in ours.items()}
-    second = {number: _values(scores, measure) for number, scores in theirs.items()}
-    names = sorted(next(iter(first.values())))
+    first = {seed: _values(scores, measure) for seed, scores in ours.items()}  # seed -> query id -> value
+    second = {seed: _values(scores, measure) for seed, scores in theirs.items()}
+    queries = sorted(next(iter(first.values())))
     for values in (*first.values(), *second.values()):
-        if sorted(values) != names:
-            other = next(iter(set(values) ^ set(names)))
+        if sorted(values) != queries:
+            other = next(iter(set(values) ^ set(queries)))
             raise InputError(
-                f"the runs were evaluated on different queries: one run has {len(names)} queries, another has "
+                f"the runs were evaluated on different queries: one run has {len(queries)} queries, another has "
                 f"{len(values)}. For example, query {other!r} is in only one of these two runs."
             )
-    one, two = (
-        {number: np.array([values[n] for n in names]) for number, values in each.items()} for each in (first, second)
-    )
+    one = {
+        seed: np.array([values[query] for query in queries]) for seed, values in first.items()
+    }  # arrays are (queries,)
+    two = {seed: np.array([values[query] for query in queries]) for seed, values in second.items()}
     differences = np.mean(list(one.values()), axis=0) - np.mean(list(two.values()), axis=0)  # (queries,)
     differences[np.abs(differences) < ROUNDING] = 0
+    mean = float(differences.mean())
+    deviation = float(differences.std(ddof=1)) if np.ptp(differences) >= ROUNDING else 0.0
+    half_interval = float("inf")
+    if len(queries) > 1:
+        half_interval = float(stats.t.ppf(0.975, len(queries) - 1)) * deviation / len(queries) ** 0.5
     _, p_t = t_test(differences)
-    mean, spread = float(differences.mean()), float(differences.std(ddof=1)) if np.ptp(differences) >= ROUNDING else 0.0
-    reach = float(stats.t.ppf(0.975, len(names) - 1)) * spread / len(names) ** 0.5 if len(names) > 1 else float("inf")
-    pairs = _pairs(one, two)
+    # a system without seeds (such as BM25) is paired with every seed of the other system
+    if None in one:
+        one = dict.fromkeys(two, one[None])
+    elif None in two:
+        two = dict.fromkeys(one, two[None])
+    by_seed = [one[seed] - two[seed] for seed in one if seed in two]
     return Comparison(
         difference=mean,
-        low=mean - reach,
-        high=mean + reach,
-        effect=mean / spread if spread else 0.0,
+        low=mean - half_interval,
+        high=mean + half_interval,
+        effect=mean / deviation if deviation else 0.0,
         wins=int((differences > 0).sum()),
         losses=int((differences < 0).sum()),
-        queries=len(names),
+        queries=len(queries),
         p_permutation=permutation_test(differences),
         p_t=p_t,
-        p_both=over_both(pairs) if len(pairs) > 1 else None,
+        p_both=over_both(by_seed) if len(by_seed) > 1 else None,
     )
 
 
@@ -166,12 +175,3 @@ def _values(scores: QueryScores, measure: str) -> dict[str, float]:
     if any(measure not in values for values in scores.values()):
         raise InputError(f"metric {measure!r} was not computed; choose one of {', '.join(known)}")
     return {query: values[measure] for query, values in scores.items()}
-
-
-def _pairs(one: dict[int | None, np.ndarray], two: dict[int | None, np.ndarray]) -> list[np.ndarray]:
-    """Return one array of differences (queries,) for each common seed. A system without seeds is paired with every seed."""
-    if None in one:
-        one = dict.fromkeys(two, one[None])
-    elif None in two:
-        two = dict.fromkeys(one, two[None])
-    return [one[number] - two[number] for number in one if number in two]

@@ -224,7 +224,7 @@ def test_beir_refuses_what_it_cannot_run(tmp_path, capsys):
     ("options", "sentence"),
     [
         ({"relevance_level": 2}, "relevance_level is 2; evaluator beir supports only 1"),
-        ({"repair": True}, "repair is True"),
+        ({"policy": DataPolicy(repair=True)}, "repair is True"),
         ({"policy": DataPolicy(strict=True)}, "strict is True"),
         ({"settings": SearchConfig(embeddings="vectors")}, "embeddings is 'vectors'"),
     ],

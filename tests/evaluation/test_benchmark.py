@@ -15,7 +15,7 @@ from contaccum.catalog.download import FORUMS
 from contaccum.cli import main
 from contaccum.config.commands import EncoderConfig, SearchConfig
 from contaccum.errors import InputError
-from contaccum.evaluation.evaluate import BEIR, benchmark_sets
+from contaccum.evaluation.benchmark import BEIR, benchmark_sets
 from contaccum.evaluation.metrics import evaluate_run
 from contaccum.retrieval.runs import read_run, write_run
 from contaccum.runtime.files import cache_folder, read_json
@@ -141,7 +141,7 @@ def test_what_changes_a_search_is_another_benchmark(tmp_path, monkeypatch):
 def test_another_evaluator_is_another_benchmark(first, second, tmp_path, monkeypatch):
     folders = ",".join(str(write_beir(tmp_path / name, 15)) for name in ("one", "two"))
     monkeypatch.setattr("contaccum.encoder.load_encoder", lambda choice: WordEncoder())
-    call = {"choice": EncoderConfig("tiny"), "data": folders, "output": str(tmp_path / "out")}
+    call = {"model": EncoderConfig("tiny"), "data": folders, "output": str(tmp_path / "out")}
     assert evaluate_benchmark(**call, evaluator=first) == evaluate_benchmark(**call, evaluator=first)
     with pytest.raises(InputError, match=f"was scored with evaluator '{first}'; this call has '{second}'"):
         evaluate_benchmark(**call, evaluator=second)

@@ -1,0 +1,73 @@
+"""Evaluate a retriever with the loader, the exact search and the metrics of the library BEIR."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from contaccum.config.commands import EncoderConfig
+from contaccum.data.dataset import open_dataset
+from contaccum.errors import InputError, library_errors
+from contaccum.evaluation.metrics import Metrics
+from contaccum.formats.records import Passage
+
+if TYPE_CHECKING:
+    from contaccum.encoder import DualEncoder
+
+MEASURES = {"NDCG": "ndcg", "MAP": "map", "Recall": "recall", "P": "precision", "MRR": "mrr"}
+"""Name of each measure in BEIR -> its name in contaccum."""
+
+
+class BeirEncoder:
+    """Adapter to use a ``DualEncoder`` in scripts for BEIR: ``DenseRetrievalExactSearch(BeirEncoder(encoder))``.
+
+    The script must use ``score_function="dot"``. ``batch_size`` is ignored, because ``batch_tokens`` limits the size of a batch.
+    """
+
+    def __init__(self, encoder: "DualEncoder", batch_tokens: int | None = None) -> None:
+        self.encoder = encoder
+        self.batch_tokens = batch_tokens
+
+    def encode_queries(self, queries: list[str], batch_size: int = 0, **_: Any) -> torch.Tensor:
+        """Encode n queries; return the vectors (n, d)."""
+        return torch.from_numpy(self.encoder.encode_queries(list(queries), self.batch_tokens))
+
+    def encode_corpus(self, corpus: Sequence[Mapping[str, str]], batch_size: int = 0, **_: Any) -> torch.Tensor:
+        """Encode n passages; return the vectors (n, d). A passage has the keys ``title`` and ``text``."""
+        texts = [Passage("", passage.get("title") or "", passage.get("text") or "").content for passage in corpus]
+        return torch.from_numpy(self.encoder.encode_passages(texts, self.batch_tokens))
+
+
+def evaluate_with_beir(
+    model: "EncoderConfig | DualEncoder | str | Path",
+    data: str | Path,
+    split: str,
+    cutoffs: list[int],
+    batch_tokens: int | None = None,
+) -> Metrics:
+    """Load, search and score with the library BEIR. It rounds mean metrics to 5 decimals and returns no values per query."""
+    from beir.datasets.data_loader import GenericDataLoader
+    from beir.retrieval.evaluation import EvaluateRetrieval
+    from beir.retrieval.search.dense import DenseRetrievalExactSearch
+
+    from contaccum.encoder import load_encoder
+
+    if isinstance(model, str | Path):
+        model = EncoderConfig.of(model)
+    encoder = load_encoder(model) if isinstance(model, EncoderConfig) else model
+    folder = str(open_dataset(data, split).path)
+    fix = "; expected a BEIR folder with unpacked files"
+    with library_errors(f"{folder}: BEIR cannot load it", ValueError, KeyError, fix=fix):
+        corpus, queries, qrels = GenericDataLoader(folder).load(split=split)
+    if len(queries) < 2:
+        raise InputError(f"{folder}: the split {split} has {len(queries)} query; --evaluator beir needs at least 2")
+    search = DenseRetrievalExactSearch(BeirEncoder(encoder, batch_tokens))
+    scorer = EvaluateRetrieval(search, cutoffs, score_function="dot")
+    results = scorer.retrieve(corpus, queries)
+    mean = {}
+    for values in (*scorer.evaluate(qrels, results, cutoffs), scorer.evaluate_custom(qrels, results, cutoffs, "mrr")):
+        for name, value in values.items():
+            measure, cutoff = name.split("@")
+            mean[f"{MEASURES[measure]}@{cutoff}"] = value
+    return {"mean": mean, "per_query": {}, "queries": len(qrels)}

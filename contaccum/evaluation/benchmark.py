@@ -1,0 +1,211 @@
+"""Evaluate a retriever on several data sets, such as BEIR, and compute the table of their metrics."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+from contaccum.catalog import HUB_PREFIX, NANO, fetch
+from contaccum.catalog.download import FORUMS, MD5
+from contaccum.catalog.hub_sets import HubName
+from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
+from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
+from contaccum.errors import InputError
+from contaccum.evaluation.evaluate import Evaluator, evaluate
+from contaccum.evaluation.metrics import Metrics, read_metrics
+from contaccum.retrieval.retriever import BM25_NAME, DEFAULTS, index_settings
+from contaccum.retrieval.shards import saved_dtype
+from contaccum.runtime.files import sha256_of, write_json
+from contaccum.runtime.processes import ALONE, Processes
+
+BEIR = {
+    "msmarco": "dev", "trec-covid": "test", "nfcorpus": "test", "nq": "test", "hotpotqa": "test", "fiqa": "test",
+    "arguana": "test", "webis-touche2020": "test", "cqadupstack": "test", "quora": "test", "dbpedia-entity": "test",
+    "scidocs": "test", "fever": "test", "climate-fever": "test", "scifact": "test",
+}  # fmt: skip
+"""The 15 public data sets of BEIR: name of the data set -> split that papers report."""
+FAMILIES = {"beir": BEIR, "nanobeir": {f"nanobeir/{name}": "test" for name in NANO}}
+
+
+class BenchmarkSet(NamedTuple):
+    """One data set of a benchmark."""
+
+    data: str  # name or path of the data set
+    split: str
+    row: str
+    """Name of the row in the table. The 12 forums of cqadupstack share one row, which shows their mean."""
+
+
+def is_benchmark(data: str) -> bool:
+    """Return whether ``data`` names more than one data set."""
+    return len(benchmark_sets(data, "test")) > 1
+
+
+def benchmark_sets(data: str, split: str) -> list[BenchmarkSet]:
+    """Return the data sets that ``data`` names: ``beir``, ``nanobeir``, or names and folders separated by commas."""
+    if os.path.exists(data):
+        return [BenchmarkSet(data, split, data)]
+    splits: dict[str, str] = {}  # name of a data set -> its split
+    for name in _names(data):
+        splits |= FAMILIES.get(name, {name: split})
+    sets = []
+    for name, name_split in splits.items():
+        row = Path(name).name if os.path.isdir(name) else name
+        if name == "cqadupstack" and len(splits) > 1:
+            sets += [BenchmarkSet(f"{name}/{forum}", name_split, row) for forum in FORUMS]
+        else:
+            sets.append(BenchmarkSet(name, name_split, row))
+    # two folders with the same name would share a row; then each row gets the full path of its data set
+    sources = set()  # the forums of cqadupstack share a row on purpose, so they count as one
+    for benchmark_set in sets:
+        forum = benchmark_set.row == "cqadupstack" and benchmark_set.data.startswith("cqadupstack/")
+        sources.add((benchmark_set.row, "cqadupstack" if forum else benchmark_set.data))
+    if len({row for row, _ in sources}) < len(sources):
+        return [benchmark_set._replace(row=benchmark_set.data) for benchmark_set in sets]
+    return sets
+
+
+def _names(data: str) -> list[str]:
+    """Split ``data`` at commas between names. Keep a comma between columns, as in ``hub:owner/name?query=q&pos=p&neg=a,b``.
+
+    Spaces around a name and empty names are ignored, as in ``scifact, nfcorpus,``.
+    """
+    names: list[str] = []
+    for name in filter(None, map(str.strip, data.split(","))):
+        is_set = name in MD5 or name in FAMILIES or ":" in name or "/" in name
+        if names and names[-1].startswith(HUB_PREFIX) and "?" in names[-1] and not is_set:
+            names[-1] += f",{name}"
+        else:
+            names.append(name)
+    return names
+
+
+def evaluate_benchmark(
+    model: EncoderConfig | str | Path,
+    data: str | Path,
+    split: str = "test",
+    *,
+    k: int = 100,
+    relevance_level: int = 1,
+    settings: SearchConfig = DEFAULTS,
+    policy: DataPolicy = DEFAULT_POLICY,
+    output: str | Path | None = None,
+    group: Processes = ALONE,
+    evaluator: Evaluator = "contaccum",
+) -> dict[str, Any]:
+    """Evaluate a retriever on several data sets; return the content of benchmark.json.
+
+    data: ``beir``, ``nanobeir``, or names separated by commas. output: folder for one file of metrics per data set, and for
+    benchmark.json. A data set whose file exists is not evaluated again. Raises InputError if that file has other settings.
+    Each data set gets its own folder in ``settings.embeddings`` and ``settings.index_dir``. Other arguments: see ``evaluate``.
+    """
+    model = EncoderConfig.of(model)
+    if output is not None and os.fspath(output).lower().endswith(".json"):
+        raise InputError(f"--output is {output}; give a folder, because several data sets are written to several files")
+    from contaccum.encoder import load_encoder
+
+    # everything that changes the metrics; a finished file must have the same values
+    shared: dict[str, Any] = {"model": model.model, "encoder": BM25_NAME, "k": k, "relevance_level": relevance_level}
+    shared |= {**asdict(policy), "evaluator": evaluator}
+    encoder = None
+    if model.model != BM25_NAME:
+        encoder = load_encoder(model)
+        shared["encoder"] = f"{encoder.fingerprint('query')} {encoder.fingerprint('passage')}"
+        shared |= index_settings(settings)
+    sets = benchmark_sets(os.fspath(data), split)
+    names = [benchmark_set.data.strip("/").replace("/", "-") for benchmark_set in sets]
+    for number, benchmark_set in enumerate(sets):
+        if names.count(names[number]) > 1:  # for example a/b and a-b
+            names[number] = quote(benchmark_set.data, safe="")
+    files = [Path(output) / f"{name}.json" if output is not None else None for name in names]
+    with group.main_first():  # a wrong name or split is found before the first data set is evaluated
+        for benchmark_set, file in zip(sets, files, strict=True):
+            if file is None or not file.is_file():
+                open_dataset(benchmark_set.data, benchmark_set.split, policy).check()
+    rows: dict[str, list[Metrics]] = {}
+    for benchmark_set, name, file in zip(sets, names, files, strict=True):
+        set_settings = settings
+        dtype = "float32"
+        if settings.embeddings is not None:
+            set_settings = replace(set_settings, embeddings=str(Path(settings.embeddings) / name))
+            dtype = saved_dtype(str(set_settings.embeddings)) or settings.dtype
+        if settings.index_dir is not None:
+            set_settings = replace(set_settings, index_dir=str(Path(settings.index_dir) / name))
+        scored_with = {**shared, "data": benchmark_set.data, "split": benchmark_set.split}
+        scored_with["data_sha256"] = data_digest(benchmark_set)
+        if encoder is not None:
+            scored_with["dtype"] = dtype
+        if file is not None and file.is_file():
+            metrics = _read_finished(file, scored_with)
+        else:
+            metrics = evaluate(
+                encoder or model,
+                benchmark_set.data,
+                benchmark_set.split,
+                k=k,
+                relevance_level=relevance_level,
+                settings=set_settings,
+                policy=policy,
+                group=group,
+                evaluator=evaluator,
+            )
+            if file is not None and group.is_main:
+                write_json(file, {**scored_with, **metrics})
+        rows.setdefault(benchmark_set.row, []).append(metrics)
+    result = {**shared, **benchmark_means(rows)}
+    if output is not None and group.is_main:
+        write_json(Path(output) / "benchmark.json", result)
+    return result
+
+
+def data_digest(benchmark_set: BenchmarkSet) -> str | None:
+    """Return a SHA-256 of a local file or BEIR folder. Return None for a published data set, which does not change."""
+    path = Path(benchmark_set.data)
+    if benchmark_set.data.startswith(HUB_PREFIX) and os.path.isdir(HubName.of(benchmark_set.data).repository):
+        path = fetch(benchmark_set.data, benchmark_set.split)  # the folder in the place of the Hub can change
+    if not os.path.exists(path):
+        return None
+    names = ("corpus.jsonl", "queries.jsonl", "collection.tsv", "queries.tsv", f"qrels/{benchmark_set.split}.tsv")
+    files = [path / f"{name}{end}" for name in names for end in ("", ".gz")] if path.is_dir() else [path]
+    digests = [[file.name, sha256_of(file)] for file in files if file.is_file()]
+    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
+
+
+def benchmark_means(evaluated: Mapping[str, list[Metrics]]) -> dict[str, Any]:
+    """Compute the rows of the benchmark table, and two means over the rows: one with MS MARCO and one without.
+
+    evaluated: row -> metrics of its data sets. A row of several data sets (cqadupstack) shows the means over them.
+    """
+    names = list(next(iter(evaluated.values()))[0]["mean"])
+    rows: dict[str, dict[str, float]] = {}
+    for row, sets in evaluated.items():
+        rows[row] = {name: sum(metrics["mean"][name] for metrics in sets) / len(sets) for name in names}
+        rows[row]["queries"] = sum(metrics["queries"] for metrics in sets)
+    result: dict[str, Any] = {"rows": rows}
+    result["mean"] = {name: sum(values[name] for values in rows.values()) / len(rows) for name in names}
+    others = [values for row, values in rows.items() if row != "msmarco"]
+    if 0 < len(others) < len(rows):
+        result["mean_without_msmarco"] = {name: sum(values[name] for values in others) / len(others) for name in names}
+    return result
+
+
+def _read_finished(file: Path, scored_with: Mapping[str, Any]) -> Any:
+    """Return the metrics that an earlier call wrote to ``file``.
+
+    scored_with: name -> value, for all settings that change the metrics. Raises InputError if ``file`` has another value.
+    """
+    metrics = read_metrics(file)
+    for name, value in scored_with.items():
+        if metrics.get(name) != value:
+            raise InputError(
+                f"{file}: was scored with {name} {metrics.get(name)!r}; this call has {value!r}. Use another --output."
+            )
+    if not isinstance(metrics.get("queries"), int):
+        raise InputError(
+            f"{file}: the number of queries is missing; expected a file from `contaccum evaluate --output`"
+        )
+    return metrics
