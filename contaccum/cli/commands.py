@@ -89,7 +89,13 @@ def _evaluate(task: options.EvaluateConfig, encoder: EncoderConfig, settings: Se
         return render_metrics(metrics) + "\n" + render_comparison(tested, task.metric, task.against)
 
     with joined(encoder.timeout_minutes) as group:
-        how: dict[str, Any] = {"k": task.k, "settings": settings, "policy": policy, "output": task.output, "group": group}
+        how: dict[str, Any] = {
+            "k": task.k,
+            "settings": settings,
+            "policy": policy,
+            "output": task.output,
+            "group": group,
+        }
         if task.questions is not None:
             passages = str(task.passages)
             return render_metrics(evaluate_questions(encoder, task.questions, passages, match=task.match, **how))

@@ -76,7 +76,8 @@ class Texts:
     @classmethod
     def of_queries(cls, queries: Mapping[str, str]) -> "Texts":
         """Make Texts from queries (id -> text), in the same order."""
-        ids, texts = list(queries), list(queries.values())
+        ids = list(queries)
+        texts = list(queries.values())
         return cls("query", len(ids), lambda start, stop: (ids[start:stop], texts[start:stop]))
 
     def encode_method(self, encoder: "DualEncoder") -> Callable[..., np.ndarray]:
@@ -191,15 +192,29 @@ def encode_texts(
     (texts, encoder, dtype, shard size or format).
     """
     folder = Path(output_dir)
-    identity = texts.kind, encoder.fingerprint(texts.kind), texts.fingerprint, texts.rows
-    job = EncodingJob(*identity, shard_size, dtype, format, text and format == "parquet")
+    job = EncodingJob(
+        kind=texts.kind,
+        encoder=encoder.fingerprint(texts.kind),
+        source=texts.fingerprint,
+        rows=texts.rows,
+        shard_size=shard_size,
+        dtype=dtype,
+        format=format,
+        text=text and format == "parquet",
+    )
     check_folder(folder, job)
     # process 0 holds the lock for all processes of the launch; each process writes different shards
     with folder_lock(folder) if group.is_main else nullcontext():
         if group.world == 1:  # not with several processes, because another process may already write here
             sweep(folder)
-        own = range(group.rank, job.count, group.world)
-        missing = [number for number in own if not _is_finished(folder, number, job, encoder.dim)]
+        missing = []
+        for number in range(group.rank, job.count, group.world):
+            record = read_record(folder, number, job)
+            fault = damage(folder, record) if record else None
+            if fault:
+                warnings.warn(f"{fault}; shard {number} is encoded again", stacklevel=2)
+            if record is None or fault or record.dimension != encoder.dim:
+                missing.append(number)
         rows = sum(stop - start for start, stop in map(job.span, missing))
         print_estimate(encoder, texts, rows, batch_tokens, job.dtype)
         with tqdm(total=rows, unit="text", disable=None) as bar, ThreadPoolExecutor(1, "write") as writer:
@@ -212,14 +227,6 @@ def encode_texts(
             if written is not None:
                 written.result()
         return write_manifest(folder, job)
-
-
-def _is_finished(folder: Path, number: int, job: EncodingJob, dimension: int) -> bool:
-    record = read_record(folder, number, job)
-    if record and (fault := damage(folder, record)):
-        warnings.warn(f"{fault}; shard {number} is encoded again", stacklevel=3)
-        return False
-    return record is not None and record.dimension == dimension
 
 
 def make_estimate(rows: int, dim: int, dtype: str, sampled: int, seconds: float) -> tuple[float, str]:
@@ -301,7 +308,7 @@ def training_vectors(
 
 
 def encode(
-    choice: EncoderConfig | str | Path,
+    model: EncoderConfig | str | Path,
     source: str | Path,
     output: str | Path,
     *,
@@ -321,17 +328,25 @@ def encode(
     """
     from contaccum.encoder import load_encoder
 
-    choice = EncoderConfig.of(choice)
-    refuse_input_as_output(output, source, choice.model, folder=True)
-    with (
-        joined(choice.timeout_minutes) as group,
-        group.main_first(),
-    ):  # after this block, processes do not wait for each other
-        given = open_dataset(source, policy=policy)
-        texts = Texts.of_corpus(given.corpus) if kind == "passage" else Texts.of_queries(given.queries)
-    encoder = load_encoder(choice)
-    form = {"dtype": dtype, "shard_size": shard_size, "batch_tokens": batch_tokens, "format": format, "text": text}
-    if encode_texts(encoder, texts, output, group, **form):  # type: ignore[arg-type]
+    model = EncoderConfig.of(model)
+    refuse_input_as_output(output, source, model.model, folder=True)
+    # after this block, the processes do not wait for each other
+    with joined(model.timeout_minutes) as group, group.main_first():
+        dataset = open_dataset(source, policy=policy)
+        texts = Texts.of_corpus(dataset.corpus) if kind == "passage" else Texts.of_queries(dataset.queries)
+    encoder = load_encoder(model)
+    finished = encode_texts(
+        encoder,
+        texts,
+        output,
+        group,
+        dtype=dtype,
+        shard_size=shard_size,
+        batch_tokens=batch_tokens,
+        format=format,
+        text=text,
+    )
+    if finished:
         return f"{output}: {texts.rows} {kind} vectors of {encoder.dim} numbers"
     return (
         f"{output}: process {group.rank} of {group.world} has finished its shards; other processes are still encoding"

@@ -1,12 +1,6 @@
-"""Import faiss, return its version and its GPUs, and refuse index_factory strings that make it crash.
-
-Only this file imports faiss.
-"""
+"""Import faiss, and say what it supports on this machine. Only this file imports faiss."""
 
 import re
-import signal
-import subprocess
-import sys
 from types import ModuleType
 from typing import Any
 
@@ -20,8 +14,6 @@ LONGEST = 200  # maximum length of a factory string or of search parameters; fai
 
 _PREFIX = re.compile(r"^Error in .*? at \S+:\d+: (Error: )?('.*?' failed: )?")
 """Pattern for the start of a faiss error message: C++ function, file, line and failed condition."""
-_TRIAL = "import sys, faiss; faiss.index_factory(int(sys.argv[1]), sys.argv[2], faiss.METRIC_INNER_PRODUCT)"
-_TRIAL_SECONDS = 60
 
 
 def load_faiss() -> ModuleType:
@@ -80,27 +72,6 @@ def search_gpus(device: str = "auto") -> list[int]:
     count = gpu_count() if device.startswith(("auto", "cuda")) else 0
     rank, world = local_place()
     return [rank % count] if count and world > 1 else list(range(count))
-
-
-def check_factory(factory: str, dimension: int) -> None:
-    """Raise InputError if an index_factory string is not ASCII, is too long, or makes faiss crash or hang.
-
-    A child process creates the index as a trial, so that a crash does not end this process.
-    """
-    if not re.fullmatch(rf"[ -~]{{1,{LONGEST}}}", factory):
-        found = f"{len(factory)} characters" if len(factory) > LONGEST else repr(factory)
-        raise InputError(
-            f"factory: found {found}; expected a faiss index_factory string of 1 to {LONGEST} ASCII characters"
-        )
-    call = [sys.executable, "-c", _TRIAL, str(dimension), factory]
-    try:
-        code = subprocess.run(call, capture_output=True, timeout=_TRIAL_SECONDS, check=False).returncode
-    except subprocess.TimeoutExpired as error:
-        raise InputError(
-            f"index {factory!r}: faiss takes more than {_TRIAL_SECONDS} s to create it; use another index"
-        ) from error
-    if code < 0:  # a positive code means a Python error, which faiss will raise in this process, too
-        raise InputError(f"index {factory!r}: faiss crashes ({signal.Signals(-code).name}); use another index")
 
 
 def reason_of(error: BaseException) -> str:

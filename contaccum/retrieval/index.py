@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +18,6 @@ from contaccum.retrieval.exact import best_first
 from contaccum.retrieval.faiss_library import (
     GPU_LIMIT,
     LONGEST,
-    check_factory,
     load_faiss,
     reason_of,
     search_gpus,
@@ -31,7 +30,6 @@ FORMAT = "contaccum-index"
 VERSION = 1
 
 INDEX_FILE = "index.faiss"
-_AT_LEAST_ONE = ("nprobe", "efSearch")  # with 0 for such a parameter, an index finds nothing
 
 
 @dataclass(frozen=True)
@@ -91,23 +89,28 @@ class Index:
         if rows == 0:
             raise InputError("no passages to index: the corpus is empty")
         dimension = shards[0].vectors.shape[1]
-        check_factory(factory, dimension)
+        if not re.fullmatch(rf"[ -~]{{1,{LONGEST}}}", factory):
+            found = f"{len(factory)} characters" if len(factory) > LONGEST else repr(factory)
+            raise InputError(
+                f"factory: found {found}; expected a faiss index_factory string of 1 to {LONGEST} ASCII characters"
+            )
         problem = f"index {factory!r}: faiss cannot build it for {rows} passages"
         with library_errors(problem, RuntimeError, MemoryError, reason=reason_of):
             index = faiss.index_factory(dimension, factory, faiss.METRIC_INNER_PRODUCT)
             if not index.is_trained:
                 index.train(_sample(shards, rows, training_rows(faiss, index), seed))
-            single = "HNSW" in factory or "NSG" in factory
+            blocks: Iterable[np.ndarray] = (block.vectors for block in row_blocks(shards, np.float32))
+            if "NSG" in factory:  # an NSG index cannot grow, so it gets all rows at once
+                blocks = [np.concatenate(list(blocks))]
+            is_graph = "HNSW" in factory or "NSG" in factory
             bar = tqdm(total=rows, desc="index", unit="row", disable=None)
-            with bar, _one_thread(faiss) if single else nullcontext():
-                pending: list[np.ndarray] = []
-                for block in row_blocks(shards, np.float32):
-                    pending.append(block.vectors)
-                    if "NSG" not in factory:  # an NSG index cannot grow, so it gets all rows at once
-                        _add(index, pending.pop(), factory)
-                    bar.update(len(block.ids))
-                if pending:
-                    _add(index, np.concatenate(pending), factory)
+            with bar, _one_thread(faiss) if is_graph else nullcontext():
+                for vectors in blocks:
+                    if "IDMap" in factory:  # an IDMap index needs ids; it gets the row numbers
+                        index.add_with_ids(vectors, np.arange(index.ntotal, index.ntotal + len(vectors)))
+                    else:
+                        index.add(vectors)
+                    bar.update(len(vectors))
             _check_scores(index, factory, shards[0].vectors[:8])
         return cls(index, origin)
 
@@ -142,8 +145,12 @@ class Index:
         if len(params) > LONGEST:
             raise InputError(f"search_params: found {len(params)} characters; at most {LONGEST} are allowed")
         for name, value in re.findall(r"(\w+)=([-+.\w]+)", params):
-            least = int(name.endswith(_AT_LEAST_ONE))
-            if not _number(value) >= least:  # faiss accepts a smaller value, but then finds nothing
+            least = 1 if name.endswith(("nprobe", "efSearch")) else 0
+            try:
+                number = float(value)
+            except ValueError:
+                number = float("nan")
+            if not number >= least:  # faiss accepts a smaller value, but then finds nothing
                 raise InputError(f"search_params {params!r}: {name} is {value}; expected a number of at least {least}")
         problem = f"search_params {params!r}: faiss cannot use them with index {self.origin.factory!r}"
         with library_errors(problem, RuntimeError, reason=reason_of):
@@ -251,13 +258,6 @@ def _check_target(folder: Path) -> None:
         )
 
 
-def _add(index: Any, rows: np.ndarray, factory: str) -> None:
-    if "IDMap" in factory:  # an IDMap index needs ids; it gets the row numbers
-        index.add_with_ids(rows, np.arange(index.ntotal, index.ntotal + len(rows)))
-    else:
-        index.add(rows)
-
-
 def _check_scores(index: Any, factory: str, queries: np.ndarray) -> None:
     """Raise InputError if the index sorts by distance (smallest first) instead of inner product (largest first)."""
     scores, rows = index.search(np.ascontiguousarray(queries, dtype=np.float32), min(10, index.ntotal))
@@ -266,13 +266,6 @@ def _check_scores(index: Any, factory: str, queries: np.ndarray) -> None:
         raise InputError(
             f"index {factory!r}: faiss ranks its results by distance, not by inner product; use another index, such as HNSW32"
         )
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return float("nan")
 
 
 def training_rows(faiss: ModuleType, index: Any) -> int:
@@ -289,13 +282,14 @@ def training_rows(faiss: ModuleType, index: Any) -> int:
 
 def _sample(shards: Shards, rows: int, wanted: int, seed: int) -> np.ndarray:
     chosen = np.sort(np.random.default_rng(seed).choice(rows, min(rows, wanted), replace=False))
-    parts, start = [], 0
+    vectors = []
+    start = 0
     for shard in shards:
         stop = start + len(shard.vectors)
-        local = chosen[np.searchsorted(chosen, start) : np.searchsorted(chosen, stop)] - start
-        parts.append(shard.vectors[local].astype(np.float32))
+        local = chosen[(chosen >= start) & (chosen < stop)] - start
+        vectors.append(shard.vectors[local].astype(np.float32))
         start = stop
-    return np.concatenate(parts)
+    return np.concatenate(vectors)
 
 
 @contextmanager

@@ -183,7 +183,7 @@ class Miner:
 
 
 def mine(
-    choice: EncoderConfig | str | Path,
+    model: EncoderConfig | str | Path,
     data: str | Path,
     output: str | Path,
     *,
@@ -202,20 +202,20 @@ def mine(
     share the work. All of them must call this function.
     """
     mining.check()
-    choice = EncoderConfig.of(choice)
+    model = EncoderConfig.of(model)
     if Path(output).exists():
         raise InputError(f"{output}: exists already; choose a new path")
-    refuse_input_as_output(about_path(output), data, corpus, choice.model)
+    refuse_input_as_output(about_path(output), data, corpus, model.model)
     with group.main_first():
         passages = open_dataset(corpus, policy=policy).corpus if corpus else None
         queries = MiningQueries(open_dataset(data, split, policy).examples(), passages)
     settings = replace(settings, seed=mining.seed)
-    model: EncoderConfig | DualEncoder = choice
-    if choice.model != BM25_NAME:
+    encoder: DualEncoder | None = None
+    if model.model != BM25_NAME:
         validate_search(settings, group)
         from contaccum.encoder import load_encoder
 
-        model = load_encoder(choice)
+        encoder = load_encoder(model)
         if group.world > 1:
             # each process searches the whole corpus for its own queries, in vectors that the processes compute together
             if settings.embeddings is None:
@@ -223,16 +223,16 @@ def mine(
                     f"{group.world} processes were started without --embeddings; set it to a folder where the processes share "
                     "vectors"
                 )
-            passage_vectors(model, queries.corpus, settings, group)
-    retriever = Retriever.open(model, queries.corpus, settings, extra=queries.extra)
+            passage_vectors(encoder, queries.corpus, settings, group)
+    retriever = Retriever.open(encoder or model, queries.corpus, settings, extra=queries.extra)
     cross_encoder = None
     if mining.cross_encoder is not None:
-        device = str(encoding_device(choice.device))
+        device = str(encoding_device(model.device))
         cross_encoder = CrossEncoder(
-            mining.cross_encoder, device, mining.cross_encoder_batch_size, choice.trust_remote_code
+            mining.cross_encoder, device, mining.cross_encoder_batch_size, model.trust_remote_code
         )
-    search = {} if choice.model == BM25_NAME else index_settings(settings)
-    about = {"model": choice.model, "data": data, "split": split, "corpus": corpus, "search": search}
+    search = {} if encoder is None else index_settings(settings)
+    about = {"model": model.model, "data": data, "split": split, "corpus": corpus, "search": search}
     return Miner(queries, retriever, mining, to, cross_encoder).write(output, about, group)
 
 

@@ -86,25 +86,28 @@ def select_negatives(scores: np.ndarray, positives: np.ndarray, settings: MineCo
     (NV-Retriever, arXiv 2407.15831) call the relative margin TopK-PercPos, the absolute margin TopK-MarginPos and max_score
     TopK-Abs.
     """
-    exact = scores.astype(np.float64)
+    scores = scores.astype(np.float64)
     lowest = float(positives.min())
-    left = np.ones(len(scores), dtype=bool)
+    fails: dict[str, np.ndarray] = {}  # filter -> whether each candidate fails it, (n,)
+    if settings.absolute_margin is not None:
+        fails["absolute_margin"] = scores > lowest - settings.absolute_margin
+    if settings.relative_margin is not None:
+        # abs() keeps the limit below ``lowest`` even if ``lowest`` is negative
+        fails["relative_margin"] = scores > lowest - settings.relative_margin * abs(lowest)
+    if settings.max_score is not None:
+        fails["max_score"] = scores > settings.max_score
+    if settings.min_score is not None:
+        fails["min_score"] = scores < settings.min_score
+    remain = np.ones(len(scores), dtype=bool)
     removed = {}
-    for name in ("absolute_margin", "relative_margin", "max_score", "min_score"):
-        bound = getattr(settings, name)
-        if bound is None:
-            continue
-        if name.endswith("margin"):  # abs() keeps the bound below ``lowest`` even if ``lowest`` is negative
-            bound = lowest - bound * (abs(lowest) if name == "relative_margin" else 1)
-        fails = left & (exact < bound if name == "min_score" else exact > bound)
-        removed[name] = int(fails.sum())
-        left &= ~fails
-    window = np.flatnonzero(left)[settings.range_min :]
-    take = settings.num_negatives
-    if settings.sampling_strategy == "random" and len(window) > take:
+    for name, failed in fails.items():
+        removed[name] = int((remain & failed).sum())
+        remain &= ~failed
+    window = np.flatnonzero(remain)[settings.range_min :]
+    if settings.sampling_strategy == "random" and len(window) > settings.num_negatives:
         random = np.random.Generator(np.random.Philox(np.random.SeedSequence([settings.seed, number])))
-        window = np.sort(random.choice(window, take, replace=False))
-    return Selection(window[:take], removed)
+        window = np.sort(random.choice(window, settings.num_negatives, replace=False))
+    return Selection(window[: settings.num_negatives], removed)
 
 
 class CrossEncoder:

@@ -262,13 +262,16 @@ def require_k(k: int) -> int:
 def validate_search(settings: SearchConfig, group: Processes = ALONE) -> None:
     """Raise InputError if the settings contradict each other or do not work with the number of processes."""
     if settings.factory == "Flat":
-        fixes = {
-            "search_params": "Leave search_params out, or choose an approximate index with --factory.",
-            "index_dir": "Use --embeddings to save the vectors that exact search reads.",
-        }
-        for name, fix in fixes.items():
-            if value := getattr(settings, name):
-                raise InputError(f"{name} {value!r} has no effect on the exact index 'Flat'. {fix}")
+        if settings.search_params:
+            raise InputError(
+                f"search_params {settings.search_params!r} has no effect on the exact index 'Flat'. Leave search_params out, or "
+                "choose an approximate index with --factory."
+            )
+        if settings.index_dir:
+            raise InputError(
+                f"index_dir {settings.index_dir!r} has no effect on the exact index 'Flat'. Use --embeddings to save the vectors "
+                "that exact search reads."
+            )
         return
     if group.world > 1:
         raise InputError(

@@ -63,12 +63,14 @@ class EncodingJob:
 
     def __post_init__(self) -> None:
         """Raise InputError if the dtype or the format is unknown, ``shard_size`` is below 1, or ``rows`` is negative."""
-        for name, value, choices in (("dtype", self.dtype, DTYPES), ("format", self.format, tuple(FILES))):
-            if value not in choices:
-                raise InputError(f"{name} is {value!r}; expected {' or '.join(choices)}")
-        for name, number, least in (("shard_size", self.shard_size, 1), ("rows", self.rows, 0)):
-            if number < least:
-                raise InputError(f"{name} is {number}; expected at least {least}")
+        if self.dtype not in DTYPES:
+            raise InputError(f"dtype is {self.dtype!r}; expected {' or '.join(DTYPES)}")
+        if self.format not in FILES:
+            raise InputError(f"format is {self.format!r}; expected {' or '.join(FILES)}")
+        if self.shard_size < 1:
+            raise InputError(f"shard_size is {self.shard_size}; expected at least 1")
+        if self.rows < 0:
+            raise InputError(f"rows is {self.rows}; expected at least 0")
 
     @property
     def count(self) -> int:
@@ -310,11 +312,16 @@ class ShardFolder(Sequence[Shard]):
         count = len(self._records)
         self._numbers = range(count * rank // world, count * (rank + 1) // world)
         self._checked: set[int] = set()
-        for name, expected in (("encoder", encoder), ("source", source)):
-            if expected is not None and (found := getattr(self.job, name)) != expected:
-                what = "by a different encoder" if name == "encoder" else "from different data"
-                says = f"these embeddings were made {what} ({name} {found!r}, not {expected!r}). Use another folder."
-                raise InputError(f"{path}: {says}")
+        if encoder is not None and self.job.encoder != encoder:
+            raise InputError(
+                f"{path}: these embeddings were made by a different encoder (encoder {self.job.encoder!r}, not {encoder!r}). "
+                "Use another folder."
+            )
+        if source is not None and self.job.source != source:
+            raise InputError(
+                f"{path}: these embeddings were made from different data (source {self.job.source!r}, not {source!r}). "
+                "Use another folder."
+            )
 
     def __len__(self) -> int:
         return len(self._numbers)
