@@ -164,6 +164,7 @@ def test_reduced_set_of_dpr_files_has_their_questions(tmp_path, monkeypatch):
         ("methods-less-time", "4096f"),
         ("methods-longer", "24576f"),
         ("methods-large-banks", "49152f"),
+        ("methods-whole", "36000f"),
     ],
 )
 def test_study_settings_can_be_trained_in_every_rung(name, budget):
