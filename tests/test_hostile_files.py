@@ -5,6 +5,7 @@ A hung reader would be ended by an alarm, a runaway one by the limit on the proc
 
 import ast
 import hashlib
+import io
 import json
 import os
 import pickle
@@ -85,55 +86,123 @@ def test_the_bomb_goes_off_where_pickle_is_let_in(tmp_path):
     assert (tmp_path / "other").is_dir()
 
 
-# pickle
+# embeddings and indexes
 
 
-def write_shards(folder: Path, vectors: np.ndarray) -> None:
-    """A folder of embeddings whose manifest is right in every hash."""
+def write_shards(folder: Path, data: bytes) -> None:
+    """A folder of embeddings whose manifest has the hashes of its files. data: content of the file of vectors."""
     folder.mkdir()
-    np.save(folder / "00000.npy", vectors, allow_pickle=True)
-    (folder / "00000.ids.json").write_text('["p"]')
+    content = {"vectors": data, "ids": b'["p"]'}
     files = {"vectors": "00000.npy", "ids": "00000.ids.json"}
-    data = {part: (folder / name).read_bytes() for part, name in files.items()}
+    for kind, name in files.items():
+        (folder / name).write_bytes(content[kind])
     entry = {
         **files, "rows": 1, "dimension": 2,
-        "bytes": {part: len(content) for part, content in data.items()},
-        "sha256": {part: hashlib.sha256(content).hexdigest() for part, content in data.items()},
+        "bytes": {kind: len(part) for kind, part in content.items()},
+        "sha256": {kind: hashlib.sha256(part).hexdigest() for kind, part in content.items()},
     }  # fmt: skip
     job = {"kind": "passage", "encoder": "e", "source": "s", "rows": 1, "shard_size": 1, "dtype": "float32"}
     manifest = {"format": "contaccum-embeddings", "version": 1, "job": job, "dimension": 2, "shards": [entry]}
     write_json(folder / "manifest.json", manifest)
 
 
-def test_vectors_that_are_pickled_objects_are_refused(tmp_path, canary):
-    write_shards(tmp_path / "sound", np.zeros((1, 2), dtype=np.float32))
-    assert ShardFolder(tmp_path / "sound")[0].ids == ["p"]
-    write_shards(tmp_path / "evil", np.array([[Bomb(canary), Bomb(canary)]], dtype=object))
-    with pytest.raises(InputError, match=r"00000\.npy"):
-        ShardFolder(tmp_path / "evil")[0]
+def npy(array: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, array, allow_pickle=True)
+    return buffer.getvalue()
+
+
+def npy_header(text: str) -> bytes:
+    line = text.encode().ljust(117) + b"\n"
+    return b"\x93NUMPY\x01\0" + struct.pack("<H", len(line)) + line + bytes(8)
+
+
+SOUND_VECTORS = npy(np.zeros((1, 2), dtype=np.float32))
 
 
 @pytest.mark.parametrize(
-    "header", ["{'descr': ", f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({10**30}, 2), }}", ""]
+    "data",
+    [
+        lambda canary: npy(np.array([[Bomb(canary), Bomb(canary)]], dtype=object)),
+        lambda canary: npy_header("{'descr': "),
+        lambda canary: npy_header(f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({10**30}, 2), }}"),
+        lambda canary: b"",
+    ],
+    ids=["pickled", "half a header", "huge shape", "empty"],
 )
-def test_vectors_with_a_hostile_header_are_refused(header, tmp_path, monkeypatch):
-    line = header.encode().ljust(117) + b"\n"
-    data = b"\x93NUMPY\x01\0" + struct.pack("<H", len(line)) + line + bytes(8) if header else b""
-    monkeypatch.setattr(np, "save", lambda path, *_, **__: Path(path).write_bytes(data))
-    write_shards(tmp_path / "shards", np.zeros((1, 2)))
+def test_hostile_vectors_are_refused(data, tmp_path, canary):
+    write_shards(tmp_path / "sound", SOUND_VECTORS)  # negative control
+    assert ShardFolder(tmp_path / "sound")[0].ids == ["p"]
+    write_shards(tmp_path / "evil", data(canary))
     with pytest.raises(InputError, match=r"00000\.npy: contains no array of numbers"):
-        ShardFolder(tmp_path / "shards")[0]
+        ShardFolder(tmp_path / "evil")[0]
 
 
 def test_parquet_vectors_with_a_hostile_dimension_are_refused(tmp_path):
-    vectors = [Shard(["p"], np.zeros((1, 2), dtype=np.float32))]
     job = EncodingJob("passage", "e", "s", 1, 1, "float32", "parquet")
-    write_shard(tmp_path, 0, job, vectors[0])
+    write_shard(tmp_path, 0, job, Shard(["p"], np.zeros((1, 2), dtype=np.float32)))
     write_manifest(tmp_path, job)
     text = (tmp_path / "manifest.json").read_text()
     (tmp_path / "manifest.json").write_text(text.replace('"dimension": 2', f'"dimension": {2**31}'))
     with pytest.raises(InputError, match=r"00000\.parquet: not a Parquet file"):
         ShardFolder(tmp_path)[0]
+
+
+def test_a_manifest_names_no_file_outside_its_folder(tmp_path):
+    write_shards(tmp_path / "shards", SOUND_VECTORS)
+    (tmp_path / "00000.npy").write_bytes(SOUND_VECTORS)
+    manifest = json.loads((tmp_path / "shards" / "manifest.json").read_text())
+    manifest["shards"][0]["vectors"] = "../00000.npy"
+    write_json(tmp_path / "shards" / "manifest.json", manifest)
+    with pytest.raises(InputError, match=r"shards\[0\] is \.\./00000\.npy"):
+        ShardFolder(tmp_path / "shards")
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, "9" * 10_000, "\ud800", "null", '{"shards": 1}'])
+def test_a_hostile_manifest_is_refused(text, tmp_path):
+    for name in ("shards", "index", "run/checkpoints/step-00000001"):
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_bytes(text.encode("utf-8", errors="surrogatepass"))
+    with pytest.raises(InputError, match=r"manifest\.json"):
+        ShardFolder(tmp_path / "shards")
+    with pytest.raises(InputError, match=r"manifest\.json"):
+        Index.load(tmp_path / "index")
+    assert newest_checkpoint(tmp_path / "run") is None
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "damage"),
+    [(0, 4, b"XXXX"), (4, 8, struct.pack("<i", 2**31 - 1)), (8, 16, struct.pack("<q", 2**60)), (150, None, b"")],
+    ids=["kind", "width", "rows", "cut"],
+)
+def test_a_hostile_index_is_refused_with_the_right_hash_too(start, stop, damage, tmp_path):
+    vectors = np.eye(8, dtype=np.float32)
+    Index.build([Shard([f"p{n}" for n in range(8)], vectors)]).save(tmp_path / "index")
+    path = tmp_path / "index" / "index.faiss"
+    data = bytearray(path.read_bytes())
+    data[start:stop] = damage
+    path.write_bytes(data)
+    with pytest.raises(InputError, match=r"index\.faiss"):  # the hash is checked first
+        Index.load(tmp_path / "index")
+    manifest = json.loads((tmp_path / "index" / "manifest.json").read_text())
+    manifest["sha256"] = hashlib.sha256(data).hexdigest()
+    write_json(tmp_path / "index" / "manifest.json", manifest)
+    with pytest.raises(InputError, match="index"):
+        Index.load(tmp_path / "index")
+
+
+# models, data and settings with code
+
+
+@pytest.mark.parametrize(
+    "header", [struct.pack("<Q", 2**63), struct.pack("<Q", 10**9), struct.pack("<Q", 100_000) + b"[" * 100_000]
+)
+def test_a_hostile_safetensors_header_is_refused(header, trained, tmp_path, capsys):
+    model = tmp_path / "model"
+    DualEncoder.load(trained / "run" / "model").save(model)
+    (model / "query_encoder" / "model.safetensors").write_bytes(header)
+    assert "model" in refused(capsys, "evaluate", "--model", model, "--data", trained / "data")
 
 
 def test_a_model_of_pickled_weights_alone_is_refused(trained, tmp_path, canary, capsys):
@@ -153,9 +222,6 @@ def test_a_pickle_is_no_data_set(name, tmp_path, canary, capsys):
     assert "cannot be loaded" in refused(capsys, "data", "check", f"hub:{tmp_path / 'set'}")
 
 
-# code
-
-
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
 def test_code_that_comes_with_a_model_is_not_run(file, trained, tmp_path, canary, capsys):
     folder = tmp_path / "model"
@@ -171,43 +237,24 @@ def test_code_that_comes_with_a_model_is_not_run(file, trained, tmp_path, canary
     assert "Traceback" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["train", "compare", "plan --memory 1GB"])
 @pytest.mark.parametrize(
     "text",
     [
         "output_dir: !!python/object/apply:os.mkdir ['{canary}']\n",
         "output_dir: !!python/object/new:os.mkdir ['{canary}']\n",
         "model: {{class_path: evil.Evil}}\n",
-        "model.class_path: evil.Evil\n",
-        "run: {{trackers: [{{class_path: evil.Evil}}]}}\n",
-        "config: inner.yaml\n",
         "data: inner.yaml\n",
     ],
 )
-def test_a_config_runs_and_imports_nothing(text, tmp_path, canary, capsys, monkeypatch):
+def test_a_config_runs_and_imports_nothing(command, text, tmp_path, canary, capsys, monkeypatch):
     (tmp_path / "evil.py").write_text(f"import os\nos.mkdir({str(canary)!r})\nclass Evil: pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "inner.yaml").write_text("model: {class_path: evil.Evil}\n")
     (tmp_path / "config.yaml").write_text(text.format(canary=canary))
-    assert "config.yaml:1" in refused(capsys, "train", "--config", "config.yaml")
-    assert "evil" not in sys.modules
-
-
-@pytest.mark.parametrize("verb", ["compare", "plan --memory 1GB"])
-def test_no_other_verb_s_config_imports_anything(verb, tmp_path, canary, capsys, monkeypatch):
-    (tmp_path / "evil.py").write_text(f"import os\nos.mkdir({str(canary)!r})\nclass Evil: pass\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "config.yaml").write_text("model: {class_path: evil.Evil}\n")
-    assert "config.yaml:1" in refused(capsys, *verb.split(), "--config", "config.yaml")
-    assert "evil" not in sys.modules
-
-
-@pytest.mark.parametrize("verb", ["train", "compare", "plan --memory 1GB"])
-@pytest.mark.parametrize("option", ["--model", "--model.name", "--data.mixture", "--loss.matryoshka_dims"])
-def test_a_class_on_the_command_line_is_not_imported(verb, option, tmp_path, canary, capsys, monkeypatch):
-    (tmp_path / "evil.py").write_text(f"import os\nos.mkdir({str(canary)!r})\nclass Evil: pass\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for value in ("{class_path: evil.Evil}", "!!python/object/new:evil.Evil {}", "evil.Evil"):
-        assert option in refused(capsys, *verb.split(), option, value) or option == "--model.name"
+    assert "config.yaml:1" in refused(capsys, *command.split(), "--config", "config.yaml")
+    for value in ("{class_path: evil.Evil}", f"!!python/object/apply:os.mkdir ['{canary}']"):
+        assert "--optim" in refused(capsys, *command.split(), "--optim.max_steps", value)
     assert "evil" not in sys.modules
 
 
@@ -221,7 +268,8 @@ def test_a_runs_own_config_runs_nothing(tmp_path, canary):
     "answers",
     [
         "[__import__('os').mkdir('{canary}')]", "__import__('os').mkdir('{canary}')", "[open('{canary}', 'w')]",
-        "[(lambda: 0)()]", "['a' * 10**10]", "[9**9**9**9]", "[[x] for x in range(10**10)]", "[" * 100_000,
+        "[(lambda: 0)()]", "['a' * 10**10]", "[9**9**9**9]", "[x for x in range(10**10)]", "[f'{1}']", "[" * 100_000,
+        "[" + "-" * 90_000 + "1]",
         "[" + "'a'," * 100_000 + "__import__('os').mkdir('{canary}')]",
     ],
 )  # fmt: skip
@@ -322,67 +370,6 @@ def test_a_link_with_the_name_of_a_temporary_file_is_not_followed(tmp_path):
     assert not (tmp_path / "output").is_symlink()
 
 
-def test_a_manifest_names_no_file_outside_its_folder(trained, tmp_path):
-    write_shards(tmp_path / "shards", np.zeros((1, 2), dtype=np.float32))
-    (tmp_path / "00000.npy").write_bytes((tmp_path / "shards" / "00000.npy").read_bytes())
-    manifest = json.loads((tmp_path / "shards" / "manifest.json").read_text())
-    manifest["shards"][0]["vectors"] = "../00000.npy"
-    write_json(tmp_path / "shards" / "manifest.json", manifest)
-    with pytest.raises(InputError, match=r"shards\[0\] is \.\./00000\.npy"):
-        ShardFolder(tmp_path / "shards")
-
-
-@pytest.mark.parametrize(
-    "text", ["[" * 200_000, '{"a":' * 200_000, "9" * 10_000, "\ud800", "null", "[]", '{"shards": 1}']
-)
-def test_a_hostile_manifest_is_refused(text, tmp_path):
-    for name in ("shards", "index", "run/checkpoints/step-00000001"):
-        folder = tmp_path / name
-        folder.mkdir(parents=True)
-        (folder / "manifest.json").write_bytes(text.encode("utf-8", errors="surrogatepass"))
-    for read in (ShardFolder, Index.load):
-        with pytest.raises(InputError, match=r"manifest\.json"):
-            read(tmp_path / ("shards" if read is ShardFolder else "index"))
-    assert newest_checkpoint(tmp_path / "run") is None
-
-
-# headers
-
-
-@pytest.mark.parametrize(
-    "header", [struct.pack("<Q", 2**63), struct.pack("<Q", 10**9), struct.pack("<Q", 100_000) + b"[" * 100_000]
-)
-def test_a_hostile_safetensors_header_is_refused(header, trained, tmp_path, capsys):
-    model = tmp_path / "model"
-    DualEncoder.load(trained / "run" / "model").save(model)
-    (model / "query_encoder" / "model.safetensors").write_bytes(header)
-    assert "model" in refused(capsys, "evaluate", "--model", model, "--data", trained / "data")
-
-
-@pytest.mark.parametrize("damage", ["rows", "width", "kind", "cut"])
-def test_a_hostile_index_header_under_a_right_hash_is_refused(damage, tmp_path):
-    vectors = np.eye(8, dtype=np.float32)
-    Index.build([Shard([f"p{n}" for n in range(8)], vectors)]).save(tmp_path / "index")
-    path = tmp_path / "index" / "index.faiss"
-    data = bytearray(path.read_bytes())
-    if damage == "kind":
-        data[:4] = b"XXXX"
-    elif damage == "width":
-        data[4:8] = struct.pack("<i", 2**31 - 1)
-    elif damage == "rows":
-        data[8:16] = struct.pack("<q", 2**60)
-    else:
-        data = data[: len(data) // 2]
-    path.write_bytes(data)
-    manifest = json.loads((tmp_path / "index" / "manifest.json").read_text())
-    with pytest.raises(InputError, match=r"index\.faiss"):  # the hash speaks first
-        Index.load(tmp_path / "index")
-    manifest["sha256"] = hashlib.sha256(data).hexdigest()
-    write_json(tmp_path / "index" / "manifest.json", manifest)
-    with pytest.raises(InputError, match="index"):
-        Index.load(tmp_path / "index")
-
-
 # secrets
 
 
@@ -443,9 +430,10 @@ def breaches(source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_the_source_runs_no_data(path):
-    assert breaches(path.read_text(encoding="utf-8")) == []
+def test_the_source_runs_no_data():
+    found = {str(path): breaches(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
+    assert len(found) > 50
+    assert {path: names for path, names in found.items() if names} == {}
 
 
 @pytest.mark.parametrize(
