@@ -65,24 +65,30 @@ class HubName:
     @classmethod
     def of(cls, text: str) -> "HubName":
         """Divide a name into parts. Raise InputError if the name is invalid."""
-        name, mark, mapping = text.removeprefix(HUB_PREFIX).partition("?")
-        ends = [end.start() for end in re.finditer("[@:]|$", name)]
-        # a path may contain @ and :, such as /home/user@domain
-        folder = next((name[:end] for end in reversed(ends) if os.path.isdir(name[:end])), "")
-        found = None if os.path.isfile(name) else _NAME.fullmatch(name, len(folder))
+        name, question_mark, mapping = text.removeprefix(HUB_PREFIX).partition("?")
         columns: dict[str, list[str]] = {}
-        for pair in mapping.split("&") if mark else []:
+        for pair in mapping.split("&") if question_mark else []:
             key, _, value = pair.partition("=")
             if key not in FIELDS or key in columns or not value:
-                expected = "FIELD=COLUMN with each field at most once, where FIELD is one of"
-                raise InputError(f"{text}: found {pair!r}; expected {expected} {', '.join(FIELDS)}")
+                raise InputError(
+                    f"{text}: found {pair!r}; expected FIELD=COLUMN with each field at most once, where FIELD is "
+                    f"one of {', '.join(FIELDS)}"
+                )
             columns[key] = value.split(",")
-        if found is None or not (folder or found["repository"]) or (mark and not {"query", "pos"} <= columns.keys()):
-            expected = "hub:owner/name[@revision][:configuration][:split][?query=COLUMN&pos=COLUMN]"
-            raise InputError(f"{text}: not the name of a Hub data set or of a local folder; expected {expected}")
-        parts: dict[str, Any] = {part: value or None for part, value in found.groupdict().items()}
-        parts["repository"] = folder or parts["repository"]
-        return cls(text, **parts, columns=columns)
+        folder = ""  # the longest beginning that is a folder: a path may contain @ and :, such as /home/user@domain
+        for end in re.finditer("[@:]|$", name):
+            if os.path.isdir(name[: end.start()]):
+                folder = name[: end.start()]
+        parts = _NAME.fullmatch(name, len(folder))
+        repository = folder or (parts["repository"] if parts else "")
+        lacks_columns = question_mark and not {"query", "pos"} <= columns.keys()
+        if parts is None or not repository or os.path.isfile(name) or lacks_columns:
+            raise InputError(
+                f"{text}: not the name of a Hub data set or of a local folder; expected "
+                "hub:owner/name[@revision][:configuration][:split][?query=COLUMN&pos=COLUMN]"
+            )
+        configuration = parts["configuration"] or None  # an empty one, as in hub:owner/name::split, is the default
+        return cls(text, repository, parts["revision"], configuration, parts["split"], columns)
 
     def builder(self, configuration: str | None) -> DatasetBuilder:
         """Return the ``datasets`` builder of a configuration. The builder lists the files."""

@@ -47,11 +47,16 @@ class Repository(NamedTuple):
         patterns: file names, in which ``*`` stands for any text. Without patterns, all files are downloaded. local: use only
         the files in the cache of the Hub. Raises InputError if the download fails, or if the cache lacks the repository.
         """
-        options: Any = {"repo_type": "dataset", "revision": self.commit, "allow_patterns": list(patterns) or None}
         with hub_errors(f"{self.name}: cannot be downloaded from the Hub", *FAILURES, fix=f". {self.hint}"):
-            # offline, some versions of huggingface_hub still ask for the list of files
-            local = local or constants.is_offline_mode()
-            return Path(snapshot_download(self.name, local_files_only=local, **options))
+            folder = snapshot_download(
+                self.name,
+                repo_type="dataset",
+                revision=self.commit,
+                allow_patterns=list(patterns) or None,
+                # offline, some versions of huggingface_hub still ask for the list of files
+                local_files_only=local or constants.is_offline_mode(),
+            )
+            return Path(folder)
 
     @property
     def hint(self) -> str:
@@ -74,10 +79,11 @@ class Task(NamedTuple):
 @cache
 def tasks() -> dict[str, Task]:
     """Return all MTEB tasks: name of the task in lower case -> task."""
-    return {
-        name.casefold(): Task(name, Repository(repository, commit), tuple(subsets[0].split(",")) if subsets else ())
-        for name, repository, commit, *subsets in table("mteb.tsv")
-    }
+    found = {}
+    for name, repository, commit, *subsets in table("mteb.tsv"):  # the column of the subsets may be missing
+        languages = tuple(subsets[0].split(",")) if subsets else ()
+        found[name.casefold()] = Task(name, Repository(repository, commit), languages)
+    return found
 
 
 def mteb_folder(member: str, split: str) -> Path:
@@ -94,7 +100,8 @@ def mteb_folder(member: str, split: str) -> Path:
     folder = cached_folder("mteb", key, partial(_write, task, subset))
     if not (folder / SPLITS).is_file():
         return folder
-    if split not in (splits := read_json(folder / SPLITS, list[str])):
+    splits = read_json(folder / SPLITS, list[str])
+    if split not in splits:
         raise InputError(f"mteb/{member}: split {split!r} not found; available: {', '.join(splits)}")
     return cached_folder("mteb", [*key, split], partial(_write_split, task, subset, split))
 
@@ -103,11 +110,13 @@ def _task_and_subset(member: str) -> tuple[Task, str]:
     name, _, subset = member.partition("/")
     task = tasks().get(name.casefold())
     if task is None:
-        close = [tasks()[each].name for each in get_close_matches(name.casefold(), tasks(), 5, 0.5)]
+        close = [tasks()[key].name for key in get_close_matches(name.casefold(), tasks(), 5, 0.5)]
         similar = f"; similar names are {', '.join(close)}" if close else ""
         raise InputError(f"mteb/{member}: no MTEB retrieval task has this name{similar}")
     if subset not in (task.subsets or ("",)):
-        expected = f"mteb/{task.name}" + (f"/ and one of {', '.join(task.subsets)}" if task.subsets else "")
+        expected = f"mteb/{task.name}"
+        if task.subsets:
+            expected += f"/ and one of {', '.join(task.subsets)}"
         raise InputError(f"mteb/{member}: not a data set; expected {expected}")
     return task, subset
 
@@ -118,34 +127,41 @@ class _TaskFiles:
     def __init__(self, task: Task, subset: str) -> None:
         self.text = f"mteb/{task.name}"
         _check_size(task.repository.snapshot("README.md") / "README.md")
-        prefix = f"{subset}-" if subset not in ("", "default") else ""
-        self._name = HubName(self.text, task.repository.name, task.repository.commit)
         try:
-            found = self._resolve(prefix)
+            self._find(HubName(self.text, task.repository.name, task.repository.commit), subset)
         except InputError as error:
             try:  # without a network, use the complete copy in the cache of the Hub, if there is one
                 copy = task.repository.snapshot(local=True)
             except InputError:
                 raise InputError(f"{error}. {task.repository.hint}") from error
-            self._name = HubName(self.text, str(copy))
-            found = self._resolve(prefix)
-        self.corpus, self.queries, self.grades = found
+            self._find(HubName(self.text, str(copy)), subset)
 
-    def _resolve(self, prefix: str) -> list[dict[str, list[str]]]:
-        found = self._name.configurations()
-        wanted = retrieval_parts(found, prefix)
-        if missing := [name for name in wanted if name not in found]:
-            raise InputError(f"{self.text}: configuration {missing[0]!r} not found; available: {', '.join(found)}")
-        return [files_by_split(self._name.builder(name)) for name in wanted]
+    def _find(self, name: HubName, subset: str) -> None:
+        """Set the files of the three parts. name: the repository on the Hub, or its copy."""
+        configurations = name.configurations()
+        prefix = f"{subset}-" if subset not in ("", "default") else ""
+        corpus, queries, grades = retrieval_parts(configurations, prefix)
+        for part in (corpus, queries, grades):
+            if part not in configurations:
+                raise InputError(
+                    f"{self.text}: configuration {part!r} not found; available: {', '.join(configurations)}"
+                )
+        self._name = name
+        self.corpus = files_by_split(name.builder(corpus))
+        self.queries = files_by_split(name.builder(queries))
+        self.grades = files_by_split(name.builder(grades))
 
     def rows(self, part: Mapping[str, list[str]], split: str) -> Rows:
         """Read the rows of ``split``. If ``part`` (split -> files) has only one split, read that split, as MTEB does."""
-        if split not in part and len(part) > 1:
+        if split in part:
+            return self._name.rows(part[split])
+        if len(part) > 1:
             raise InputError(
                 f"{self.text}: split {split!r} has judgements, but the corpus or the queries have only "
                 f"the splits {', '.join(part)}"
             )
-        return self._name.rows(part.get(split, next(iter(part.values()))))
+        (files,) = part.values()
+        return self._name.rows(files)
 
 
 def _check_size(readme: Path) -> None:
@@ -173,7 +189,8 @@ def _write(task: Task, subset: str, folder: Path) -> None:
         write_json(folder / SPLITS, list(parts.grades))
         return
     if len(parts.queries) == 1:
-        splits, queries = list(parts.grades), parts.rows(parts.queries, "")
+        splits = list(parts.grades)
+        queries = parts.rows(parts.queries, "")
     else:
         splits = [split for split in parts.grades if split in parts.queries]
         if not splits:
@@ -188,8 +205,9 @@ def _write(task: Task, subset: str, folder: Path) -> None:
 
 def _write_split(task: Task, subset: str, split: str, folder: Path) -> None:
     parts = _TaskFiles(task, subset)
-    corpus, queries, grades = (parts.rows(part, split) for part in (parts.corpus, parts.queries, parts.grades))
-    beir_from_rows(folder, parts.text, corpus, queries, {split: grades})
+    corpus = parts.rows(parts.corpus, split)
+    queries = parts.rows(parts.queries, split)
+    beir_from_rows(folder, parts.text, corpus, queries, {split: parts.rows(parts.grades, split)})
 
 
 def _distinct(parts: Iterator[Rows]) -> Rows:
@@ -222,18 +240,17 @@ def _write_miracl(language: str, folder: Path) -> None:
     """Download the queries, judgements and passages of a MIRACL language, and write them to ``folder`` as a BEIR folder."""
     root = f"miracl-v1.0-{language}"
     splits = ("dev",) if language in SURPRISE else ("train", "dev")
-    topics, grades = ([f"{root}/{kind}/{kind}.{root}-{split}.tsv" for split in splits] for kind in ("topics", "qrels"))
-    judged = JUDGED.snapshot(*topics, *grades)
-    for file in (*topics, *grades):
+    topics = {split: f"{root}/topics/topics.{root}-{split}.tsv" for split in splits}
+    qrels = {split: f"{root}/qrels/qrels.{root}-{split}.tsv" for split in splits}
+    judged = JUDGED.snapshot(*topics.values(), *qrels.values())
+    for file in (*topics.values(), *qrels.values()):
         if not (judged / file).is_file():
             raise InputError(f"{JUDGED.name}: file {file} not found in commit {JUDGED.commit}. {JUDGED.hint}")
     pattern = f"miracl-corpus-v1.0-{language}/docs-[0-9]*.jsonl.gz"
-    parts = _sorted_parts(sorted(CORPUS.snapshot(pattern).glob(pattern)), language)
-    rows = {split: ((each.query_id, each.passage_id, each.grade) for each in read_qrels(judged / file))
-            for split, file in zip(splits, grades, strict=True)}  # fmt: skip
-    lines = (json_records(part, "a passage (an object with docid, title and text)", _passage) for part in parts)
-    passages = (row for _, row in chain.from_iterable(lines))
-    write_beir_folder(folder, passages, _queries([judged / file for file in topics]), rows)
+    files = _sorted_parts(list(CORPUS.snapshot(pattern).glob(pattern)), language)
+    queries = _queries([judged / file for file in topics.values()])
+    grades = {split: _grades(judged / file) for split, file in qrels.items()}
+    write_beir_folder(folder, _passages(files), queries, grades)
 
 
 def _sorted_parts(parts: list[Path], language: str) -> list[Path]:
@@ -245,9 +262,22 @@ def _sorted_parts(parts: list[Path], language: str) -> list[Path]:
     return [numbered[number] for number in sorted(numbered)]
 
 
-def _passage(record: Record, location: SourceLocation, number: int) -> dict[str, str]:
-    title, text = title_field(record, location), string_field(record, "text", location)
-    return {"_id": id_field(record, "docid", location), "title": title, "text": text}
+def _passages(files: list[Path]) -> Iterator[dict[str, str]]:
+    def passage(record: Record, location: SourceLocation, number: int) -> dict[str, str]:
+        return {
+            "_id": id_field(record, "docid", location),
+            "title": title_field(record, location),
+            "text": string_field(record, "text", location),
+        }
+
+    for file in files:
+        for _, found in json_records(file, "a passage (an object with docid, title and text)", passage):
+            yield found
+
+
+def _grades(file: Path) -> Iterator[tuple[str, str, int]]:
+    for judgement in read_qrels(file):
+        yield judgement.query_id, judgement.passage_id, judgement.grade
 
 
 def _queries(files: list[Path]) -> Iterator[dict[str, Any]]:

@@ -164,7 +164,7 @@ def scripted(*answers: bytes) -> Iterator[tuple[str, list[bytes]]]:
                     seen.append(connection.recv(4096))
                     connection.sendall(answer)
 
-        thread = threading.Thread(target=give)
+        thread = threading.Thread(target=give, daemon=True)  # a failed test leaves it waiting
         thread.start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}", seen
         thread.join()
