@@ -66,11 +66,12 @@ def check(path: str | Path, split: str | None = None, policy: DataPolicy = DEFAU
     try:
         return _statistics(data, split)
     except InputError as error:
-        errors = _all_errors(data, split)
-        if len(errors) < 2:
-            raise
-        named = [str(each).replace(f"{data.path}:", f"{data.name}:", 1) for each in errors]
-        raise InputError("\n  ".join([f"{data.name}: {len(named)} errors", *named])) from error
+        first = error.with_traceback(None)  # the traceback would keep the line, which may have many megabytes
+    errors = _all_errors(data, split)
+    if len(errors) < 2:
+        raise first
+    sentences = [str(error).replace(f"{data.path}:", f"{data.name}:", 1) for error in errors]
+    raise InputError("\n  ".join([f"{data.name}: {len(sentences)} errors", *sentences])) from first
 
 
 def _statistics(data: RetrievalDataset, split: str | None) -> Stats:
@@ -97,31 +98,33 @@ def _all_errors(data: RetrievalDataset, split: str | None) -> list[InputError]:
     """Read the files of an invalid data set again, and return the errors of all records."""
     errors: list[InputError] = []
     repair = data.policy.repair
-    with TemporaryDirectory() as name, warnings.catch_warnings():
+    with TemporaryDirectory() as temporary, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they were given before
-        folder = Path(name)
-        readers: list[Callable[[], object]] = []
-        if data.kind in ("beir", "corpus"):
-            readers.append(lambda: build_corpus(corpus_file(data.path), repair, folder, errors.append))
-        if data.kind in ("beir", "queries"):
-            source = queries_file(data.path)
-            readers.append(lambda: read_query_texts(source, repair, on_error=errors.append))
-        if data.kind == "questions":
-            readers.append(lambda: list(read_questions(data.path, errors.append)))
-        if data.kind in ("dpr", "jsonl", "tevatron"):
-            readers.append(lambda: build_examples(data.path, True, folder, errors.append))
-        splits = [split] if split else splits_of(data.path)
-        for split in splits if data.kind == "beir" else []:
-            qrels = qrels_file(data.path, split)
-            readers.append(lambda qrels=qrels: read_grades(qrels, errors.append))  # type: ignore[misc]
-        for read in readers:
+        folder = Path(temporary)
+
+        def collect(read: Callable, *arguments: object) -> None:
+            """Read one file. Invalid records go to ``errors``; an error that ends the reading is added to them."""
             try:
-                read()
+                read(*arguments)
             except InputError as error:
                 errors.append(error)
-        if data.kind == "beir" and not errors:  # else a record with the id may be among the invalid ones
-            for split in splits:
-                errors += _unknown_ids(data, qrels_file(data.path, split))
+
+        if data.kind in ("beir", "corpus"):
+            collect(build_corpus, corpus_file(data.path), repair, folder, errors.append)
+        if data.kind in ("beir", "queries"):
+            collect(read_query_texts, queries_file(data.path), repair, None, errors.append)
+        if data.kind == "questions":
+            collect(lambda: list(read_questions(data.path, errors.append)))
+        if data.kind in ("dpr", "jsonl", "tevatron"):
+            collect(build_examples, data.path, True, folder, errors.append)
+        if data.kind == "beir":
+            splits = [split] if split else splits_of(data.path)
+            qrels = [qrels_file(data.path, split) for split in splits]
+            for file in qrels:
+                collect(read_grades, file, errors.append)
+            if not errors:  # else a record with the id may be among the invalid ones
+                for file in qrels:
+                    errors += _unknown_ids(data, file)
     return errors
 
 

@@ -53,8 +53,9 @@ class RetrievalDataset:
 
         Published data sets (BEIR, MTEB, MIRACL, Hub) have duplicate ids and passages without text.
         """
-        published = self.path.is_dir() and not os.path.exists(self.name)
-        return replace(self._policy, repair=True) if published else self._policy
+        if self.path.is_dir() and not os.path.exists(self.name):
+            return replace(self._policy, repair=True)
+        return self._policy
 
     @cached_property
     def kind(self) -> Kind:
@@ -95,16 +96,21 @@ class RetrievalDataset:
     @cached_property
     def retrieval_set(self) -> RetrievalSet:
         """Corpus, judged queries and qrels of a BEIR split or of training examples. Positives of examples have grade 1."""
-        with self._errors_by_name():
-            found = self._judged if self.kind == "beir" else examples_as_retrieval(self.path, self.policy)
-        warn_of_own_ids(self.path, found.qrels)
-        return found
+        retrieval_set: RetrievalSet
+        if self.kind == "beir":
+            retrieval_set = self._judged
+        else:
+            with self._errors_by_name():
+                retrieval_set = examples_as_retrieval(self.path, self.policy)
+        warn_of_own_ids(self.path, retrieval_set.qrels)
+        return retrieval_set
 
     @cached_property
     def searchable_set(self) -> RetrievalSet:
         """Retrieval set for search. For a file of passages, or a folder without qrels, the set has only a corpus."""
-        has_queries = splits_of(self.path) if self.path.is_dir() else self.kind in ("dpr", "jsonl", "tevatron")
-        return self.retrieval_set if has_queries else RetrievalSet(self.corpus, {}, {})
+        if self.kind in ("dpr", "jsonl", "tevatron") or (self.path.is_dir() and splits_of(self.path)):
+            return self.retrieval_set
+        return RetrievalSet(self.corpus, {}, {})
 
     @cached_property
     def _judged(self) -> JudgedSplit:

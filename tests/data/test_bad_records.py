@@ -164,19 +164,16 @@ BEIR = {
 TABLE = [
     # what is added to the files of a BEIR folder -> what ``data check`` says
     (
-        {"corpus.jsonl": lines(passage("p0", "y"), passage("p2", " ")) + "{\n", "queries.jsonl": lines({"_id": 1.5})},
+        {
+            "corpus.jsonl": lines(passage("p0", "y"), passage("p2", " ")) + "{\n",
+            "queries.jsonl": lines({"_id": 1.5}, {"_id": "q0", "text": "x"}),
+        },
         [
             "corpus.jsonl:4: passage 'p2' has an empty text; every passage needs a text",
             "corpus.jsonl:5: not JSON",
             "corpus.jsonl:3: duplicate passage id 'p0' (first at line 1); ids must be unique",
             "queries.jsonl:3: field '_id' is the number 1.5; it must be an id",
-        ],
-    ),
-    (
-        {"queries.jsonl": lines({"_id": "q0", "text": "x"}, {"_id": "q2", "text": ""})},
-        [
-            "queries.jsonl:4: the text of query 'q2' is empty; every query needs a text",
-            "queries.jsonl:3: duplicate query id 'q0' (first at line 1); ids must be unique",
+            "queries.jsonl:4: duplicate query id 'q0' (first at line 1); ids must be unique",
         ],
     ),
     (
