@@ -194,7 +194,7 @@ def test_dev_evaluation_shares_the_corpus_and_gives_every_process_the_metrics_of
     assert first["mean"] == second["mean"] == one["mean"]
     assert first["best"] == second["best"] == one["best"]
     assert one["encoded"] == first["encoded"] + second["encoded"] == 41
-    assert 16 <= second["encoded"] <= first["encoded"] <= 25
+    assert min(first["encoded"], second["encoded"]) >= 16  # about half each
 
 
 SOUND = [
