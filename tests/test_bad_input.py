@@ -54,6 +54,7 @@ LINES: dict[tuple[str, str, int], list[tuple[str, str]]] = {
         ('["p1", "x"]', f"found a list; {PASSAGE}"),
         ("null", f"found null; {PASSAGE}"),
         ('{"_id": "p1"}', "field 'text' is missing (other fields: '_id'); it is required and must be a string"),
+        ('{"text": "x"}', f"field '_id' is missing (other fields: 'text'); it is required and {ID.removeprefix('it ')}"),
         ('{"_id": "p1", "text": 1.5}', "field 'text' is the number 1.5; it must be a string"),
         ('{"_id": "p1", "title": [[]], "text": "x"}', "field 'title' is a list; it must be a string"),
         ('{"_id": "", "text": "x"}', f"field '_id' is empty; {ID}"),
@@ -99,6 +100,7 @@ LINES: dict[tuple[str, str, int], list[tuple[str, str]]] = {
         ('2\t"two\tT', f"unexpected end of data (perhaps a quote is not closed); {COLUMNS}"),
         ('2\t"two"x\tT', f"'\t' expected after '\"' (perhaps a quote is not closed); {COLUMNS}"),
         ("2\ttwo\rmore\tT", COLUMNS),
+        ("2\ttw\0o\tT", "found a NUL byte; text must not contain NUL"),
         ("2\t\tT", "passage '2' has an empty text; every passage needs a text"),
     ],
     ("data check psgs.tsv", "psgs.tsv", 1): [
@@ -131,7 +133,7 @@ LINES: dict[tuple[str, str, int], list[tuple[str, str]]] = {
 
 
 def dpr(**change: object) -> str:
-    return json.dumps([DPR, DPR | change])
+    return f"[{json.dumps(DPR)},\n{json.dumps(DPR | change)}]"
 
 
 def folder(path: Path) -> None:
@@ -169,15 +171,16 @@ FILES: list[tuple[str, object, str, str]] = [
     *(
         ("dpr.json", content, "data check dpr.json", f"dpr.json{error}")
         for content, error in [
-            (dpr(question=None), ":1 (record 2): field 'question' is null; it must be a string"),
-            (dpr(question=""), ":1 (record 2): query 'unnamed-query-2' has an empty text; every query needs a text"),
-            (dpr(positive_ctxs="x"), ":1 (record 2): field 'positive_ctxs' is a string; it must be a list"),
-            (dpr(positive_ctxs=["x"]), ":1 (record 2), positive_ctxs[0]: found a string; it must be a context"),
-            (dpr(positive_ctxs=[{"title": "x"}]), ":1 (record 2), positive_ctxs[0]: field 'text' is missing"),
-            (dpr(positive_ctxs=[CONTEXT | {"passage_id": 1.5}]), ":1 (record 2), positive_ctxs[0]: field 'passage_id' is the"),
-            (dpr()[:-20], ":1 (record 2): not JSON"),
-            (dpr().replace("}, {", "}\n{"), ":2: found '{' instead of ','; the file must be one JSON list"),
-            (dpr() + "\n[]", ":2: text follows the end of the list; the file must end there"),
+            (dpr(question=None), ":2 (record 2): field 'question' is null; it must be a string"),
+            (dpr(question=""), ":2 (record 2): query 'unnamed-query-2' has an empty text; every query needs a text"),
+            (dpr(positive_ctxs="x"), ":2 (record 2): field 'positive_ctxs' is a string; it must be a list"),
+            (dpr(positive_ctxs=["x"]), ":2 (record 2), positive_ctxs[0]: found a string; it must be a context"),
+            (dpr(positive_ctxs=[{"title": "x"}]), ":2 (record 2), positive_ctxs[0]: field 'text' is missing"),
+            (dpr(positive_ctxs=[CONTEXT | {"passage_id": 1.5}]), ":2 (record 2), positive_ctxs[0]: field 'passage_id' is the"),
+            (dpr(hard_negative_ctxs=[{}]), ":2 (record 2), hard_negative_ctxs[0]: field 'text' is missing"),
+            (dpr()[:-20], ":2 (record 2): not JSON"),
+            (dpr().replace("},", "}"), ":2: found '{' instead of ','; the file must be one JSON list"),
+            (dpr() + "\n[]", ":3: text follows the end of the list; the file must end there"),
             ("[]", ": is empty; a record must be an object with query, pos and neg"),
             ("[1, 2]", ":1 (record 1): found the number 1; it must be an object with query, pos and neg"),
             ("[" * 90_000, ":1 (record 1): not usable JSON"),
@@ -189,6 +192,7 @@ FILES: list[tuple[str, object, str, str]] = [
     ("d/qrels/test.tsv", "", TO_EVALUATE_A_RUN, "d/qrels/test.tsv: has no valid judgement; a split needs at least one"),
     ("d/qrels/test.tsv", "q0\tp0\t0\n", "evaluate --model bm25 --data d", "d/qrels/test.tsv: no query has a positive; at least"),
     ("d/qrels/test.tsv", folder, "evaluate --model bm25 --data d", "d: qrels/test.tsv not found; a BEIR folder has"),
+    ("q.tsv", "q0 0 p0 1\nq0 0 p0\n", "evaluate --run run.trec --qrels q.tsv", "q.tsv:2: found 3 columns; a line must have 4"),
     ("q.tsv", "\x1c", "evaluate --run run.trec --qrels q.tsv", "q.tsv:1: found 0 columns; a line must have 3 columns"),
     ("t.jsonl", lines({"query_id": 1, "query": "x", "positive_passages": [{"docid": 1}]}), "data check t.jsonl",
      "t.jsonl:1, positive_passages[0]: field 'text' is missing (other fields: 'docid')"),
@@ -196,6 +200,11 @@ FILES: list[tuple[str, object, str, str]] = [
      "pairs.jsonl:1: query 'unnamed-query-1' has no positive; every query needs a positive"),
     *(("pairs.jsonl", lines({"query_id": key, "query": "x", "pos": ["a"]}), "data convert pairs.jsonl out --to beir",
        f"id {key!r} contains a tab, a line break or a NUL") for key in ("a\tb", "a\0b", "a\nb")),
+    ("d/corpus.jsonl", SOUND["d/corpus.jsonl"].replace('"p1"', '"p0"'), "train --config config.yaml",
+     "d/corpus.jsonl:2: duplicate passage id 'p0' (first at line 1); ids must be unique. Use --repair (in training: --data"),
+    ("d/qrels/train.tsv", QRELS.replace("p1", "p9"), "train --config config.yaml", "d/qrels/train.tsv:3: unknown passage id"),
+    ("d/qrels/train.tsv", None, "train --config config.yaml", "d: split 'train' not found; available: test"),
+    ("config.yaml", CONFIG.replace("{size: 4}", "{sise: 4}"), "train --config config.yaml", "config.yaml:5: "),
     ("run.trec", "", TO_EVALUATE_A_RUN, "run.trec: is empty; expected a TREC run with six columns"),
     ("run.trec", "x0 Q0 p0 1 2.0 x\n", TO_EVALUATE_A_RUN, "run and qrels have no query in common; for example, 'x0' is only"),
     ("scored/metrics.json", "{", "report scored", "scored/metrics.json, line 1: not JSON"),
@@ -212,9 +221,11 @@ if os.geteuid() != 0:  # root may read everything
 
 # command with sound files -> the error
 COMMANDS: list[tuple[str, str]] = [
+    ("", "no command was given; contaccum --help lists the commands"),
     ("fly", "contaccum fly: no such command"),
     ("data check d --fast", "--fast: contaccum data check has no such option"),
     ("data check nowhere", "nowhere: no folder or data set has this name; expected a path, one of arguana"),
+    ("data check nowhere/at/all", "nowhere/at/all: no folder or data set has this name"),
     ("data check nul\0", "nul\\x00: no folder or data set has this name"),
     ("data check " + "x" * 5000, "xxx"),
     ("data check d/qrels", "d/qrels: corpus.jsonl not found; a BEIR folder has corpus.jsonl"),
@@ -233,12 +244,23 @@ COMMANDS: list[tuple[str, str]] = [
     ("evaluate --model bm25 --data d --k many", "--k is 'many', expected a whole number (at least 1)"),
     ("evaluate --model ./none --data d", "./none: no such folder; expected the folder of a model or of a run"),
     ("evaluate --model bm25 --data d --output qa.csv/metrics.json", "qa.csv: cannot be created (this is a file, not a folder)"),
+    ("evaluate --model x", "evaluate got neither data nor a run file; give --data"),
+    ("evaluate --data d", "evaluate got no --model; give --model, or --run and --qrels"),
+    ("evaluate --data x --run y", "evaluate got --data, --run; give --data, or --questions and --passages, or --run and"),
+    ("evaluate --run d/corpus.jsonl --qrels d/qrels/test.tsv", "d/corpus.jsonl:1: found 8 columns; expected six columns"),
+    ("encode --model bm25 --input d --output v", "--model bm25 has no vectors; this command needs an encoder"),
+    ("search --model x --data y", "search needs exactly one of --query and --output, but got none"),
     ("evaluate --run run.trec", "evaluate got --run; give --data, or --questions and --passages, or --run and --qrels"),
     ("report d", "d: no config.yaml and no metrics.json; this is not the folder of a run"),
     ("report scored --metric f1", "scored/metrics.json: no metric 'f1'; expected one of ndcg@10"),
     ("train --config config.yaml --output_dir qa.csv", "output_dir qa.csv: this is a file. Choose a folder."),
     ("train --config config.yaml --output_dir d", "output_dir d: not empty. Choose an empty folder."),
     ("train --config config.yaml --output_dir d --resume", "output_dir d: no config.yaml found, so there is no run to resume"),
+    ("train --method magic", "--method is 'magic', expected one of in_batch"),
+    ("train --config config.yaml --model.pooling max", "--model.pooling is 'max', expected one of cls, mean, last, or null"),
+    ("train --bank.sise 3", "--bank.sise: contaccum train has no such option; did you mean --bank.size?"),
+    ("train --bank.size many", "--bank.size is 'many', expected a whole number (at least 0), or null"),
+    ("train --config absent.yaml", "absent.yaml: cannot be read (No such file or directory)"),
     ("train --model.name tiny --data.train d", "output_dir is not set, expected a path"),
     ("train --model.name tiny --output_dir out", "data.train is not set; give a path or the name of a data set"),
     ("train --config config.yaml --data.train nowhere", "nowhere: no folder or data set has this name; expected a path"),
@@ -275,7 +297,7 @@ def contents() -> dict[str, object]:
 def refused(command: str, capsys) -> str:
     """Return the sentence with which a command is refused. It must leave every file as it was."""
     before = contents()
-    code = main(command.split(" "))
+    code = main(command.split(" ") if command else [])
     out, err = capsys.readouterr()
     assert (code, out) == (2, ""), err
     assert len(err.splitlines()) == 1, err

@@ -88,20 +88,20 @@ def dpr_file(name: str, cache: str | Path | None = None, *, base_url: str = DPR_
 
 def _checked_name(name: str, forum: str) -> str:
     """Return ``name`` if the data set exists and may be downloaded, else raise InputError. forum: part of cqadupstack."""
+    given = f"{name}/{forum}".rstrip("/")
     if name in LICENSED:
         raise InputError(
             f"{name}: its licence forbids the download. Build the data set as BEIR explains, and give the path of its folder."
         )
     if name not in MD5:
         raise InputError(
-            f"{name}: no folder or data set has this name; expected a path, one of {', '.join(sorted(MD5))}, or a name that "
+            f"{given}: no folder or data set has this name; expected a path, one of {', '.join(sorted(MD5))}, or a name that "
             "starts with nanobeir/, mteb/, miracl/, dpr/ or hub: (see contaccum data fetch --help)"
         )
     if name == "cqadupstack" and forum not in FORUMS:
-        given = f"{name}/{forum}".rstrip("/")
         raise InputError(f"{given}: not a data set; expected cqadupstack/ and one of {', '.join(FORUMS)}")
     if name != "cqadupstack" and forum:
-        raise InputError(f"{name}/{forum}: not a data set; {name} has no parts. Use {name!r}.")
+        raise InputError(f"{given}: not a data set; {name} has no parts. Use {name!r}.")
     return name
 
 

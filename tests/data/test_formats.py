@@ -57,40 +57,9 @@ def test_lines_end_only_at_newlines(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    ("second", "words"),
-    [
-        ('{"_id": "b", "text": "x"', [":2", "not JSON"]),
-        ('["b"]', [":2", "a list", "_id"]),
-        ('{"_id": "b"}', [":2", "'text'", "missing"]),
-        ('{"text": "b"}', [":2", "'_id'", "missing"]),
-        ('{"_id": "b", "text": 5}', [":2", "'text'", "number 5", "string"]),
-        ('{"_id": "b", "text": null}', [":2", "'text'", "null", "string"]),
-        ('{"_id": "b", "title": [], "text": "x"}', [":2", "'title'", "a list", "string"]),
-        ('{"_id": "", "text": "x"}', [":2", "'_id'", "empty"]),
-        ('{"_id": true, "text": "x"}', [":2", "'_id'", "true or false"]),
-        ('{"_id": "b", "text": "\\ud800"}', [":2", "half a character"]),
-        ('{"_id": "b", "text": "a\x00"}', [":2", "NUL"]),
-        ('{"_id": "b", "text": ' + "[" * 100_000 + "}", [":2", "not usable JSON"]),
-        ('{"_id": ' + "9" * 5000 + ', "text": "x"}', [":2", "not usable JSON"]),
-    ],
-)
-def test_an_invalid_corpus_line_is_located(tmp_path, second, words):
-    path = write(tmp_path / "c.jsonl", '{"_id": "a", "text": "x"}\n' + second + "\n")
-    sentence = refusal(read_corpus, path)
-    assert all(word in sentence for word in words), sentence
-
-
 def test_a_surrogate_pair_is_one_character(tmp_path):
     path = write(tmp_path / "c.jsonl", '{"_id": "a", "text": "\\ud83d\\ude00"}\n')
     assert next(read_corpus(path)).text == "\U0001f600"
-
-
-def test_bytes_that_are_not_utf8_are_located(tmp_path):
-    path = write(tmp_path / "c.jsonl", b'{"_id": "a", "text": "x"}\n{"_id": "b", "text": "caf\xe9"}\n')
-    sentence = refusal(read_corpus, path)
-    assert ":2" in sentence
-    assert "0xe9" in sentence
 
 
 def test_truncated_or_damaged_gzip_is_refused(tmp_path):
@@ -98,11 +67,6 @@ def test_truncated_or_damaged_gzip_is_refused(tmp_path):
     whole = gzip.compress(lines(*rows).encode())
     assert "gzip" in refusal(read_corpus, write(tmp_path / "cut.jsonl.gz", whole[:-2000]))
     assert "gzip" in refusal(read_corpus, write(tmp_path / "bad.jsonl.gz", whole[:5000] + b"\xff" * 50 + whole[5050:]))
-
-
-def test_missing_files_and_folders_are_refused(tmp_path):
-    assert "no such file" in refusal(read_corpus, tmp_path / "nothing.jsonl")
-    assert "folder" in refusal(read_corpus, tmp_path)
 
 
 def test_queries_are_read_and_an_empty_text_is_refused(tmp_path):
@@ -122,23 +86,6 @@ def test_qrels_are_read_with_and_without_header_and_in_trec_format(tmp_path):
         ]
     trec = write(tmp_path / "trec.qrels", "q1 0 p  2\nq2 0 p -1\n")
     assert list(read_qrels(trec)) == [("q1", "p", 2, 1), ("q2", "p", -1, 2)]
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("query-id\tcorpus-id\tscore\nq\tp\n", [":2", "2 columns", "must have 3"]),
-        ("query-id\tcorpus-id\tscore\nq\t0\tp\t1\n", [":2", "4 columns", "must have 3"]),
-        ("q 0 p 1\nq 0 p\n", [":2", "3 columns", "must have 4"]),
-        ("q\tp\n", [":1", "2 columns", "query-id"]),
-        ("q\tp\tgood\n", [":1", "'good'", "an integer"]),
-        ("query-id\tcorpus-id\tscore\nq\tp\t0.5\n", [":2", "'0.5'", "an integer"]),
-        ("q\t\t1\n", [":1", "empty id"]),
-    ],
-)
-def test_invalid_qrels_are_located(tmp_path, text, words):
-    sentence = refusal(read_qrels, write(tmp_path / "q.tsv", text))
-    assert all(word in sentence for word in words), sentence
 
 
 # DPR
@@ -171,33 +118,9 @@ def test_a_dpr_header_is_skipped_also_after_blank_lines(tmp_path, blank):
     assert list(read_corpus(path)) == [Passage("1", "y", "x"), Passage("id", "title", "text")]
 
 
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        ("2\tx", [":3", "2 columns"]),
-        ("\tx\ty", [":3", "id is empty"]),
-        ('2\t"open\ty\n' + "3\tx\ty\n" * 3, [":3", "quote"]),
-        ("2\ta\rb\ty", [":3"]),
-        ("2\ta\0b\ty", [":3", "NUL"]),
-    ],
-)
-def test_an_invalid_dpr_corpus_row_is_located(tmp_path, row, words):
-    sentence = refusal(read_corpus, write(tmp_path / "c.tsv", "id\ttext\ttitle\n1\tx\ty\n" + row + "\n"))
-    assert all(word in sentence for word in words), sentence
-
-
 def test_dpr_questions_are_read_with_their_answers(tmp_path):
     path = write(tmp_path / "qa.csv", 'who?\t[\'a\', "b\'s"]\nwhen?\t"[\'""x""\']"\n')
     assert list(read_questions(path)) == [("who?", ["a", "b's"]), ("when?", ['"x"'])]
-
-
-@pytest.mark.parametrize(
-    "answers", ["a", "'a'", "[1]", "[]", "{'a'}", "['a'", "__import__('os').getcwd()", "(" * 10_000 + ")" * 10_000]
-)
-def test_answers_must_be_a_list_of_strings(tmp_path, answers):
-    sentence = refusal(read_questions, write(tmp_path / "qa.csv", f"who?\t['x']\nwhen?\t{answers}\n"))
-    assert ":2" in sentence
-    assert "answers" in sentence
 
 
 def test_dpr_examples_are_read_from_a_list_and_from_lines(tmp_path):
@@ -225,32 +148,12 @@ def test_dpr_examples_are_read_from_a_list_and_from_lines(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"question": None}, [":3 (record 2)", "'question'", "null"]),
-        ({"positive_ctxs": "x"}, [":3 (record 2)", "'positive_ctxs'", "a string", "a list"]),
-        ({"hard_negative_ctxs": [{"title": "x"}]}, [":3 (record 2)", "hard_negative_ctxs[0]", "'text'", "missing"]),
-        ({"positive_ctxs": [{"text": "x", "passage_id": 1.5}]}, [":3 (record 2)", "positive_ctxs[0]", "1.5"]),
-        ({"positive_ctxs": ["x"]}, [":3 (record 2)", "positive_ctxs[0]", "a string", "a context"]),
-    ],
-)
-def test_an_invalid_dpr_record_is_located(tmp_path, change, words):
-    records = [dpr("one?", [context(1)]), {**dpr("two?", [context(2)]), **change}]
-    text = "[\n" + ",\n".join(map(json.dumps, records)) + "]"
-    sentence = refusal(read_examples, write(tmp_path / "t.json", text))
-    assert all(word in sentence for word in words), sentence
-
-
-@pytest.mark.parametrize(
     ("text", "words"),
     [
         ('[{"a": 1},\n{"a" 1}]', [":2", "record 2", "not JSON"]),
-        ('[{"a": 1}\n{"a": 1}]', [":2", "instead of ','"]),
         ('[{"a": 1},\n', [":2", "record 2", "not JSON"]),
         ('[{"a": 1}\n', ["end of the file"]),
         ('[{"a": "b\n"}]', [":1", "control character"]),
-        ('[{"a": 1}, 5]', ["record 2", "number 5"]),
-        ('[{"a": 1}]\nmore', [":2", "text follows the end of the list"]),
         ("[{'a': 1}]", [":1", "not JSON"]),
     ],
 )
@@ -295,21 +198,6 @@ def test_jsonl_of_query_pos_neg_is_read(tmp_path):
     assert third.positives == [Passage("A", "", "a")]
 
 
-@pytest.mark.parametrize(
-    ("record", "words"),
-    [
-        ({"query": "x"}, [":2", "'pos'", "missing"]),
-        ({"query": "x", "pos": 4}, [":2", "'pos'", "number 4"]),
-        ({"query": "x", "pos": [4]}, [":2", "pos[0]", "number 4"]),
-        ({"query": "x", "pos": ["a"], "pos_id": ["1", "2"]}, [":2", "2 ids", "1 texts"]),
-        ({"pos": ["x"]}, [":2", "'query'", "missing"]),
-    ],
-)
-def test_an_invalid_jsonl_line_is_located(tmp_path, record, words):
-    sentence = refusal(read_examples, write(tmp_path / "t.jsonl", lines({"query": "a", "pos": ["b"]}, record)))
-    assert all(word in sentence for word in words), sentence
-
-
 def test_tevatron_examples_are_read(tmp_path):
     record = {
         "query_id": 5,
@@ -341,21 +229,6 @@ def test_every_format_is_detected_from_content(tmp_path):
     for kind, text in files.items():
         assert kind_of_data(write(tmp_path / f"{kind}.txt", text)) == kind
     assert kind_of_data(write(tmp_path / "c", lines({"_id": "a", "title": "", "text": "x"}))) == "corpus"
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [("", ["is empty"]), ("word\n", [":1", "1 columns"]), ('{"a": 1}\n', [":1", "'a'", "positive_ctxs"])],
-)
-def test_an_unknown_format_is_refused(tmp_path, text, words):
-    sentence = refusal(read_examples, write(tmp_path / "t", text))
-    assert all(word in sentence for word in words), sentence
-
-
-def test_a_folder_or_file_of_another_format_is_refused(tmp_path):
-    assert "corpus.jsonl" in refusal(kind_of_data, tmp_path)
-    assert "corpus" in refusal(read_examples, write(tmp_path / "c.tsv", "1\tx\ty\n"))
-    assert "no such" in refusal(kind_of_data, tmp_path / "nowhere")
 
 
 def test_the_fields_of_a_json_list_decide_about_its_format(tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import judged_split, load_examples, open_corpus, open_queries, open_retrieval_set
+from helpers import load_examples, open_corpus, open_queries, open_retrieval_set
 from processes import python
 from tiny_data import beir, context, dpr, lines, write, write_gzip
 
@@ -123,32 +123,6 @@ def test_a_duplicate_query_is_refused_or_repaired(tmp_path):
         assert open_queries(path, repair=True) == {"a": "z", "b": "y"}
 
 
-@pytest.mark.parametrize(
-    ("qrels", "words"),
-    [
-        ("q0\tp0\t1\nqX\tp0\t1\n", [":3", "query id 'qX'", "queries.jsonl"]),
-        ("q0\tp0\t1\nq1\tpX\t1\n", [":3", "passage id 'pX'", "corpus.jsonl"]),
-        ("q0\tp0\t1\nq0\tp0\t2\n", [":3", "grade 2", "1 earlier"]),
-        ("", ["no valid judgement", "at least one"]),
-    ],
-)
-def test_invalid_judgements_are_refused(tmp_path, qrels, words):
-    sentence = refusal(judged_split, beir(tmp_path, qrels), "train")
-    assert all(word in sentence for word in ["train.tsv", *words]), sentence
-
-
-def test_a_missing_split_error_lists_existing_splits(tmp_path):
-    beir(tmp_path)
-    sentence = refusal(open_retrieval_set, tmp_path, "test")
-    assert "'test'" in sentence
-    assert "train" in sentence
-
-
-def test_empty_queries_are_refused(tmp_path):
-    write(beir(tmp_path) / "queries.jsonl", "\n")
-    assert "no valid query" in refusal(judged_split, tmp_path, "train")
-
-
 def test_a_retrieval_set_has_only_judged_queries(tmp_path):
     found = open_retrieval_set(beir(tmp_path, "q2\tp0\t2\nq0\tp1\t1\nq2\tp3\t0\n", "test"))
     assert found.queries == {"q2": "query 2", "q0": "query 0"}
@@ -200,12 +174,6 @@ def test_examples_make_a_retrieval_set(tmp_path):
 @pytest.mark.parametrize(
     ("records", "words"),
     [
-        ([dpr("one?", [context(1)]), dpr(" ", [context(1)])], [":2", "query 'unnamed-query-2'", "empty"]),
-        ([dpr("one?", [context(1)]), dpr("x", [context(2, " ")])], [":2", "passage '2'", "empty"]),
-        (
-            [dpr("one?", [context(1)], query_id="a"), dpr("x", [context(1)], query_id="a")],
-            [":2", "'a'", "first at line 1"],
-        ),
         ([dpr("one?", [])], ["no query has a positive"]),
     ],
 )
