@@ -29,7 +29,7 @@ class WordEncoder:
     def fingerprint(self, kind: str) -> str:
         return f"{self.name}-{self.dim}-{kind}"
 
-    def in_step(self, kind: str) -> nullcontext:
+    def in_lockstep(self, kind: str) -> nullcontext:
         return nullcontext()
 
     def encode_queries(self, texts: list[str], batch_tokens: int | None = None) -> np.ndarray:

@@ -59,7 +59,8 @@ def load(
 def settings_of(kind: type) -> dict[str, Field]:
     """Return the settings of a dataclass: name, such as ``seed`` or ``bank.size`` -> field."""
     found: dict[str, Field] = {}
-    for declared in sorted(fields(kind), key=lambda each: bool(each.kw_only)):  # those of a base class last
+    # A dataclass lists the fields of its base classes first. Base classes here are kw_only, which puts them last.
+    for declared in sorted(fields(kind), key=lambda each: bool(each.kw_only)):
         if isinstance(declared.type, type) and is_dataclass(declared.type):
             inner = settings_of(declared.type)
             found |= {f"{declared.name}.{name}": each for name, each in inner.items()}

@@ -132,7 +132,7 @@ class DualEncoder(nn.Module):
         return self._encode(self.passage_tower, texts, settings.max_passage_length, batch_tokens, progress)
 
     @contextmanager
-    def in_step(self, kind: str) -> Iterator[None]:
+    def in_lockstep(self, kind: str) -> Iterator[None]:
         """Allow the processes to encode different numbers of batches inside the ``with`` block.
 
         kind: tower that encodes the texts, ``query`` or ``passage``. With sharded weights, a forward pass needs all processes.
@@ -165,7 +165,7 @@ class DualEncoder(nn.Module):
             previous: list[tuple[np.ndarray, Tensor, torch.cuda.Event | None]] = []
             for indices, tokens in batches:
                 if self.group is not None:
-                    self.group.largest(1)  # see in_step
+                    self.group.largest(1)  # see in_lockstep
                 found = self.embed(tower, tokens.to(self.device)).to("cpu", non_blocking=cuda)
                 copied = torch.cuda.current_stream(self.device).record_event() if cuda else None
                 previous.append((indices, found, copied))

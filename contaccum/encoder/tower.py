@@ -41,7 +41,11 @@ def pool(states: Tensor, mask: Tensor, pooling: str) -> Tensor:
         total = (states * mask.unsqueeze(-1).to(states.dtype)).sum(1, dtype=wide)  # (n, d)
         return (total / mask.sum(1, keepdim=True).clamp(min=1)).to(states.dtype)
     first = mask.argmax(1)  # (n,)
-    position = first if pooling == "cls" else first + mask.sum(1) - 1
+    if pooling == "cls":
+        position = first
+    else:
+        assert pooling == "last", pooling
+        position = first + mask.sum(1) - 1
     return states[torch.arange(len(states), device=states.device), position]
 
 

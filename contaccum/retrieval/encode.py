@@ -139,7 +139,7 @@ def encode_in_memory(
     The vectors take rows * dimension * 4 bytes.
     """
     stop = texts.rows if stop is None else stop
-    with encoder.in_step(texts.kind):
+    with encoder.in_lockstep(texts.kind):
         print_estimate(encoder, texts, stop - start, batch_tokens)
         with tqdm(total=stop - start, desc=f"encode {texts.kind}", unit="text", disable=None, leave=False) as bar:
             return encode_shard(encoder, texts, start, stop, batch_tokens, bar)

@@ -61,11 +61,13 @@ class ExactIndex:
         self.first_row = first_row
         self.device = search_device(device)
         if backend == "auto":
-            backend = "torch" if self.device.type == "cuda" else "faiss"
-            try:
-                load_faiss()
-            except InputError:
-                backend = "torch"
+            backend = "torch"
+            if self.device.type != "cuda":
+                try:
+                    load_faiss()
+                    backend = "faiss"
+                except InputError:  # not installed
+                    pass
         elif backend == "faiss":
             load_faiss()
         if backend == "faiss":
@@ -92,10 +94,11 @@ class ExactIndex:
                 block_scores, block_rows = _top_with_torch(vectors, block, depth)
             scores = torch.cat([scores, block_scores], dim=1)
             rows = torch.cat([rows, block_rows + start], dim=1)
-            # a stable sort prefers the earlier block if scores are equal
+            # a stable sort keeps the passages of earlier blocks if scores are equal at the cutoff
             scores, order = torch.sort(scores, dim=1, descending=True, stable=True)
             scores, rows = scores[:, :k], rows.gather(1, order[:, :k])
             start += len(block)
+        # within a block, the library may have ordered equal scores in any way; best_first orders them by row
         return best_first(scores.cpu().numpy(), rows.cpu().numpy(), k)
 
     def _blocks(self) -> Iterator[np.ndarray | torch.Tensor]:

@@ -83,7 +83,7 @@ class Training:
         self.folder = Path(config.output_dir)
         checkpoint = newest_checkpoint(self.folder) if config.resume else None
         if checkpoint:
-            run_folder.refuse_other_checkpoint(config)
+            run_folder.refuse_fixed_changes(config)
 
         # data
         self.dev: RetrievalSet | None = None

@@ -114,7 +114,7 @@ def refuse_changes(where: str, changes: list[str], allowed: bool) -> None:
         print(f"{where} (allowed): {listed}", file=sys.stderr)
 
 
-def refuse_other_checkpoint(config: TrainConfig) -> None:
+def refuse_fixed_changes(config: TrainConfig) -> None:
     """Raise InputError if a changed setting makes the checkpoints of the run unusable."""
     settings, fixed = flat(asdict(config)), set(settings_with("never"))
     # None means the value in the folder of the initial encoder, but a resumed run would use the value in the checkpoint
