@@ -1,7 +1,7 @@
 """Dual memory bank: a ring buffer of the embeddings of past queries and passages.
 
 One slot of the ring stores one training pair: a query, its passages and their ids. Stored embeddings have no gradient.
-Source: Kim et al. 2024 (arXiv 2406.12356), section 4.
+Source: Kim et al. 2024 (arXiv 2406.12356), section 3.2.
 """
 
 import hashlib
@@ -45,6 +45,8 @@ class BankLogits(NamedTuple):
 
     pointer: int
     """``Bank.pointer`` when the loss was computed."""
+    positive: Tensor
+    """Logit of each current query and its positive, (b,)."""
     over_current: Tensor
     """Log-sum-exp of each bank query over the current passages, (M,)."""
     current: Tensor
@@ -83,7 +85,7 @@ class Bank:
         self.passages = torch.zeros(size, self.per_slot, dim, device=device)
         self.queries = None if self.options.columns_only else torch.zeros(size, dim, device=device)
         self.positive_logits = torch.zeros(size, device=device)
-        self.written_step = torch.zeros(size, dtype=torch.long, device=device)  # optimizer step that encoded the pair
+        self.age = torch.zeros(size, dtype=torch.long, device=device)  # optimizer steps since the pair was encoded
         # the tensors of ids are always on the CPU
         self.column_ids = torch.full((size, self.per_slot), NO_PASSAGE)
         self.positives = torch.full((size, 1), NO_PASSAGE)
@@ -109,12 +111,11 @@ class Bank:
         return self.sums.total(self.fill)
 
     def ages(self) -> Tensor:
-        """Return the number of optimizer steps since each pair was encoded, (stored,) int64; 0 for pairs of this step."""
-        return self.step - self.written_step[: self.stored]
+        """Return a copy of the age of each pair, (stored,) int64: 0 for pairs of this step."""
+        return self.age[: self.stored].clone()
 
     def pairs(self, slots: slice) -> Pairs:
         """Return the pairs stored in ``slots``."""
-        decay = self.options.age_decay
         return Pairs(
             queries=None if self.queries is None else self.queries[slots],
             passages=self.passages[slots],
@@ -123,7 +124,8 @@ class Bank:
             first=slots.start,
             columns_by_id=self._columns_by_id,
             rows_by_id=self._rows_by_id,
-            age_penalty=self.written_step[slots] * decay if decay else None,
+            ages=self.age[slots],
+            age_decay=self.options.age_decay,
         )
 
     @torch.no_grad()
@@ -140,6 +142,11 @@ class Bank:
         b, stored_before = len(queries), self.stored
         assert b <= self.size, f"a push of {b} rows into a bank of {self.size} would lose rows"
         self._widen(ids.positives.shape[1])
+        in_loss = computed[0] if computed else None
+        if in_loss is not None:
+            positive_logits = in_loss.positive  # (b,)
+        elif self.queries is not None:
+            positive_logits = self.similarity.positive_logits(queries, passages)  # (b,)
         pieces = self._pieces(b)
         for slots, rows in pieces:
             self._overwritten.append((slots, [tensor[slots].clone() for tensor in self._tensors().values()]))
@@ -150,24 +157,23 @@ class Bank:
             self.positives[slots, : ids.positives.shape[1]] = ids.positives[rows]
             if self.similarity.rules.by_query and ids.queries is not None:
                 self.query_numbers[slots] = ids.queries[rows]
-            self.written_step[slots].fill_(self.step)
+            self.age[slots] = 0
             self.index_in_step[slots] = torch.arange(self.pushed + rows.start, self.pushed + rows.stop)
             if self.queries is not None:
                 self.queries[slots] = queries[rows]
-                self.positive_logits[slots] = self.similarity.positive_logits(queries[rows], passages[rows])
+                self.positive_logits[slots] = positive_logits[rows]
             self._index(slots)
         self.stored = min(self.size, self.stored + b)
         self.pushed += b
         if self.sums is not None:
             over_columns = row_logits = None
             # the usual case: one piece, and the bank stores all passages of a pair
-            if computed and computed[0] is not None and len(pieces) == 1 and passages.shape[1] == self.per_slot:
-                logits = computed[0]
-                assert logits.pointer == self.pointer, "the loss was computed before another push"
-                over_columns = logits.over_current
-                row_logits = logits.stored.new_empty(b, self.stored, self.per_slot)
-                row_logits[:, :stored_before] = logits.stored.unflatten(1, (stored_before, self.per_slot))
-                row_logits[:, pieces[0][0]] = logits.current.unflatten(1, (b, self.per_slot))
+            if in_loss is not None and len(pieces) == 1 and passages.shape[1] == self.per_slot:
+                assert in_loss.pointer == self.pointer, "the loss was computed before another push"
+                over_columns = in_loss.over_current
+                row_logits = in_loss.stored.new_empty(b, self.stored, self.per_slot)
+                row_logits[:, :stored_before] = in_loss.stored.unflatten(1, (stored_before, self.per_slot))
+                row_logits[:, pieces[0][0]] = in_loss.current.unflatten(1, (b, self.per_slot))
             self.sums.overwrite([slots for slots, _ in pieces], self.stored, over_columns, row_logits)
         self.pointer = (self.pointer + b) % self.size
 
@@ -209,6 +215,7 @@ class Bank:
     def end_step(self) -> None:
         """End an optimizer step: add 1 to the number of steps, and empty the bank if ``options.keep`` is false."""
         self.step += 1
+        self.age[: self.stored] += 1
         if self.options.keep:
             self._begin_step()
         else:
@@ -251,7 +258,7 @@ class Bank:
             "passages": self.passages,
             "column_ids": self.column_ids,
             "positives": self.positives,
-            "written_step": self.written_step,
+            "age": self.age,
             "index_in_step": self.index_in_step,
         }
         if self.queries is not None:

@@ -114,9 +114,9 @@ class CachedLogSumExp:
         self.blocks[block].fill_(-torch.inf)
         torch.logsumexp(self.blocks, 0, out=self.closed)
         self.new.fill_(-torch.inf)
+        self.old.fill_(-torch.inf)
         remaining = self._after_first_group(block, fill)
         if remaining.start == remaining.stop:
-            self.old.fill_(-torch.inf)
             return
         for rows in chunks(fill, self.chunk // (remaining.stop - remaining.start)):
             self._write_old(rows, self.logits(rows, remaining))
@@ -137,6 +137,7 @@ class CachedLogSumExp:
             self.blocks[block, of_part].fill_(-torch.inf)
             self.closed[of_part] = self.blocks[:, of_part].logsumexp(0)
             self.new[of_part] = values[:, block * self.width : stop].logsumexp((1, 2))
+            self.old[:, of_part].fill_(-torch.inf)
             self._write_old(of_part, values[:, self._after_first_group(block, fill)])
 
     def _begin(self, stop: int) -> int:
@@ -149,11 +150,10 @@ class CachedLogSumExp:
         return slice(min(begin + self.push, end), end)
 
     def _write_old(self, rows: slice, logits: Tensor) -> None:
-        """Compute ``old`` for r rows.
+        """Compute ``old``, which contains only minus infinity, for r rows.
 
         logits: logits of the rows and the open block except its first group, (r, s, 1 + H).
         """
-        self.old[:, rows].fill_(-torch.inf)
         if logits.shape[1]:
             sums = _sums(logits, self.push)  # (groups, r)
             # old[k] is the sum over the groups k, k + 1 and so on, so the sums are added up from the last group on

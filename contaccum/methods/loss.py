@@ -12,9 +12,16 @@ and columns are those of the current micro-batch and those of the bank, so the m
     current rows      gradient for both     gradient for rows
     bank rows         gradient for columns  no gradient: the bank caches the log-sum-exp of each row
 
-Therefore the cost of a bank is linear in its size.
-Sources: van den Oord et al. 2018 (arXiv 1807.03748); Karpukhin et al. 2020 (arXiv 2004.04906), eq. 2; Kim et al. 2024
-(arXiv 2406.12356), eq. 5-9.
+Therefore the cost of a bank is linear in its size. These are the equations of Kim et al. 2024 (arXiv 2406.12356,
+sections 3.2 and 3.3) for b current pairs and M pairs of the bank, each with H hard negatives:
+
+    eq. 5, 6    queries (b + M, d) and passages ((b + M)(1 + H), d): the current ones, then those of the bank, which
+                have no gradient
+    eq. 7       their similarities (b + M, (b + M)(1 + H)), the matrix above
+    eq. 8       gradient of a current query: a sum over all (b + M)(1 + H) passages
+    eq. 9       gradient of a current passage: a sum over all b + M queries
+
+Other sources: van den Oord et al. 2018 (arXiv 1807.03748); Karpukhin et al. 2020 (arXiv 2004.04906), eq. 2.
 """
 
 from collections.abc import Sequence
@@ -115,32 +122,39 @@ class InfoNCE:
         """
         b = len(queries)
         with full_precision(queries.device):
-            # The queries and passages of the micro-batch, and those of the bank, which have no gradient.
+            # Eq. 5 and 6: the queries and passages of the micro-batch, and those of the bank, which have no gradient.
             current = self._pairs(queries, passages, ids, bank)
             stored = bank.pairs(slice(0, bank.fill)) if bank is not None and bank.fill else None
 
-            # The current rows. Their negatives are current columns and bank columns.
+            # Eq. 7, current rows. Their negatives are current columns and bank columns.
             blocks = [self.similarity.logsumexp(current, current)]  # (b, b (1 + H)) -> (b,)
             if stored is not None:
                 blocks.append(self.similarity.logsumexp(current, stored))  # (b, M (1 + H)) -> (b,)
             negatives = torch.stack([block.values for block in blocks]).logsumexp(0)  # (b,)
-            total = -F.logsigmoid(current.positive_logits - negatives).sum()
+            log_likelihood = F.logsigmoid(current.positive_logits - negatives).sum()
             rows_in_sum = rows_that_count = b
 
-            # The bank rows. Their negatives are current columns and, from the cache, bank columns.
+            # Eq. 7, bank rows. Their negatives are current columns and, from the cache, bank columns.
             computed = None
             if bank is not None and stored is not None and stored.queries is not None:
                 over_current = self.similarity.logsumexp(stored, current).values  # (M, b (1 + H)) -> (M,)
                 negatives = torch.stack([over_current, bank.logsumexp()]).logsumexp(0)  # (M,)
-                total = total - F.logsigmoid(stored.positive_logits - negatives).sum()
+                log_likelihood = log_likelihood + F.logsigmoid(stored.positive_logits - negatives).sum()
                 rows_in_sum += bank.fill
                 rows_that_count += bank.weighted_rows
                 with_current, with_stored = blocks[0].logits, blocks[1].logits
                 if with_current is not None and with_stored is not None:
-                    computed = BankLogits(bank.pointer, over_current.detach(), with_current, with_stored)
+                    computed = BankLogits(
+                        pointer=bank.pointer,
+                        positive=current.positive_logits.detach(),
+                        over_current=over_current.detach(),
+                        current=with_current,
+                        stored=with_stored,
+                    )
 
-            # The mean over the rows. Its gradient reaches the current queries and passages, through three blocks.
-            contrast = total / rows_that_count
+            # The mean over the rows. Its backward pass computes eq. 8 through the two blocks of the current rows, and
+            # eq. 9 through the two blocks of the current columns.
+            contrast = -log_likelihood / rows_that_count
 
         statistics: dict[str, float | Tensor] = {
             "negatives": sum(block.negatives for block in blocks) / b,
@@ -157,9 +171,6 @@ class InfoNCE:
         columns_by_id = IdIndex()
         if self.similarity.mask_false_negatives:
             columns_by_id.add(-b * per_pair, ids.columns.reshape(-1, 1))
-        age_penalty = None
-        if bank is not None and bank.options.age_decay:
-            age_penalty = queries.new_full((1,), bank.options.age_decay * bank.step)
         return Pairs(
             queries,
             passages,
@@ -167,5 +178,5 @@ class InfoNCE:
             ids,
             first=-b,
             columns_by_id=columns_by_id,
-            age_penalty=age_penalty,
+            age_decay=0.0 if bank is None else bank.options.age_decay,
         )

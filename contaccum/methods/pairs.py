@@ -69,9 +69,10 @@ class Pairs:
     """Index of the passages. Entry ``(1 + H) * pair + i`` is passage i of a pair. Empty without masking."""
     rows_by_id: IdIndex | None = None
     """Index of the known positives of each query. None for current pairs."""
-    age_penalty: Tensor | None = None
-    """Age decay times the optimizer step that encoded each pair, (n,), or (1,) if all pairs are of the same step. The
-    difference between a query and a passage is what their logit loses. None without age decay."""
+    ages: Tensor | None = None
+    """Number of optimizer steps since each pair was encoded, (n,) int64. None for current pairs, whose age is 0."""
+    age_decay: float = 0.0
+    """What a logit loses for each step between the ages of its query and its passage."""
 
     def __len__(self) -> int:
         return len(self.passages)
@@ -83,9 +84,6 @@ class Pairs:
 
     def __getitem__(self, part: slice) -> "Pairs":
         """Return the pairs ``part.start`` to ``part.stop`` - 1, counted from the first pair."""
-        age_penalty = self.age_penalty
-        if age_penalty is not None and len(age_penalty) > 1:
-            age_penalty = age_penalty[part]
         return replace(
             self,
             queries=None if self.queries is None else self.queries[part],
@@ -93,7 +91,7 @@ class Pairs:
             positive_logits=self.positive_logits[part],
             ids=self.ids[part],
             first=self.first + part.start,
-            age_penalty=age_penalty,
+            ages=None if self.ages is None else self.ages[part],
         )
 
 
@@ -102,6 +100,19 @@ def same_pairs(rows: Pairs, columns: Pairs) -> list[tuple[int, int]]:
     start = max(rows.numbers.start, columns.numbers.start)
     stop = min(rows.numbers.stop, columns.numbers.stop)
     return [(number - rows.first, number - columns.first) for number in range(start, stop)]
+
+
+def steps_between(rows: Pairs, columns: Pairs) -> Tensor | None:
+    """Return the difference between the ages of each pair of ``rows`` and each pair of ``columns``, int64.
+
+    The shape is (r, pairs). It is (r, 1) or (pairs,) if all pairs of one side are current. None if all pairs are
+    current.
+    """
+    if rows.ages is None:
+        return columns.ages
+    if columns.ages is None:
+        return rows.ages.unsqueeze(1)
+    return (rows.ages.unsqueeze(1) - columns.ages).abs()
 
 
 def positive_columns(rows: Pairs, columns: Pairs) -> set[tuple[int, int]]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from contaccum.methods.pairs import Pairs, as_index, positive_columns
+from contaccum.methods.pairs import Pairs, as_index, positive_columns, steps_between
 from contaccum.methods.rules import NO_RULES, PairRules
 
 CPU_CHUNK = 1 << 21  # number of logits to compute at once on a CPU, where small matrices stay in the cache; 8 MiB
@@ -115,10 +115,10 @@ class Similarity:
                     removed = removed | similar
                 logits.masked_fill_(removed, mask)
                 negatives = (logits > mask).sum()
-            ages, other_ages = rows.age_penalty, columns.age_penalty
-            if ages is not None and other_ages is not None and ages is not other_ages:  # else all of one step
-                penalty = (ages.unsqueeze(1) - other_ages).abs()  # (r or 1, pairs or 1)
-                logits.unflatten(1, columns.passages.shape[:2]).sub_(penalty.unsqueeze(2))
+            steps = steps_between(rows, columns) if rows.age_decay else None
+            if steps is not None:
+                by_pair = logits.unflatten(1, columns.passages.shape[:2])  # (r, pairs, 1 + H)
+                by_pair.sub_(steps.unsqueeze(-1), alpha=rows.age_decay)
         return Logits(product.T if passages_first else product, len(positives), negatives, filtered)
 
     def logsumexp(self, rows: Pairs, columns: Pairs) -> LogSumExp:

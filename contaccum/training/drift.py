@@ -57,7 +57,7 @@ class Drift:
         micro-batch.
         """
         bank = self.bank
-        steps = bank.written_step[: bank.stored].cpu()
+        steps = bank.step - bank.ages().cpu()
         positions = bank.index_in_step[: bank.stored]
         # sort by step and position only once, because a bank may have thousands of micro-batches
         slots = torch.from_numpy(np.lexsort((positions, steps)))

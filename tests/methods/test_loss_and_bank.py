@@ -406,8 +406,8 @@ def test_a_bank_read_under_other_settings_has_their_sums(changed):
         queries, passages = bank.queries[: bank.fill], bank.passages[: bank.fill, 0]
         logits = queries @ passages.T / bank.similarity.temperature
         own = logits.diagonal().clone()
-        written = bank.written_step[: bank.fill]
-        logits -= bank.options.age_decay * (written.unsqueeze(1) - written).abs()
+        age = bank.age[: bank.fill]
+        logits -= bank.options.age_decay * (age.unsqueeze(1) - age).abs()
         if bank.similarity.mask_false_negatives:
             known = (bank.positives[: bank.fill].unsqueeze(1) == bank.column_ids[: bank.fill]).any(2)
             logits[known] = -torch.inf

@@ -1,6 +1,6 @@
 """`cont_accum` against a second reading of the published rules, with scripted embeddings and no encoder.
 
-The rules, from Kim et al. 2024 (arXiv 2406.12356), section 4, and their published configurations:
+The rules, from Kim et al. 2024 (arXiv 2406.12356), section 3.2, and their published configurations:
 - a micro-batch first meets the banks as the micro-batches before it left them, then enters them, overwriting the oldest;
 - rows are the current queries, then the bank's; columns are the current positives, the bank's positives, the current hard
   negatives, the bank's hard negatives;

@@ -80,13 +80,14 @@ def test_the_sample_of_a_large_bank_has_whole_micro_batches_from_all_ages():
     bank = Bank(2**17, 1, Similarity(1.0), BankOptions(columns_only=True), push=8)
     bank.stored = bank.size
     rows = torch.arange(bank.size)
-    bank.written_step.copy_(rows.roll(1000) // 128)
+    bank.step = 1024
+    bank.age.copy_(1024 - rows.roll(1000) // 128)
     bank.index_in_step.copy_(rows.roll(1000) % 128)
     drift = Drift(None, bank, SimpleNamespace(rows_of=lambda *_: [8] * 16), MicroBatchSize([8], "pairs"))  # type: ignore[arg-type]
     sample = drift._sample()
     assert [(step, number) for step, number, _ in sample] == [(0, 0), (341, 5), (682, 10), (1023, 15)]
     for step, number, slots in sample:
-        assert bank.written_step[slots].tolist() == [step] * 8
+        assert bank.age[slots].tolist() == [1024 - step] * 8
         assert bank.index_in_step[slots].tolist() == list(range(8 * number, 8 * number + 8))
 
 
