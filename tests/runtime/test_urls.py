@@ -15,7 +15,6 @@ CALLS = [
     "train --data.train data --output_dir {url} --model.name tiny --model.max_query_length 8 --model.max_passage_length 8",
     "train --data.train data --data.dev {url} --output_dir out --model.name tiny",
     "train --data.train data --output_dir out --model.name {url}",
-    "train --config {url} --output_dir out",
     "evaluate --model {url} --data data",
     "evaluate --model model --data {url}",
     "evaluate --model bm25 --data {url}",
